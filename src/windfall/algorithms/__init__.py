@@ -1,0 +1,41 @@
+"""Which algorithm a name stands for. Adding one: a file here that satisfies `base.Algorithm`, and a line below."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from windfall.algorithms.base import Algorithm
+from windfall.algorithms.cispo import CISPO
+from windfall.algorithms.dapo import DAPO
+from windfall.algorithms.dr_grpo import DrGRPO
+from windfall.algorithms.grpo import GRPO
+from windfall.algorithms.gspo import GSPO
+from windfall.algorithms.reinforce_pp import ReinforcePP
+from windfall.algorithms.rloo import RLOO
+from windfall.errors import WindfallError, nearest
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "rloo": RLOO,
+    "reinforce_pp": ReinforcePP,
+    "gspo": GSPO,
+    "cispo": CISPO,
+}
+
+
+def make(name: str, **options: Any) -> Algorithm:
+    """
+    >>> make("dapo", clip_high=0.3).normaliser(length=7, limit=100)
+    7.0
+    """
+    if name not in ALGORITHMS:
+        raise WindfallError(f"no algorithm '{name}'", fix=nearest(name, ALGORITHMS))
+    cls: Any = ALGORITHMS[name]
+    known = [field.name for field in fields(cls)]
+    for option in options:
+        if option not in known:
+            raise WindfallError(f"no option '{option}'", where=f"algorithm {name}", fix=nearest(option, known))
+    return cls(**options)

@@ -1,0 +1,44 @@
+"""CISPO. "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", arXiv 2506.13585.
+
+    A_i   = (R_i - mean(R)) / std(R)                          over the G responses of a group
+    loss  = - 1/sum_i |y_i| sum_i sum_t c_t A_i log pi(y_t),  c_t = clip(r_t, 1 - clip_low, 1 + clip_high) as a constant
+    w_t   = c_t A_i
+
+The clip bounds a token's weight instead of taking it away: the rare words at which a line of thought turns have large
+ratios, and PPO's clip drops just those. The sum of lengths is that of the mini-batch.
+
+The paper sets no lower bound (clip_low = 1 is none: a ratio is never below 0) and gives no number for the upper one.
+The default c_t <= 5 is that of "The Art of Scaling Reinforcement Learning Compute for LLMs", arXiv 2510.13786, which
+found 4, 5 and 8 alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.credit import normalised, ratio, rewards
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CISPO:
+    scope: ClassVar[Literal["group", "batch"]] = "group"
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+    def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+        """All zero in a group of equal rewards, or of one response."""
+        return [normalised(rewards(group)).tolist() for group in groups]
+
+    def informative(self, group: Sequence[Outcome]) -> bool:
+        return True
+
+    def weights(self, tokens: Tokens) -> Floats:
+        return np.clip(ratio(tokens), 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
+
+    def normaliser(self, length: int, limit: int) -> float:
+        return float(length)

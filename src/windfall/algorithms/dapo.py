@@ -1,0 +1,51 @@
+"""DAPO. "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476.
+
+    R'_i  = R_i - overlong_penalty * min(1, max(0, (|y_i| - (limit - cache)) / cache))      cache = overlong_cache
+    A_i   = (R'_i - mean(R')) / std(R')                       over the G responses of a group
+    loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
+    w_t   = A_i r_t, or 0 where the clip holds
+
+Every token counts the same, whichever response it is in; the sum of lengths is that of the mini-batch. A group whose
+rewards are all equal is replaced by another (dynamic sampling). The paper's overlong_cache is 4096 of a limit of 20480.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.credit import clipped, normalised, ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DAPO:
+    scope: ClassVar[Literal["group", "batch"]] = "group"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    overlong_cache: int = 0
+    """The last so many tokens before the limit are penalised, the more the later. 0: no length is."""
+    overlong_penalty: float = 1.0
+
+    def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+        """All zero in a group of equal rewards and penalties, or of one response."""
+        return [normalised(np.array([self.shaped(o) for o in group])).tolist() for group in groups]
+
+    def shaped(self, outcome: Outcome) -> float:
+        if self.overlong_cache == 0:
+            return outcome.reward
+        over = (outcome.length - (outcome.limit - self.overlong_cache)) / self.overlong_cache
+        return outcome.reward - self.overlong_penalty * min(1.0, max(0.0, over))
+
+    def informative(self, group: Sequence[Outcome]) -> bool:
+        """By the rewards alone: a task that is always solved stays uninformative however long its responses are."""
+        return len({outcome.reward for outcome in group}) > 1
+
+    def weights(self, tokens: Tokens) -> Floats:
+        return clipped(ratio(tokens), tokens.advantage, low=self.clip_low, high=self.clip_high)
+
+    def normaliser(self, length: int, limit: int) -> float:
+        return float(length)

@@ -1,0 +1,51 @@
+"""REINFORCE++. "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization",
+arXiv 2501.03262.
+
+    B_i   = R_i, or R_i - mean(R of its group) with baseline = "group"
+    A_i   = (B_i - mean(B)) / std(B)                          over all tokens of the batch
+    loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_old(y_t)
+    w_t   = A_i r_t, or 0 where the clip holds
+
+The mean and deviation are those of the paper's per-token advantages, so a response counts as often as it has tokens
+and the advantages of all tokens average to zero. The paper's KL penalty inside the reward is left out: a KL term is
+added as a loss (`kl.kl_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.credit import centred, clipped, normalised, ratio, rewards
+from windfall.errors import WindfallError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReinforcePP:
+    scope: ClassVar[Literal["group", "batch"]] = "batch"
+    clip: float = 0.2
+    baseline: Literal["none", "group"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.baseline not in ("none", "group"):
+            raise WindfallError(f"no baseline '{self.baseline}'", where="reinforce_pp", fix="Known: group, none.")
+
+    def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+        """All zero when the batch has one reward only."""
+        scores = [centred(rewards(g)) if self.baseline == "group" else rewards(g) for g in groups]
+        lengths = np.array([outcome.length for group in groups for outcome in group])
+        flat = iter(normalised(np.concatenate([*scores, []]), lengths).tolist())
+        return [[next(flat) for _ in group] for group in groups]
+
+    def informative(self, group: Sequence[Outcome]) -> bool:
+        return True
+
+    def weights(self, tokens: Tokens) -> Floats:
+        return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
+
+    def normaliser(self, length: int, limit: int) -> float:
+        return float(length)

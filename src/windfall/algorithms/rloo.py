@@ -1,0 +1,41 @@
+"""RLOO. "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
+arXiv 2402.14740.
+
+    A_i   = R_i - mean of R_j over j != i  =  (R_i - mean(R)) G / (G - 1)
+    loss  = - 1/G sum_i A_i log pi(y_i)                       log pi(y_i) = sum_t log pi(y_t)
+    w_t   = A_i
+
+The whole response is one action: no ratio, no clip, no division by length. It is meant for one update per batch; with
+several, nothing holds the policy near the one that made the responses. The mean over a group becomes the mean over all
+responses of the mini-batch: the same when groups are equally large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.credit import centred, rewards
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLOO:
+    scope: ClassVar[Literal["group", "batch"]] = "group"
+
+    def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+        """A response without siblings gets 0: it has no baseline, and its siblings may just have failed, which must
+        not turn its reward into a weight on another scale than everyone else's."""
+        return [(centred(rewards(group)) * len(group) / max(len(group) - 1, 1)).tolist() for group in groups]
+
+    def informative(self, group: Sequence[Outcome]) -> bool:
+        return True
+
+    def weights(self, tokens: Tokens) -> Floats:
+        return np.full_like(tokens.logp, tokens.advantage)
+
+    def normaliser(self, length: int, limit: int) -> float:
+        return 1.0

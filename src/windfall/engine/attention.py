@@ -1,0 +1,144 @@
+"""The one attention function that engine and trainer share, registered with transformers under the name "windfall".
+
+transformers' model code hands every layer's query, key and value (1, heads, rows, size) to the registered function,
+along with the keyword `batch` that the caller gave to the model. What a row may look at is the batch's business:
+
+    Paged    the engine: rows of many sequences, each looking at the pages of its own
+    Packed   the trainer: whole sequences laid end to end in one row
+
+so every decoder that transformers knows runs in both, unpatched, and both compute the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from windfall.errors import WindfallError
+
+NAME = "windfall"
+
+
+class Batch(Protocol):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        """(rows, heads, size) in and out."""
+        ...
+
+
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
+              batch: Batch, scaling: float | None = None, sliding_window: int | None = None, dropout: float = 0.0,
+              **other: Any) -> tuple[Tensor, None]:  # fmt: skip
+    unknown = [name for name in ("softcap", "s_aux") if other.get(name) is not None]
+    if unknown or dropout:
+        raise WindfallError(
+            f"{type(module).__name__} asks attention for {', '.join(unknown) or 'dropout'}, which is not supported",
+            fix="Use a model without it (Llama, Qwen, Mistral and SmolLM shapes have none).",
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return batch.attend(module.layer_idx, q, k, v, scale, sliding_window).unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of (S, Q, heads, size) queries over (S, C, kv_heads, size), `mask` (S, Q, C) added to the scores.
+
+    The heads that share a key head are laid out as further queries of it, so that nothing is copied per head.
+    """
+    s, n, heads, size = q.shape
+    kv = k.shape[2]
+    share = heads // kv
+    q = q.view(s, n, kv, share, size).permute(0, 2, 3, 1, 4).reshape(s, kv, share * n, size)
+    if mask is not None:
+        mask = mask[:, None] if n == 1 else mask[:, None].repeat(1, 1, share, 1)
+        if n == 1 and share > 1:
+            mask = mask.expand(s, 1, share, -1)
+    out = sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    return out.reshape(s, kv, share, n, size).permute(0, 3, 1, 2, 4).reshape(s, n, heads, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that attend together: S sequences with Q rows each, over contexts padded to the same number of pages."""
+
+    rows: Tensor
+    """(S * Q,) indices of the batch's rows, sequence by sequence."""
+    queries: int
+    pages: Tensor
+    """(S * P,) page numbers."""
+    sequences: int
+    mask: Tensor
+    """(S, Q, C): 0 where the row may look, -inf where it may not."""
+    windowed: dict[int, Tensor]
+    """The same for a sliding window of the given size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    keys: list[Tensor]
+    """Per layer (pages, page size, kv_heads, size)."""
+    values: list[Tensor]
+    slots: Tensor
+    """Where each row's own key and value go: page * page size + offset."""
+    blocks: Sequence[Block]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        kc, vc = self.keys[layer], self.values[layer]
+        kc.view(-1, *k.shape[1:]).index_copy_(0, self.slots, k)
+        vc.view(-1, *v.shape[1:]).index_copy_(0, self.slots, v)
+        out = torch.empty_like(q) if len(self.blocks) > 1 else None
+        for b in self.blocks:
+            context = (b.sequences, -1, *kc.shape[2:])
+            kb = kc.index_select(0, b.pages).view(context)
+            vb = vc.index_select(0, b.pages).view(context)
+            qb = q.index_select(0, b.rows).view(b.sequences, b.queries, *q.shape[1:])
+            mask = b.mask if window is None else b.windowed[window]
+            ob = grouped(qb, kb, vb, mask, scale).reshape(-1, *q.shape[1:])
+            if out is None:  # a single block holds every row, in some order
+                out = torch.empty_like(ob)
+            out.index_copy_(0, b.rows, ob)
+        assert out is not None
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences laid end to end. `where` (S, L) maps the padded layout to rows, `inside` (S, L) says which cells are
+    real; `flat` (rows,) maps back."""
+
+    where: Tensor
+    flat: Tensor
+    length: int
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed:
+        longest = max(lengths)
+        where = torch.zeros(len(lengths), longest, dtype=torch.long)
+        flat = torch.empty(sum(lengths), dtype=torch.long)
+        start = 0
+        for i, n in enumerate(lengths):
+            where[i, :n] = torch.arange(start, start + n)
+            flat[start : start + n] = torch.arange(i * longest, i * longest + n)
+            start += n
+        return Packed(where.view(-1).to(device), flat.to(device), longest)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+        del layer
+        # Cells beyond a sequence's end repeat row 0; the causal mask keeps every real row from seeing them.
+        q, k, v = (x.index_select(0, self.where).view(-1, self.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        share = q.shape[1] // k.shape[1]
+        if window is None or window >= self.length:
+            out = sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=share > 1)
+        else:
+            n = torch.arange(self.length, device=q.device)
+            near = (n[:, None] >= n[None]) & (n[:, None] - n[None] < window)
+            out = sdpa(q, k, v, attn_mask=near, scale=scale, enable_gqa=share > 1)
+        return out.transpose(1, 2).reshape(-1, *out.shape[1:2], out.shape[-1]).index_select(0, self.flat)

@@ -1,0 +1,78 @@
+"""From logits to a token: a function of (seed, position, logits) and nothing else.
+
+One uniform number per (seed, position) comes from a counter-based hash; the token is the first whose cumulative
+probability, in vocabulary order, passes it. No generator has a state, so a response that moves, restarts or shares a
+step with others draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windfall.types import Sampling
+
+_GOLDEN, _MIX1, _MIX2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: a bijection of 64 bits in which every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * _MIX1
+    x = (x ^ (x >> np.uint64(27))) * _MIX2
+    return x ^ (x >> np.uint64(31))
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position).
+
+    >>> float(uniform([7], [0])[0]) == float(uniform([1, 7], [3, 0])[1])
+    True
+    """
+    s = np.array([x & 0xFFFFFFFFFFFFFFFF for x in seeds], dtype=np.uint64)
+    p = np.array(positions, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        bits = _mix(_mix(s + _GOLDEN) + (p + np.uint64(1)) * _GOLDEN)
+    # 52 bits, not 53: u * total is then below total even after rounding, so a token is always found.
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def sample(
+    logits: Tensor, seeds: Sequence[int], positions: Sequence[int], how: Sequence[Sampling]
+) -> tuple[Tensor, Tensor]:
+    """Tokens and their log-probs, one per row of `logits` (rows, vocabulary)."""
+    logits = logits.float()
+    temperatures = [h.temperature for h in how]
+    if any(t not in (0.0, 1.0) for t in temperatures):
+        divisor = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
+        logits = logits / divisor[:, None]
+    logp = torch.log_softmax(logits, -1)
+    if all(t == 0.0 for t in temperatures):
+        tokens = logp.argmax(-1)
+    else:
+        kept = _cut(logp, how)
+        cumulative = kept.cumsum(-1, dtype=torch.float64)
+        u = torch.from_numpy(uniform(seeds, positions)).to(logits.device)
+        tokens = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+        greedy = [t == 0.0 for t in temperatures]
+        if any(greedy):
+            tokens = torch.where(torch.tensor(greedy, device=logits.device), logp.argmax(-1), tokens)
+    return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+
+def _cut(logp: Tensor, how: Sequence[Sampling]) -> Tensor:
+    """Probabilities with everything outside top-k and top-p set to zero. Ties keep vocabulary order."""
+    p = logp.exp()
+    if all(h.top_k == 0 and h.top_p >= 1.0 for h in how):
+        return p
+    ordered, index = p.sort(-1, descending=True, stable=True)
+    rank = torch.arange(p.shape[-1], device=p.device)
+    top_k = torch.tensor([h.top_k or p.shape[-1] for h in how], device=p.device)
+    top_p = torch.tensor([h.top_p for h in how], device=p.device, dtype=torch.float64)
+    ordered = torch.where(rank < top_k[:, None], ordered, 0.0)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    total = ordered.sum(-1, keepdim=True, dtype=torch.float64)
+    cut = (before >= top_p[:, None] * total) & (rank > 0) & (top_p < 1.0)[:, None]
+    return torch.zeros_like(p).scatter_(-1, index, ordered.masked_fill(cut, 0.0))

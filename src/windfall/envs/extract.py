@@ -1,0 +1,67 @@
+"""The answer, taken out of what the policy wrote around it."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+# A minus right after a digit, letter or bracket is a subtraction; commas count only where they group thousands.
+NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BRACE = re.compile(r"\\boxed\{|[{}]")
+
+
+def extract(text: str, gold: str | None) -> str:
+    """What stands in the last <answer>...</answer> or \\boxed{...}; else, where the gold answer is a number, the last
+    number; else the last line. A number equal to the gold one is given back in the gold one's spelling.
+
+    >>> extract("3 + 4 = 7, so <answer>7.0</answer>", "7"), extract("3 + 4 = 7.", "7"), extract("Hm.\\n\\nYes\\n", "No")
+    ('7', '7', 'Yes')
+    """
+    answer = marked(text)
+    if answer is None and is_number(gold):
+        answer = last_number(text)
+    elif answer is None:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        answer = lines[-1] if lines else ""
+    return gold if gold is not None and same_number(answer, gold) else answer
+
+
+def marked(text: str) -> str | None:
+    """The inside of the last <answer>...</answer> or \\boxed{...}, whichever opens later; None where there is none."""
+    tags = list(_TAG.finditer(text))
+    box = _last_box(text)
+    if tags and (box is None or tags[-1].start() > box[0]):
+        return tags[-1][1].strip()
+    return box[1].strip() if box else None
+
+
+def last_number(text: str) -> str:
+    """The last number in the text without its thousands commas, or ''."""
+    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
+def is_number(gold: str | None) -> bool:
+    return gold is not None and _PLAIN_NUMBER.fullmatch(gold.strip()) is not None
+
+
+def same_number(answer: str, gold: str) -> bool:
+    """Whether both are numbers, and the same one: '$1,200.0' is 1200."""
+    bare = answer.replace("\N{MINUS SIGN}", "-").strip(" $\\().")
+    if not is_number(gold) or not NUMBER.fullmatch(bare):
+        return False
+    return Decimal(bare.replace(",", "")) == Decimal(gold.strip())
+
+
+def _last_box(text: str) -> tuple[int, str] | None:
+    """Where the last closed \\boxed{...} starts, and its inside. Braces nest: one pass, with a stack of those open."""
+    opened: list[re.Match[str]] = []
+    last = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{" and (last is None or start.start() > last[0]):
+            last = start.start(), text[start.end() : brace.start()]
+    return last

@@ -1,0 +1,78 @@
+"""Every task of reasoning-gym, by name: procedural, so there is always one more.
+
+reasoning-gym is imported in the child processes of `apart` only. It is heavy, some of its tasks depend on the hash
+seed, and some of its scorers evaluate what the policy wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from windfall.envs import apart
+from windfall.envs.extract import extract
+from windfall.errors import WindfallError
+from windfall.types import Feedback, Task, Turn
+
+INSTRUCTION = "End with the answer alone between <answer> and </answer>."
+_ENTRIES = "windfall.envs.gym_entries"
+
+
+class Gym:
+    """`Gym("chain_sum", {"max_terms": 2}, seed=0)`.
+
+    reasoning-gym gives part of the reward to an answer that only contains the right one. So the answer is taken out of
+    the response first, and then rewarded with 1.0 if it scores at least `threshold`, else with 0.0; with `partial`,
+    with its own score. An answer that takes more than `cpu_s` to score is a wrong one.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        size: int = 1000,
+        instruction: str = INSTRUCTION,
+        *,
+        threshold: float = 0.99,
+        partial: bool = False,
+        cpu_s: float = 5.0,
+    ) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise WindfallError("reasoning-gym is not installed", fix="Install it: pip install 'windfall[gym]'")
+        where = f"gym task '{task}'"
+        if size < 1:
+            raise WindfallError(f"size is {size}", where=where, fix="It is the number of tasks in one dataset.")
+        try:
+            plain = json.loads(json.dumps(dict(options or {}), allow_nan=False))
+        except (TypeError, ValueError) as e:
+            raise WindfallError(f"options are not plain data: {e}", where=where) from None
+        self._id, self._instruction = f"{task}/{seed}", instruction
+        self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
+        self._source = {"task": task, "options": plain, "start": _start(seed), "size": size}
+        apart.MAKING.call(f"{_ENTRIES}:check", task, plain)
+
+    def task(self, index: int) -> Task:
+        made = apart.MAKING.call(f"{_ENTRIES}:make", self._source, index)
+        prompt = "\n".join(part for part in (made["question"], self._instruction) if part)
+        # The index is enough to make the entry again where it is scored; not everything in an entry is JSON.
+        return Task(id=f"{self._id}/{index}", prompt=prompt, answer={"index": index, "gold": made["gold"]})
+
+    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        index, gold = task.answer["index"], task.answer["gold"]
+        answer = extract(turns[-1].text, gold)
+        if not answer:
+            return Feedback(reward=0.0)
+        try:
+            score = await apart.SCORING.acall(f"{_ENTRIES}:score", self._source, index, gold, answer, self._cpu_s)
+        except apart.TooCostly:
+            return Feedback(reward=0.0)
+        return Feedback(reward=score if self._partial else float(score >= self._threshold))
+
+
+def _start(seed: int) -> int:
+    """reasoning-gym makes item i from seed + i, so seeds 0 and 1 would share their tasks: spread them far apart."""
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big") >> 33

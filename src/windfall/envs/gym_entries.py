@@ -1,0 +1,101 @@
+"""The side of `Gym` that imports reasoning-gym: runs in a child process, with plain JSON data in and out.
+
+A reasoning-gym dataset has an end, and some build all their items when opened. So the endless row of tasks is cut into
+datasets of `size` items. Dataset k is opened with seed `start + k * size` and makes its item i from its seed + i:
+together they go on as one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS
+
+from windfall.envs.apart import cpu_limit
+from windfall.errors import WindfallError, nearest
+
+OURS = {"seed", "size"}
+NOT_A_TASK = {"composite"}
+
+EASILY_PLEASED = {"coin_flip", "game_of_life_halting"}
+"""Their scorers (0.1.25) give full marks to wrong answers too: '0' for 0.25, and any text for True. A policy finds that
+out, so there only the gold answer counts."""
+
+NEVER_RIGHT = {
+    "complex_arithmetic": "nan",  # full marks: no comparison with it is true
+    "binary_matrix": "(",  # these four hand other answers to `eval`, and without a bracket nothing is called
+    "n_queens": "(",
+    "spiral_matrix": "(",
+    "string_insertion": "(",
+}
+"""What no right answer contains, and the scorer must not see."""
+
+
+def check(task: str, options: dict[str, Any]) -> None:
+    """Refuse a task that there is not, and options that it does not take."""
+    where = f"gym task '{task}'"
+    known = DATASETS.keys() - NOT_A_TASK
+    if task not in known:
+        raise WindfallError("there is no such task in reasoning-gym", where=where, fix=nearest(task, known))
+    fields = [f.name for f in dataclasses.fields(DATASETS[task][1])]
+    allowed = [name for name in fields if name not in OURS]
+    for name in options:
+        if name in OURS:
+            raise WindfallError(f"option '{name}' is set by windfall", where=where, fix="Leave it out of the options.")
+        if name not in allowed:
+            raise WindfallError(
+                f"no option '{name}'", where=where, fix=f"{nearest(name, allowed)} Allowed: {', '.join(allowed)}."
+            )
+    try:
+        reasoning_gym.create_dataset(task, seed=0, size=1, **options)
+    except Exception as e:  # asserts and TypeErrors of 100 config classes: all of them mean these options
+        raise WindfallError(
+            f"these options are refused: {e or type(e).__name__}", where=where, fix=f"Allowed: {', '.join(allowed)}."
+        ) from e
+
+
+def make(source: dict[str, Any], index: int) -> dict[str, Any]:
+    entry = _entry(json.dumps(source, sort_keys=True), index)
+    return {"question": entry["question"], "gold": entry["answer"]}
+
+
+def score(source: dict[str, Any], index: int, gold: str | None, answer: str, cpu_s: float) -> float:
+    """reasoning-gym's own score of the answer, which may be partial."""
+    key = json.dumps(source, sort_keys=True)
+    entry = _entry(key, index)
+    if entry["answer"] != gold:
+        raise ValueError(
+            f"task {index} of '{source['task']}' was made with the answer {gold!r}, and here has {entry['answer']!r}: "
+            "is it another version of reasoning-gym, or another seed?"
+        )
+    if source["task"] in EASILY_PLEASED:
+        return float(answer == gold)
+    never = NEVER_RIGHT.get(source["task"])
+    if never and never in answer.lower():
+        return 0.0
+    dataset = _dataset(key, index // source["size"])
+    try:
+        with cpu_limit(cpu_s):  # not around making the entry: that may take long, and is not the answer's fault
+            return float(dataset.score_answer(answer, entry))
+    except MemoryError:
+        raise
+    except Exception:  # the entry is sound, so what a scorer trips over is the answer: '1/0', 'x=', half a list
+        return 0.0
+
+
+@functools.lru_cache(maxsize=8)
+def _dataset(key: str, number: int) -> ProceduralDataset:
+    source = json.loads(key)
+    seed = source["start"] + number * source["size"]
+    return reasoning_gym.create_dataset(source["task"], seed=seed, size=source["size"], **source["options"])
+
+
+@functools.lru_cache(maxsize=256)
+def _entry(key: str, index: int) -> dict[str, Any]:
+    number, item = divmod(index, json.loads(key)["size"])
+    return _dataset(key, number)[item]

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import windfall.algorithms
+from windfall.algorithms import ALGORITHMS, make
+from windfall.algorithms.dapo import DAPO
+from windfall.errors import WindfallError
+
+
+def test_names() -> None:
+    assert sorted(ALGORITHMS) == ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "rloo"]
+
+
+def test_make_passes_options_on() -> None:
+    assert make("dapo", clip_high=0.3, overlong_cache=8) == DAPO(clip_high=0.3, overlong_cache=8)
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(WindfallError, match="no algorithm 'dr-grpo'\nDid you mean 'dr_grpo'"):
+        make("dr-grpo")
+    with pytest.raises(WindfallError, match="algorithm dapo: no option 'clip_hi'\nDid you mean 'clip_high'"):
+        make("dapo", clip_hi=0.3)
+    with pytest.raises(WindfallError, match="no option 'scope'"):
+        make("grpo", scope="batch")
+    with pytest.raises(WindfallError, match="no baseline 'grp'"):
+        make("reinforce_pp", baseline="grp")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_cannot_be_changed(name: str) -> None:
+    assert ALGORITHMS[name].__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_light_import() -> None:
+    code = "import sys, windfall.algorithms, windfall.algorithms.kl, windfall.algorithms.importance as _; "
+    code += "sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(Path(windfall.algorithms.__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0

@@ -1,0 +1,141 @@
+"""What every environment must do, asked of each of them through the Env seam alone.
+
+To add one, append a Case to CASES. Not covered here: what is peculiar to an environment (its own test file), and how
+failures are retried (test_grade.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from windfall.envs.base import Env
+from windfall.envs.guess import Guess
+from windfall.envs.gym import Gym
+from windfall.envs.jsonl import JsonLines
+from windfall.types import Feedback, Task, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    make: Callable[[Path], Env]
+    """A fresh environment, the same each time; the folder holds whatever files it needs, and is the same too."""
+    right: Callable[[Task], str]
+    wrong: Callable[[Task], str]
+    needs: str = ""
+    """The package without which the case is skipped."""
+
+
+def _file(folder: Path) -> Path:
+    path = folder / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}/2=", "answer": f"{n}/2"}) + "\n" for n in range(1, 30, 2)))
+    return path
+
+
+def _gym(task: str, **options: int) -> Case:
+    return Case(
+        name=f"gym-{task}",
+        make=lambda folder: Gym(task, options, seed=5, size=10),
+        right=lambda task: f"It may be 12. No:\n<answer>{task.answer['gold']}</answer>",
+        wrong=lambda task: f"<answer>not {task.answer['gold']}</answer>",
+        needs="reasoning_gym",
+    )
+
+
+CASES = [
+    _gym("chain_sum", max_terms=3),
+    _gym("spell_backward"),
+    _gym("simple_equations"),
+    _gym("acre"),  # one that builds a whole dataset when opened
+    Case(
+        name="jsonl-math",
+        make=lambda folder: JsonLines(_file(folder), seed=5),
+        right=lambda task: f"So it is \\boxed{{{int(task.answer[:-2]) / 2}}}.",
+        wrong=lambda task: f"So it is \\boxed{{{int(task.answer[:-2])}}}.",
+        needs="math_verify",
+    ),
+    Case(
+        name="jsonl-exact",
+        make=lambda folder: JsonLines(_file(folder), scoring="exact", seed=5),
+        right=lambda task: f"Let me see.\n{task.answer}\n",
+        wrong=lambda task: f"{task.answer}\nor not",
+    ),
+    Case(
+        name="guess",
+        make=lambda folder: Guess(high=1000, max_turns=1, seed=5),
+        right=lambda task: f"I say {task.answer}.",
+        wrong=lambda task: f"I say {task.answer + 1}.",
+    ),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    if request.param.needs and importlib.util.find_spec(request.param.needs) is None:
+        pytest.skip(f"needs {request.param.needs}")
+    return request.param
+
+
+def judge(env: Env, task: Task, *texts: str) -> Feedback:
+    return asyncio.run(env.feedback(task, [Turn(text=text) for text in texts]))
+
+
+def test_is_an_env(case: Case, tmp_path: Path) -> None:
+    assert isinstance(case.make(tmp_path), Env)
+
+
+def test_same_index_same_task_in_any_order_and_instance(case: Case, tmp_path: Path) -> None:
+    one, other = case.make(tmp_path), case.make(tmp_path)
+    indices = [0, 3, 7, 40, 3]
+    first = {i: one.task(i) for i in indices}
+    assert first == {i: other.task(i) for i in reversed(indices)}
+
+
+def test_tasks_have_ids_of_their_own_and_are_not_all_one(case: Case, tmp_path: Path) -> None:
+    env = case.make(tmp_path)
+    tasks = [env.task(i) for i in range(12)]
+    assert len({task.id for task in tasks}) == len(tasks)
+    assert len({(task.prompt, json.dumps(task.answer)) for task in tasks}) > 6
+    assert all(task.prompt for task in tasks)
+
+
+def test_tasks_have_no_end(case: Case, tmp_path: Path) -> None:
+    env = case.make(tmp_path)
+    assert len({env.task(i).id for i in [*range(200), 10**6, 10**9]}) == 202
+
+
+def test_a_right_answer_is_rewarded_and_a_wrong_one_is_not(case: Case, tmp_path: Path) -> None:
+    env = case.make(tmp_path)
+    for index in (0, 1, 25):
+        task = env.task(index)
+        assert judge(env, task, case.right(task)) == Feedback(reward=1.0)
+        assert judge(env, task, case.wrong(task)) == Feedback(reward=0.0)
+        assert judge(env, task, "") == Feedback(reward=0.0)
+
+
+def test_a_task_that_travelled_as_json_is_still_graded(case: Case, tmp_path: Path) -> None:
+    task = case.make(tmp_path).task(4)
+    arrived = Task(**json.loads(json.dumps(dataclasses.asdict(task), allow_nan=False)))
+    assert arrived == task
+    elsewhere = case.make(tmp_path)  # an instance that never made this task
+    assert judge(elsewhere, arrived, case.right(task)) == Feedback(reward=1.0)
+    assert judge(elsewhere, arrived, case.wrong(task)) == Feedback(reward=0.0)
+
+
+def test_feedback_keeps_no_state(case: Case, tmp_path: Path) -> None:
+    env = case.make(tmp_path)
+    tasks = [env.task(i) for i in range(4)]
+
+    async def all_at_once() -> list[Feedback]:
+        texts = [(task, text) for task in tasks for text in (case.right(task), case.wrong(task))]
+        return await asyncio.gather(*(env.feedback(task, [Turn(text=text)]) for task, text in texts))
+
+    assert [feedback.reward for feedback in asyncio.run(all_at_once())] == [1.0, 0.0] * 4

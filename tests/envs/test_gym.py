@@ -1,0 +1,128 @@
+"""What is peculiar to Gym. Not covered: the 105 scorers of reasoning-gym themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from windfall.envs import apart
+from windfall.envs.gym import Gym
+from windfall.errors import WindfallError
+from windfall.types import Task, Turn
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs reasoning_gym")
+
+
+def reward(env: Gym, task: Task, text: str) -> float | None:
+    return asyncio.run(env.feedback(task, [Turn(text=text)])).reward
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "says"),
+    [
+        ("chian_sum", {}, "Did you mean 'chain_sum'?"),
+        ("composite", {}, "no such task"),
+        ("chain_sum", {"max_term": 3}, "Did you mean 'max_terms'? Allowed: min_terms, max_terms,"),
+        ("chain_sum", {"seed": 3}, "'seed' is set by windfall"),
+        ("chain_sum", {"max_terms": 0}, "max_terms must be >= min_terms"),
+        ("chain_sum", {"max_terms": "three"}, "refused"),
+        ("chain_sum", {"max_terms": {3}}, "not plain data"),
+    ],
+)
+def test_refusals(task: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(WindfallError) as caught:
+        Gym(task, options, seed=0)
+    assert says in str(caught.value)
+    assert f"gym task '{task}'" in str(caught.value)
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(WindfallError, match=r"pip install 'windfall\[gym\]'"):
+        Gym("chain_sum", {}, seed=0)
+
+
+def test_reasoning_gym_stays_out_of_this_process() -> None:
+    env = Gym("gcd", {}, seed=0)
+    reward(env, env.task(0), "1")
+    assert not any(name.startswith("reasoning_gym.") for name in sys.modules)
+
+
+def test_datasets_join_without_a_seam() -> None:
+    small, large = Gym("chain_sum", {}, seed=1, size=3), Gym("chain_sum", {}, seed=1, size=50)
+    assert [small.task(i) for i in range(20)] == [large.task(i) for i in range(20)]
+
+
+def test_seeds_share_no_tasks() -> None:
+    prompts = [{Gym("gsm_symbolic", {}, seed=seed).task(i).prompt for i in range(30)} for seed in (0, 1)]
+    assert not prompts[0] & prompts[1]
+
+
+def test_a_task_that_depends_on_the_hash_seed_is_the_same_in_any_process() -> None:
+    env = Gym("polynomial_multiplication", {}, seed=0)
+    made = [env.task(i) for i in range(5)]
+    apart.MAKING.close()
+    assert [env.task(i) for i in range(5)] == made
+
+
+def test_wordy_answers_earn_nothing_unless_partial_is_asked_for() -> None:
+    strict, partial = Gym("chain_sum", {}, seed=0), Gym("chain_sum", {}, seed=0, partial=True)
+    task = strict.task(0)
+    wordy = f"<answer>it is {task.answer['gold']}</answer>"
+    assert reward(strict, task, wordy) == 0.0
+    assert 0.0 < (reward(partial, task, wordy) or 0.0) < 1.0
+    assert reward(partial, task, f"<answer>{task.answer['gold']}</answer>") == 1.0
+
+
+def test_numeric_answer_is_the_last_number() -> None:
+    env = Gym("chain_sum", {}, seed=0)
+    task = env.task(0)
+    assert reward(env, task, f"1 + 2 = 3, so {task.answer['gold']}.") == 1.0
+    assert reward(env, task, f"{task.answer['gold']}, or rather 12345.") == 0.0
+
+
+def test_instruction() -> None:
+    assert Gym("gcd", {}, seed=0).task(0).prompt.endswith("\nEnd with the answer alone between <answer> and </answer>.")
+    bare = Gym("gcd", {}, seed=0, instruction="").task(0).prompt
+    assert Gym("gcd", {}, seed=0, instruction="Go.").task(0).prompt == f"{bare}\nGo."
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [("coin_flip", "0"), ("game_of_life_halting", "xyz"), ("complex_arithmetic", "nan"), ("spiral_matrix", "exit()")],
+)
+def test_answers_that_please_reasoning_gym_but_are_wrong(task: str, answer: str) -> None:
+    env = Gym(task, {}, seed=0, partial=True)
+    assert reward(env, env.task(0), f"<answer>{answer}</answer>") == 0.0
+    gold = env.task(0).answer["gold"]
+    assert reward(env, env.task(0), f"<answer>{gold}</answer>") == 1.0
+
+
+def test_an_entry_made_otherwise_is_an_error_not_a_reward() -> None:
+    env = Gym("chain_sum", {}, seed=0)
+    other = Task(id="x", prompt="", answer={"index": 0, "gold": "no such"})
+    with pytest.raises(RuntimeError, match="another version of reasoning-gym"):
+        reward(env, other, "1")
+
+
+def test_an_answer_that_never_ends_is_wrong_and_stops_nothing() -> None:
+    env = Gym("countdown", {}, seed=0, cpu_s=1.0)
+    task = env.task(0)
+
+    async def watch() -> tuple[float | None, int]:
+        ticks = 0
+        scoring = asyncio.create_task(env.feedback(task, [Turn(text="<answer>9**9**9</answer>")]))
+        while not scoring.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return scoring.result().reward, ticks
+
+    got, ticks = asyncio.run(watch())
+    assert got == 0.0
+    assert ticks > 10
+    # The child that scores this one is new, and has never seen the task.
+    assert reward(env, task, f"<answer>{task.answer['gold']}</answer>") == 1.0

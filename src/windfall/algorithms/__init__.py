@@ -34,8 +34,10 @@ def make(name: str, **options: Any) -> Algorithm:
     if name not in ALGORITHMS:
         raise WindfallError(f"no algorithm '{name}'", fix=nearest(name, ALGORITHMS))
     cls: Any = ALGORITHMS[name]
-    known = [field.name for field in fields(cls)]
-    for option in options:
+    known = {field.name: field.default for field in fields(cls)}
+    for option, value in options.items():
         if option not in known:
             raise WindfallError(f"no option '{option}'", where=f"algorithm {name}", fix=nearest(option, known))
+        if isinstance(value, str) != isinstance(known[option], str):
+            raise WindfallError(f"{option} = {value!r}", where=f"algorithm {name}", fix=f"Such as {known[option]!r}.")
     return cls(**options)

@@ -12,38 +12,17 @@ reads no clock: the worker around it does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from windfall.engine.base import Counters
 from windfall.engine.pages import Pages
 from windfall.engine.runner import Runner
 from windfall.engine.scheduler import Scheduler, Sequence
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
-
-
-class Engine(Protocol):
-    """The seam: whatever makes tokens. `tests/engine/test_contract.py` says what every implementation must do."""
-
-    version: int
-
-    def add(self, request: Request) -> None: ...
-    def cancel(self, id: str) -> None: ...
-    def step(self) -> list[Chunk]: ...
-    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None: ...
-    def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counters:
-    steps: int = 0
-    rows: int = 0
-    made: int = 0
-    reused_tokens: int = 0
-    preemptions: int = 0
 
 
 class TorchEngine:

@@ -67,7 +67,7 @@ def _cut(logp: Tensor, how: Sequence[Sampling]) -> Tensor:
     p = logp.exp()
     if all(h.top_k == 0 and h.top_p >= 1.0 for h in how):
         return p
-    ordered, index = p.sort(-1, descending=True, stable=True)
+    ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     top_k = torch.tensor([h.top_k or p.shape[-1] for h in how], device=p.device)
     top_p = torch.tensor([h.top_p for h in how], device=p.device, dtype=torch.float64)

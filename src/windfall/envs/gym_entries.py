@@ -55,7 +55,9 @@ def check(task: str, options: dict[str, Any]) -> None:
         reasoning_gym.create_dataset(task, seed=0, size=1, **options)
     except Exception as e:  # asserts and TypeErrors of 100 config classes: all of them mean these options
         raise WindfallError(
-            f"these options are refused: {e or type(e).__name__}", where=where, fix=f"Allowed: {', '.join(allowed)}."
+            f"these options are refused: {str(e) or type(e).__name__}",
+            where=where,
+            fix=f"Allowed: {', '.join(allowed)}.",
         ) from e
 
 

@@ -1,0 +1,306 @@
+"""The recipe: everything a run depends on, in one TOML file, checked whole before any work starts.
+
+Unknown keys are refused with the nearest known one. What can be derived is no knob: a value of 0 or "auto" means that
+launch.py works it out from the model, the device and the memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from windfall.errors import WindfallError, nearest
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+FilePath = Annotated[Path, Field(strict=False)]
+"""TOML has no paths, only strings."""
+
+
+class Section(BaseModel):
+    # Strict: a number in quotes, or `true` for a number, is somebody's mistake.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Run(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    folder: FilePath = Path("runs")
+    """Runs are written to folder/name."""
+    seed: int = Field(default=0, ge=0)
+    steps: Count = 20
+    deterministic: bool = False
+    """Bit for bit the same whatever shares a batch, and micro-batches in canonical order. Slower."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(default=0, ge=0)
+    """CPU threads for tensor work; 0 takes all cores."""
+
+
+class Model(Section):
+    path: str = "tiny"
+    """"tiny" (ships with windfall), "smollm2-135m", a folder in Hugging Face format, or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+
+
+class ArithmeticEnv(Section):
+    name: Literal["arithmetic"]
+    mean_steps: float = Field(default=6.0, gt=0)
+    max_steps: Count = 16
+
+
+class GymEnv(Section):
+    name: Literal["gym"]
+    task: str
+    """One of reasoning-gym's tasks, such as "chain_sum"."""
+    options: dict[str, Any] = {}
+    """That task's own options."""
+    instruction: str | None = None
+    """A line put after every question; None takes the default one."""
+    partial: bool = False
+    """Reward the task's own partial score of the extracted answer, not only right or wrong."""
+
+
+class JsonLinesEnv(Section):
+    name: Literal["jsonl"]
+    path: FilePath
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    scoring: Literal["math", "exact"] = "math"
+
+
+class GuessEnv(Section):
+    name: Literal["guess"]
+    low: int = 1
+    high: int = 20
+    max_turns: Count = 6
+
+
+class CustomEnv(Section):
+    name: Literal["custom"]
+    factory: str = Field(pattern=r"^[\w.]+:\w+$")
+    """"package.module:function", called with seed and the options; returns an Env."""
+    options: dict[str, Any] = {}
+
+
+Env = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | CustomEnv, Field(discriminator="name")]
+_ENVS: dict[str, type[Section]] = {
+    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv, "custom": CustomEnv,
+}  # fmt: skip
+
+
+class Algorithm(Section):
+    name: str = "grpo"
+    options: dict[str, float | int | str] = {}
+    """The algorithm's own parameters, such as clip_high: see windfall/algorithms."""
+    kl: float = Field(default=0.0, ge=0)
+    """Weight of the KL term to the model that the run started from."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Truncated importance sampling where trainer and engine disagree on a log-prob."""
+
+
+class Rollout(Section):
+    groups: Count = 32
+    """Tasks per step."""
+    group_size: Count = 8
+    max_tokens: Count = 160
+    """The most tokens of a response, the environment's words within it included."""
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: Share = 1.0
+    top_k: int = Field(default=0, ge=0)
+    max_draws: Count = 3
+    """Dynamic sampling draws at most this many times `groups` tasks in one step."""
+    reward_tries: Count = 3
+    reward_timeout_s: float = Field(default=30.0, gt=0)
+
+
+class Train(Section):
+    lr: float = Field(default=1e-4, gt=0)
+    warmup: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    clip_norm: float = Field(default=1.0, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    minibatches: Count = 1
+    """Optimizer updates per step."""
+    micro_tokens: int = Field(default=0, ge=0)
+    """Tokens that go through the model at once; 0 chooses."""
+    checkpoint_activations: bool | Literal["auto"] = "auto"
+
+
+class Checkpoint(Section):
+    every: Count = 10
+    keep: Count = 2
+
+
+class Eval(Section):
+    tasks: int = Field(default=64, ge=0)
+    """Held-out tasks, one response each, before the first and after the last step; 0: no evaluation."""
+    every: int = Field(default=0, ge=0)
+    """Also after every so many steps."""
+    temperature: float | None = Field(default=None, ge=0)
+    """None: the same as rollout.temperature."""
+
+
+class Engine(Section):
+    kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that the KV cache holds; 0: as many as a step's responses can need, within the memory there is."""
+    page_size: Count = 16
+    max_running: int = Field(default=0, ge=0)
+    """Responses in one engine step; 0 chooses."""
+    max_rows: Count = 2048
+    """Tokens in one engine step, prompts included."""
+
+
+class Log(Section):
+    tensorboard: bool = False
+
+
+class Recipe(Section):
+    run: Run = Run()
+    model: Model = Model()
+    env: Env = ArithmeticEnv(name="arithmetic")
+    algorithm: Algorithm = Algorithm()
+    rollout: Rollout = Rollout()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    engine: Engine = Engine()
+    log: Log = Log()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        from windfall.algorithms import make
+
+        try:
+            make(self.algorithm.name, **self.algorithm.options)
+        except WindfallError as e:
+            raise ValueError(str(e).replace("\n", ". ")) from e
+        if self.rollout.groups % self.train.minibatches:
+            raise ValueError(
+                f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
+                f"{self.train.minibatches} equal parts. Make the first a multiple of the second."
+            )
+        return self
+
+
+_DATES = (datetime.date, datetime.time)  # a datetime is a date
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe file, apply `a.b=value` overrides, and check the whole."""
+    if not path.is_file():
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        raise WindfallError("no such recipe file", where=str(path), fix=near or "Recipes are TOML files: see recipes/.")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise WindfallError(f"not valid TOML: {e}", where=str(path)) from e
+    for text in overrides or []:
+        _override(data, text)
+    return parse(data, where=str(path))
+
+
+def parse(data: dict[str, Any], where: str) -> Recipe:
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as e:
+        raise WindfallError("\n".join(_explain(e.errors(), data)), where=where) from None
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    """
+    >>> data = {}; _override(data, "train.lr=3e-4"); data
+    {'train': {'lr': 0.0003}}
+    """
+    key, equals, value = text.partition("=")
+    *sections, last = [part.strip() for part in key.split(".")]
+    if not equals or not all([*sections, last]):
+        raise WindfallError(f"cannot read {text!r}", where="--set", fix="Write it as --set section.key=value.")
+    try:
+        parsed = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string
+    if isinstance(parsed, _DATES):
+        parsed = value.strip()  # so is a date: somebody's name for a run
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise WindfallError(f"{section!r} in {text!r} is a value, not a section", where="--set")
+    data[last] = parsed
+
+
+def _explain(errors: Iterable[Any], data: dict[str, Any]) -> list[str]:
+    """One line per wrong key: where it is, what is wrong, and the nearest right one."""
+    lines: dict[str, str] = {}
+    for error in errors:
+        path = _path(error, data)
+        name = ".".join(path)
+        # A value that may be of several types has one error for each.
+        lines[name] = f"{lines[name]}, or {error['msg']}" if name in lines else _line(error, path, data)
+    return list(lines.values())
+
+
+def _path(error: Any, data: Any) -> list[str]:
+    """The keys that lead to the error, without the names of the types that were tried on the way."""
+    path: list[str] = []
+    for part in error["loc"]:
+        if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int):
+            data = data[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        path.append(str(part))
+    return path
+
+
+def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
+    name, message = ".".join(path), error["msg"].removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return f"unknown key '{name}'. {nearest(path[-1], _keys(path[:-1], data))}"
+        case "union_tag_invalid":
+            said = data["env"]["name"]
+            return f"env.name = {said!r} is not an environment. {nearest(str(said), _ENVS)}"
+        case "union_tag_not_found":
+            return f"'env.name' is missing. {nearest('', _ENVS)}"
+        case "missing":
+            return f"'{name}' is missing"
+        case "model_type" | "model_attributes_type":
+            message = "it is a section, with keys of its own"
+    return f"'{name}' = {error['input']!r}: {message}" if path else message
+
+
+def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
+    if not sections:
+        return Recipe.model_fields
+    section: Any = _ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
+    return section.model_fields
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as TOML that `load` reads back to the same recipe."""
+    lines: list[str] = []
+    for section, values in recipe.model_dump(exclude_none=True).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | Path):
+        # JSON's escapes are TOML's, but for the delete character, which JSON leaves as it is.
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return value.isoformat() if isinstance(value, _DATES) else repr(value)

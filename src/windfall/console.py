@@ -1,0 +1,118 @@
+"""What a person sees of a run. Reads events only: live as a sink, and at the end from the log file."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from windfall.config import Recipe
+from windfall.events import Event, read
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: list[float], width: int = 30) -> str:
+    """
+    >>> spark([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    return "".join(BARS[round((m - low) / ((high - low) or 1) * (len(BARS) - 1))] for m in means)
+
+
+class Console:
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self._recipe, self._folder = recipe, folder
+        self._out = Terminal(highlight=False, soft_wrap=True)
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+        # The bar redraws itself only on a terminal; in a file the lines alone remain.
+        self._bar = Progress(*columns, TimeRemainingColumn(), console=self._out, disable=not self._out.is_terminal)
+        self._task: Any = None
+
+    def __enter__(self) -> Console:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, event: Event) -> None:
+        match event["name"]:
+            case "start":
+                r = self._recipe
+                self._out.print(
+                    f"[bold]{r.run.name}[/]: {escape(r.model.path)} ({event['parameters'] / 1e6:.1f} M parameters, "
+                    f"{event['dtype']} on {event['device']}) learns {r.env.name} with {r.algorithm.name}, "
+                    f"{r.rollout.groups} x {r.rollout.group_size} responses a step; log in {escape(str(self._folder))}"
+                )
+                self._task = self._bar.add_task("training", total=event["steps"], completed=event["step"])
+            case "resumed":
+                self._out.print(f"going on after step {event['step']}")
+            case "eval":
+                if event["kind"] == "scalar" and event["reward"] is not None:
+                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}")
+            case "step":
+                self._out.print(self._line(event))
+                if self._task is not None:
+                    self._bar.update(self._task, completed=event["step"])
+            case "reward_missing":
+                self._out.print(f"[yellow]reward missing[/] for {event['response']}: {escape(event['error'])}")
+            case "update_skipped":
+                self._out.print(f"[yellow]update skipped[/] in step {event['step']}: {event['why']}")
+
+    def _line(self, e: Event) -> str:
+        reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
+        missing = f"  missing {e['missing']}" if e["missing"] else ""
+        return (
+            f"step {e['step']:>4}/{self._recipe.run.steps}  reward [bold]{reward}[/]  length {e['mean_length']:6.1f}  "
+            f"entropy {entropy}  grad {grad}  {e['tok_per_s']:>7,.0f} tok/s  "
+            f"{e['s']:5.1f} s{missing}"
+        )
+
+    def summary(self, *, finished: bool) -> None:
+        events = read(self._folder / "events.jsonl")
+        for line in summarise(events, self._folder, finished=finished):
+            self._out.print(line)
+
+
+def summarise(events: list[Event], folder: Path, *, finished: bool) -> list[str]:
+    """The end of a run in a few lines of rich's markup, for a run that ended, was stopped, or died."""
+    steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
+    evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
+    rewards = [e["reward"] for e in steps if e["reward"] is not None]
+    out = ["", "[bold green]done[/]" if finished else "[bold yellow]stopped; everything up to here is saved[/]"]
+    if len(evals) > 1:
+        out.append(f"  reward on held-out tasks   {evals[0]['reward']:.3f} before, {evals[-1]['reward']:.3f} after")
+    if rewards:
+        out.append(f"  reward in training         {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
+    if steps:
+        made, seconds = sum(e["made"] for e in steps), sum(e["s"] for e in steps)
+        out.append(f"  tokens                     {made:,} made, {made / max(1e-9, seconds):,.0f} tok/s with training included")
+        rollout = sum(e["s"] for e in events if e["kind"] == "span" and e["name"] == "rollout")
+        early = sum(e.get("early_s", 0.0) for e in events if e["kind"] == "span" and e["name"] == "train")
+        out.append(f"                             {made / max(1e-9, rollout - early):,.0f} tok/s while generating")
+        missing = sum(e["missing"] for e in steps)
+        if missing:
+            out.append(f"  rewards missing            {missing} (counted, not trained on)")
+    out.append(f"  written to                 {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
+    if not finished:
+        out.append(f"  go on with                 windfall resume {_argument(folder)}")
+        return out
+    saved = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
+    out.append(f"  try next                   windfall generate {saved} --prompt '12+34-5='")
+    out.append(f"                             windfall eval {saved}")
+    return out
+
+
+def _argument(path: Path | str) -> str:
+    """As a shell takes it, to be copied."""
+    return escape(shlex.quote(str(path)))

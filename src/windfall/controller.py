@@ -1,0 +1,175 @@
+"""The loop of a run, on one page.
+
+    for every step:
+        rollout     draw tasks, make responses, grade them          waits for: engine steps, rewards (with a timeout)
+        train       credit and accumulate groups as they complete   waits for: groups
+        update      one or several optimizer updates                waits for: nothing
+        swap        the engine goes on under the new weights
+        checkpoint  when due
+
+All tensor work runs in one thread beside the event loop, one piece at a time; the event loop never blocks on it, so
+slow rewards go on meanwhile. A stop (Ctrl-C, SIGTERM) is honoured between two engine steps: the step under way is
+given up, nothing of it has touched the weights, and the last completed step is saved.
+
+The state of a run is (step, next_task) and the weights. Tasks, seeds and hence tokens follow from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from windfall.algorithms.base import Algorithm
+from windfall.config import Recipe
+from windfall.engine.base import Engine
+from windfall.events import EventLog
+from windfall.rollout.manager import Rollout, Stopped
+from windfall.train.base import Report, Trainer
+from windfall.train.checkpoint import State
+from windfall.train.sample import credit, outcomes
+from windfall.types import Group, Sampling
+
+HELD_OUT = 1 << 40
+"""Task numbers from here on are for evaluation only."""
+
+
+@dataclass(kw_only=True)
+class Controller:
+    recipe: Recipe
+    algorithm: Algorithm
+    engine: Engine
+    trainer: Trainer
+    rollout: Rollout
+    events: EventLog
+    threads: Executor
+    save: Callable[[State], Any]
+    """Writes a checkpoint of the completed steps."""
+    micro_tokens: int
+    state: State
+
+    async def run(self) -> State:
+        """All steps that are left. Returns the state that was reached and saved."""
+        total = self.recipe.run.steps
+        if self.state.step == 0:
+            await self._evaluate()
+        try:
+            while self.state.step < total:
+                await self._step()
+                done, every = self.state.step, self.recipe.checkpoint.every
+                if done % every == 0 or done == total:
+                    await self._save()
+                if done == total or (self.recipe.eval.every and done % self.recipe.eval.every == 0):
+                    await self._evaluate()
+        except Stopped:
+            await self._save()
+            self.events.instant("stopped", step=self.state.step)
+        return self.state
+
+    async def _step(self) -> None:
+        step, started, first_task = self.state.step + 1, time.monotonic(), self.state.next_task
+        self.rollout.made = self.rollout.missing = 0
+        with self.events.span("rollout", step=step) as span:
+            groups, early, next_task = await self._collect(first_task)
+            span["tokens"] = self.rollout.made
+        with self.events.span("train", step=step, early_s=early):
+            reports = await self._update(groups)
+            self.state = State(step=step, next_task=next_task)
+            self.engine.swap(step)
+        self._tell(step, groups, reports, time.monotonic() - started)
+
+    async def _collect(self, first: int) -> tuple[list[Group], float, int]:
+        """The groups of one batch. Those that need no more than themselves are trained on as they arrive."""
+        want, o = self.recipe.rollout.groups, self.recipe.rollout
+        streaming = self.algorithm.scope == "group" and self.recipe.train.minibatches == 1
+        kept: list[Group] = []
+        waiting: list[Group] = []
+        drawn, early = 0, 0.0
+        while len(kept) < want and drawn < o.max_draws * want:
+            tasks = range(first + drawn, first + drawn + want - len(kept))
+            drawn += len(tasks)
+            sampling = Sampling(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k)
+            made = self.rollout.groups(
+                tasks, size=o.group_size, sampling=sampling, in_order=self.recipe.run.deterministic
+            )
+            async for group in made:
+                if self.algorithm.informative(outcomes(group, o.max_tokens)):
+                    kept.append(group)
+                    waiting.append(group)
+                if streaming and sum(len(r.prompt) + len(r.tokens) for g in waiting for r in g.responses) >= (
+                    self.micro_tokens
+                ):
+                    early += await self._accumulate(waiting)
+                    waiting = []
+        if streaming:
+            early += await self._accumulate(waiting)
+        return kept, early, first + drawn
+
+    async def _accumulate(self, groups: Sequence[Group]) -> float:
+        """Returns how long it took."""
+        if not groups:
+            return 0.0
+        started = time.monotonic()
+        samples = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
+        await self._in_thread(self.trainer.accumulate, samples)
+        return time.monotonic() - started
+
+    async def _update(self, groups: list[Group]) -> list[Report]:
+        count = self.recipe.train.minibatches
+        if self.algorithm.scope == "group" and count == 1:
+            return [await self._in_thread(self.trainer.finish)]
+        groups = sorted(groups, key=lambda g: g.index)
+        parts = [groups[i::count] for i in range(count)]
+        samples = [credit(p, self.algorithm, self.recipe.rollout.max_tokens) for p in parts]
+        if count > 1:
+            samples = [await self._in_thread(self.trainer.prepare, s) for s in samples]
+        reports = []
+        for part in samples:
+            await self._in_thread(self.trainer.accumulate, part)
+            reports.append(await self._in_thread(self.trainer.finish))
+        return reports
+
+    async def _evaluate(self) -> None:
+        o = self.recipe.eval
+        if o.tasks == 0:
+            return
+        temperature = self.recipe.rollout.temperature if o.temperature is None else o.temperature
+        rewards: list[float] = []
+        with self.events.span("eval", step=self.state.step):
+            tasks = range(HELD_OUT, HELD_OUT + o.tasks)
+            async for group in self.rollout.groups(tasks, size=1, sampling=Sampling(temperature=temperature)):
+                rewards += group.rewards
+        mean = sum(rewards) / len(rewards) if rewards else float("nan")
+        self.events.scalar("eval", step=self.state.step, reward=mean, tasks=len(rewards))
+
+    async def _save(self) -> None:
+        with self.events.span("checkpoint", step=self.state.step) as span:
+            span["path"] = str(await self._in_thread(self.save, self.state))
+
+    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
+
+    def _tell(self, step: int, groups: list[Group], reports: list[Report], took_s: float) -> None:
+        rewards = [r for g in groups for r in g.rewards]
+        lengths = [r.made for g in groups for r in g.responses]
+        last = asdict(reports[-1])
+        if last["skipped"]:
+            self.events.instant("update_skipped", step=step, why="the gradient was not finite")
+        self.events.scalar(
+            "step",
+            step=step,
+            reward=sum(rewards) / len(rewards) if rewards else float("nan"),
+            responses=len(lengths),
+            groups=len(groups),
+            missing=self.rollout.missing,
+            mean_length=sum(lengths) / max(1, len(lengths)),
+            cut=sum(r.finish == "length" for g in groups for r in g.responses) / max(1, len(lengths)),
+            made=self.rollout.made,
+            s=took_s,
+            tok_per_s=self.rollout.made / took_s,
+            **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
+            trained=sum(r.tokens for r in reports),
+        )

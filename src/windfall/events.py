@@ -1,0 +1,136 @@
+"""The event log: one append-only JSONL file per run. Console, summary and tests read only this.
+
+Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and fields of its own:
+
+    {"t": 1763.2, "m": 12.5, "kind": "scalar",  "name": "step", "step": 3, "reward": 0.41, ...}
+    {"t": ...,               "kind": "span",    "name": "rollout", "step": 3, "s": 1.92}
+    {"t": ...,               "kind": "instant", "name": "checkpoint", "step": 10, "path": "..."}
+
+A line is written whole and flushed at once, so a killed process leaves at most one torn line at the end: `read` skips
+it, and opening the log again starts on a fresh line. A run that was resumed from step k has an instant "resumed" with
+that step; `read` then leaves out what the lost steps after k had said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Sink = Callable[[Event], None]
+
+
+class EventLog:
+    def __init__(self, path: Path, sinks: list[Sink] | None = None) -> None:
+        self.path = path
+        self._sinks = list(sinks or [])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        if _torn(path):
+            self._file.write("\n")
+
+    def attach(self, sink: Sink) -> None:
+        """Every later event also goes to `sink`."""
+        self._sinks.append(sink)
+
+    def instant(self, name: str, **fields: Any) -> None:
+        self._write("instant", name, fields)
+
+    def scalar(self, name: str, **fields: Any) -> None:
+        self._write("scalar", name, fields)
+
+    @contextmanager
+    def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Times its body; the body may add fields to the dict it gets. Written at the end, also after an error."""
+        start = time.monotonic()
+        try:
+            yield fields
+        except BaseException as e:
+            fields["error"] = type(e).__name__
+            raise
+        finally:
+            self._write("span", name, {**fields, "s": time.monotonic() - start})
+
+    def _write(self, kind: str, name: str, fields: dict[str, Any]) -> None:
+        event = _plain({"t": time.time(), "m": time.monotonic(), "kind": kind, "name": name} | fields)
+        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+        self._file.flush()
+        for sink in list(self._sinks):
+            try:
+                sink(event)
+            except Exception as e:  # fault boundary: a view of the run must never end the run
+                self._sinks.remove(sink)
+                name = getattr(sink, "__qualname__", sink)
+                print(f"windfall: {name} failed and is no longer shown: {type(e).__name__}: {e}", file=sys.stderr)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _torn(path: Path) -> bool:
+    """Does the file end in the middle of a line?"""
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: a number that is none becomes null, and what is no JSON at all its text."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(k): _plain(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_plain(v) for v in value]
+    # Numbers of other libraries, such as numpy's, turn into Python's.
+    return _plain(value.item()) if getattr(value, "shape", None) == () else str(value)
+
+
+def read(path: Path) -> list[Event]:
+    """All whole lines, less what a later resume has made void."""
+    events: list[Event] = []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # torn by a kill
+            if event["name"] == "resumed":
+                events = [e for e in events if e.get("step", 0) <= event["step"]]
+            events.append(event)
+    return events
+
+
+def tensorboard(folder: Path) -> Sink:
+    """A sink that writes every number of every scalar to TensorBoard (`pip install 'windfall[tensorboard]'`)."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        from windfall.errors import WindfallError
+
+        raise WindfallError(
+            "tensorboard is not installed", where="log.tensorboard", fix="pip install 'windfall[tensorboard]'"
+        ) from e
+    writer = SummaryWriter(str(folder))
+
+    def sink(event: Event) -> None:
+        if event["kind"] != "scalar":
+            return
+        for key, value in event.items():
+            if key not in ("t", "m", "step") and isinstance(value, int | float):
+                writer.add_scalar(f"{event['name']}/{key}", value, event.get("step", 0), walltime=event["t"])
+        writer.flush()
+
+    return sink

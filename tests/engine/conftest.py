@@ -1,0 +1,28 @@
+"""The models that the engine's tests run over, as an oracle and behind windfall's attention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_models import MODELS, build
+
+from windfall.engine import attention
+
+
+@pytest.fixture(scope="session", params=list(MODELS))
+def plain(request: pytest.FixtureRequest) -> Any:
+    """The model as transformers runs it: the oracle."""
+    torch.set_num_threads(1)
+    return build(request.param)
+
+
+@pytest.fixture(scope="session")
+def model(plain: Any) -> Any:
+    """The same weights behind windfall's attention."""
+    twin = type(plain)(copy.deepcopy(plain.config)).eval()  # the attention is named in the config
+    twin.load_state_dict(plain.state_dict())
+    twin.set_attn_implementation(attention.NAME)
+    return twin

@@ -1,0 +1,187 @@
+"""What every engine must do, over several architectures, in both modes. Not covered: a GPU, bfloat16, real weights."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from small_models import drain, engine, logprobs, requests, tokens
+
+from windfall.errors import WindfallError
+from windfall.types import Request, Sampling
+
+MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+
+
+@MODES
+def test_greedy_equals_transformers_generate(plain: Any, model: Any, deterministic: bool) -> None:
+    asked = requests(10, temperature=0.0)
+    made = drain(engine(model, deterministic=deterministic), asked)
+    for r in asked:
+        ids = torch.tensor([r.prompt])
+        oracle = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=r.max_tokens, do_sample=False, eos_token_id=None
+        )
+        assert tokens(made[r.id]) == oracle[0, len(r.prompt) :].tolist()
+
+
+@MODES
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_agree_with_transformers(plain: Any, model: Any, deterministic: bool, temperature: float) -> None:
+    asked = requests(8, temperature=temperature)
+    made = drain(engine(model, deterministic=deterministic), asked)
+    for r in asked:
+        said = tokens(made[r.id])
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*r.prompt, *said]])).logits[0, len(r.prompt) - 1 : -1]
+        oracle = torch.log_softmax(logits / temperature, -1)[torch.arange(len(said)), said]
+        assert torch.allclose(torch.tensor(logprobs(made[r.id])), oracle, atol=1e-4, rtol=0)
+
+
+def test_deterministic_is_the_same_alone_in_any_batch_and_in_any_order(model: Any) -> None:
+    asked = requests(14)
+    together = drain(engine(model, deterministic=True), asked)
+    shuffled = list(asked)
+    random.Random(1).shuffle(shuffled)
+    # Fewer at once, smaller steps, other pages, hence other chunks, other neighbours and other tiles.
+    otherwise = drain(engine(model, deterministic=True, max_running=5, max_rows=23, page_size=16), shuffled)
+    for r in asked:
+        alone = drain(engine(model, deterministic=True), [r])[r.id]
+        for other in (together[r.id], otherwise[r.id]):
+            assert tokens(other) == tokens(alone)
+            assert logprobs(other) == logprobs(alone)  # bit for bit
+
+
+def test_deterministic_survives_a_cut_at_any_token(model: Any) -> None:
+    request = replace(requests(1, seed=4)[0], max_tokens=36)
+    whole = drain(engine(model, deterministic=True), [request])[request.id]
+    for cut in range(1, 36):
+        so_far = tuple(tokens(whole)[:cut])
+        rest = replace(request, prompt=request.prompt + so_far, position=cut, max_tokens=36 - cut)
+        neighbours = [replace(r, id=f"n{r.id}") for r in requests(cut % 5, seed=cut)]
+        resumed = drain(engine(model, deterministic=True), [*neighbours, rest])[request.id]
+        assert resumed[0].position == cut
+        assert tokens(resumed) == tokens(whole)[cut:]
+        assert logprobs(resumed) == logprobs(whole)[cut:]
+
+
+def test_fast_mode_differs_in_the_last_bits_at_most(model: Any, record_property: Any) -> None:
+    """A token may only change where two candidates are within rounding of the drawn number: rare, and counted."""
+    asked = requests(14)
+    together = drain(engine(model), asked)
+    changed = total = 0
+    for r in asked:
+        alone = drain(engine(model), [r])[r.id]
+        a, b = tokens(alone), tokens(together[r.id])
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        total += len(a)
+        changed += same < len(a)
+        assert logprobs(alone)[:same] == pytest.approx(logprobs(together[r.id])[:same], abs=1e-4)
+    record_property("responses_changed", changed)
+    record_property("tokens", total)
+    assert changed <= 1
+
+
+@MODES
+def test_preempted_requests_compute_again_and_say_the_same(model: Any, deterministic: bool) -> None:
+    asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
+    roomy = drain(engine(model, deterministic=deterministic), asked)
+    tight = engine(model, deterministic=deterministic, kv_tokens=224, max_rows=40)
+    crowded = drain(tight, asked)
+    assert tight.counters.preemptions > 0
+    assert [tokens(crowded[r.id]) for r in asked] == [tokens(roomy[r.id]) for r in asked]
+
+
+def test_siblings_share_the_pages_of_their_prompt(model: Any) -> None:
+    prompt = tuple(range(3, 53))  # three full pages and two tokens
+    e = engine(model, max_rows=256)
+    made = drain(e, [Request(id=str(i), prompt=prompt, seed=i, max_tokens=5) for i in range(8)])
+    assert e.counters.reused_tokens == 7 * 48
+    assert e.counters.rows == 50 + 7 * 2 + 8 * 4
+    for i in range(8):
+        alone = drain(engine(model), [Request(id="x", prompt=prompt, seed=i, max_tokens=5)])["x"]
+        assert tokens(made[str(i)]) == tokens(alone)
+
+
+@MODES
+def test_cancel_at_any_token_frees_its_pages_and_leaves_others_alone(model: Any, deterministic: bool) -> None:
+    first, second = requests(2, seed=9)
+    first, second = replace(first, max_tokens=20), replace(second, max_tokens=20)
+    oracle = tokens(drain(engine(model, deterministic=deterministic), [second])[second.id])
+    for when in range(12):
+        e = engine(model, deterministic=deterministic, max_rows=8)
+        e.add(first)
+        e.add(second)
+        out = []
+        for _ in range(when):
+            out += [c for c in e.step() if c.id == second.id]
+        e.cancel(first.id)
+        e.check()
+        out += drain(e).get(second.id, [])
+        assert tokens(out) == oracle
+    e.cancel("never heard of")
+
+
+def test_swap_between_two_steps(plain: Any, model: Any) -> None:
+    """Running responses keep their tokens and go on under the new weights, as a fresh engine with them would."""
+    other = type(plain)(copy.deepcopy(plain.config)).eval()
+    torch.manual_seed(11)
+    new = {k: v + 0.05 * torch.randn_like(v) for k, v in plain.state_dict().items()}
+    if plain.config.tie_word_embeddings:
+        new["lm_head.weight"] = new["model.embed_tokens.weight"]
+    other.load_state_dict(new)
+    other.set_attn_implementation("windfall")
+    mine = type(plain)(copy.deepcopy(plain.config)).eval()
+    mine.load_state_dict(plain.state_dict())
+    mine.set_attn_implementation("windfall")
+    request = replace(requests(1, seed=2)[0], max_tokens=30)
+    e = engine(mine, deterministic=True)
+    e.add(request)
+    before = [c for _ in range(7) for c in e.step()]
+    e.swap(3, new)
+    e.check()
+    after = drain(e)[request.id]
+    assert {c.version for c in before} == {0}
+    assert {c.version for c in after} == {3}
+    rest = replace(request, prompt=request.prompt + tuple(tokens(before)), position=7, max_tokens=23)
+    assert tokens(after) == tokens(drain(engine(other, deterministic=True), [rest])[request.id])
+    with pytest.raises(WindfallError, match="does not fit"):
+        e.swap(4, {"no.such.weight": torch.zeros(1)})
+
+
+def test_stop_ids_end_a_response_with_the_stop_token_in_it(model: Any) -> None:
+    request = replace(requests(1, temperature=0.0)[0], max_tokens=30)
+    whole = tokens(drain(engine(model), [request])[request.id])
+    stop = whole[7]
+    chunks = drain(engine(model), [replace(request, stop=frozenset({stop}))])[request.id]
+    assert tokens(chunks) == whole[: whole.index(stop) + 1]
+    assert chunks[-1].finish == "stop"
+    assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert drain(engine(model), [request])[request.id][-1].finish == "length"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prompt": ()}, "1 or more token ids"),
+        ({"prompt": (3, 10**6)}, "1 or more token ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "do not fit"),
+        ({"sampling": Sampling(top_p=0.0)}, "top_p"),
+        ({"sampling": Sampling(temperature=-1.0)}, "temperature"),
+        ({"position": -1}, "position"),
+    ],
+)
+def test_bad_requests_are_refused_and_hurt_nothing(model: Any, change: dict[str, Any], why: str) -> None:
+    good = requests(1)[0]
+    e = engine(model)
+    e.add(good)
+    with pytest.raises(WindfallError, match=why):
+        e.add(replace(good, id="bad", **change))
+    with pytest.raises(WindfallError, match="already"):
+        e.add(good)
+    assert len(drain(e)[good.id]) == good.max_tokens

@@ -1,0 +1,86 @@
+"""Random schedules against the rules: no page leaks, none is handed out twice, every token is computed."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.engine.pages import ROOT, Pages, key_of
+from windfall.engine.scheduler import Scheduler, Sequence
+from windfall.types import Request
+
+PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 9, 17)] + [(9,) * 12]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), pages=st.integers(8, 20), running=st.integers(1, 6), rows=st.integers(1, 30))
+def test_random_life_of_a_schedule(data: st.DataObject, pages: int, running: int, rows: int) -> None:
+    size = 4
+    s = Scheduler(Pages(pages, size), max_running=running, max_rows=rows)
+    live: list[Sequence] = []
+    finished = added = 0
+    for _ in range(data.draw(st.integers(1, 60))):
+        if data.draw(st.booleans()):
+            prompt = data.draw(st.sampled_from(PROMPTS))
+            room = pages * size - 1 - len(prompt)
+            request = Request(id=str(added), prompt=prompt, seed=added, max_tokens=data.draw(st.integers(1, min(20, room))))
+            live.append(Sequence(request, list(prompt)))
+            s.add(live[-1])
+            added += 1
+        elif live and data.draw(st.integers(0, 9)) == 0:
+            s.remove(live.pop(data.draw(st.integers(0, len(live) - 1))))
+        elif data.draw(st.integers(0, 19)) == 0:
+            s.restart_all()
+        finished += one_step(s, live)
+        s.check()
+    for _ in range(10_000):  # whatever was left must come to its end
+        if not live:
+            break
+        finished += one_step(s, live)
+        s.check()
+    assert not live
+    assert len(s) == 0
+    assert s.pages.free == pages
+
+
+def one_step(s: Scheduler, live: list[Sequence]) -> int:
+    planned = s.plan()
+    assert sum(r.stop - r.start for r in planned) <= s.max_rows
+    assert len({id(r.sequence) for r in planned}) == len(planned)
+    assert planned or not len(s), "there is work and nothing was planned"
+    s_running = len(s.running)
+    assert s_running <= s.max_running
+    for r in planned:
+        assert r.start == r.sequence.computed
+        assert len(r.sequence.pages) * s.pages.size >= r.stop
+        assert r.samples == (r.stop == len(r.sequence.tokens))
+    s.done(planned)
+    ended = 0
+    for r in planned:
+        if r.samples:
+            r.sequence.tokens.append(len(r.sequence.tokens) % 50)
+            r.sequence.made += 1
+            if r.sequence.made == r.sequence.request.max_tokens:
+                s.remove(r.sequence)
+                live.remove(r.sequence)
+                ended += 1
+    return ended
+
+
+def test_a_freed_page_is_found_again_until_it_is_needed() -> None:
+    pages = Pages(2, 4)
+    key = key_of(ROOT, [1, 2, 3, 4])
+    page = pages.take()
+    assert page is not None
+    pages.name(page, key)
+    pages.release([page])
+    assert pages.find(key) == page
+    pages.release([page])
+    assert [pages.take(), pages.take()] != [None, None]
+    assert pages.find(key) is None
+    assert pages.take() is None
+
+
+def test_keys_depend_on_everything_before() -> None:
+    assert key_of(key_of(ROOT, [1]), [2]) != key_of(key_of(ROOT, [3]), [2])
+    assert key_of(ROOT, [1, 2]) != key_of(ROOT, [2, 1])

@@ -1,0 +1,237 @@
+"""What every trainer must do: gradients by the formula, in any order; log-probs that agree with the engine's."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from windfall import algorithms, config, models
+from windfall.engine.engine import TorchEngine
+from windfall.errors import WindfallError
+from windfall.train import logprobs as chunked
+from windfall.train.optimizer import Optimizer
+from windfall.train.sample import Sample, credit, packs
+from windfall.train.trainer import TorchTrainer
+from windfall.types import Group, Request, Response, Task
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.set_num_threads(1)
+    return models.load("tiny", dtype="float32", device="cpu")
+
+
+def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
+    """Real responses of the model, sampled by the engine, with made-up advantages."""
+    rng, engine = random.Random(seed), TorchEngine(model, kv_tokens=4096)
+    asked = [
+        Request(id=str(i), prompt=tuple(rng.randrange(3, 13) for _ in range(rng.randint(1, 20))), seed=i,
+                max_tokens=rng.randint(1, 50))
+        for i in range(count)
+    ]  # fmt: skip
+    said: dict[str, list[tuple[int, float]]] = {r.id: [] for r in asked}
+    for r in asked:
+        engine.add(r)
+    while len(engine):
+        for c in engine.step():
+            said[c.id] += zip(c.tokens, c.logprobs, strict=True)
+    return [
+        Sample(
+            ids=(*r.prompt, *(t for t, _ in said[r.id])),
+            targets=tuple(range(len(r.prompt), len(r.prompt) + len(said[r.id]))),
+            behaviour=np.array([lp for _, lp in said[r.id]]),
+            advantage=rng.uniform(-1, 1),
+            limit=50,
+        )
+        for r in asked
+    ]
+
+
+def recipe(**sections: Any) -> config.Recipe:
+    return config.parse(sections, where="test")
+
+
+def trainer(model: Any, name: str = "grpo", micro_tokens: int = 256, **sections: Any) -> TorchTrainer:
+    return TorchTrainer(model, algorithms.make(name), recipe(**sections), micro_tokens=micro_tokens)
+
+
+def gradients(t: TorchTrainer) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in t.model.parameters() if p.grad is not None]).clone()
+
+
+def test_logprobs_equal_the_engines_to_1e_5(model: Any) -> None:
+    made = samples(model, 16)
+    for pack in packs(made, 300):
+        logp, _ = chunked.logprobs(model, pack, 1.0)
+        assert np.abs(logp.detach().numpy() - np.concatenate([s.behaviour for s in pack])).max() < 1e-5
+
+
+def test_chunks_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = samples(model, 4)
+    whole, entropy = chunked.logprobs(model, made, 0.7)
+    whole.sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 7 * model.config.vocab_size)  # seven rows at a time
+    parts, parts_entropy = chunked.logprobs(model, made, 0.7)
+    parts.sum().backward()
+    assert torch.allclose(whole, parts, atol=1e-6)
+    assert torch.allclose(entropy, parts_entropy, atol=1e-5)
+    for n, p in model.named_parameters():
+        assert torch.allclose(p.grad, expected[n], atol=1e-5, rtol=1e-4), n
+
+
+def test_gradient_is_that_of_the_textbook_loss(model: Any) -> None:
+    """On-policy GRPO, written out with transformers' own forward pass, one padded row per response."""
+    made = samples(model)
+    t = trainer(model, algorithm={"importance_cap": 1e9})
+    t.accumulate(made)
+    ours = gradients(t) / len(made)
+    model.zero_grad()
+    model.set_attn_implementation("eager")
+    losses = []
+    for s in made:
+        logits = model(torch.tensor([s.ids])).logits[0]
+        logp = torch.log_softmax(logits, -1)[[i - 1 for i in s.targets], [s.ids[i] for i in s.targets]]
+        ratio = (logp - logp.detach()).exp()
+        weight = (logp.detach() - torch.from_numpy(s.behaviour).float()).exp()
+        losses.append(-(weight * ratio * s.advantage).mean())
+    torch.stack(losses).mean().backward()
+    oracle = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.allclose(ours, oracle, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
+def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -> None:
+    made = samples(model, 12)
+    at_once = trainer(model, name, micro_tokens=10_000)
+    at_once.accumulate(made)
+    expected, divisor = gradients(at_once), at_once._divisor
+    shuffled = made[:]
+    random.Random(3).shuffle(shuffled)
+    model.zero_grad()
+    pieces = trainer(model, name, micro_tokens=120)
+    for i in range(0, 12, 4):
+        pieces.accumulate(shuffled[i : i + 4])
+    assert pieces._divisor == pytest.approx(divisor)
+    assert torch.allclose(gradients(pieces), expected, atol=2e-5, rtol=1e-3)
+
+
+def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any) -> None:
+    made = samples(model, 8)
+    t = trainer(model, train={"lr": 5e-3})
+    prepared = t.prepare(made)
+    assert all(np.abs(p.old - p.behaviour).max() < 1e-5 for p in prepared if p.old is not None)
+    t.accumulate(prepared)
+    first = t.finish()
+    t.accumulate(prepared)
+    second = t.finish()
+    assert first.clipped == 0
+    assert second.clipped > 0  # the policy has moved away from `old`, and the clip has seen it
+    assert second.engine_gap == pytest.approx(first.engine_gap)  # `old` has stayed
+
+
+def test_kl_pulls_back_to_the_reference(model: Any) -> None:
+    made = [replace(s, advantage=0.0) for s in samples(model)]
+    reference = models.load("tiny", dtype="float32", device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    t = TorchTrainer(
+        model, algorithms.make("grpo"), recipe(algorithm={"kl": 1.0}, train={"lr": 1e-3}), micro_tokens=256,
+        reference=reference,
+    )  # fmt: skip
+    distances = []
+    for _ in range(8):
+        t.accumulate(made)
+        distances.append(t.finish().kl)
+    assert distances[-1] < 0.7 * distances[0]
+
+
+def test_a_gradient_that_is_not_finite_is_not_used(model: Any) -> None:
+    made = samples(model, 4)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    t = trainer(model)
+    t.accumulate([replace(made[0], advantage=float("inf")), *made[1:]])
+    assert t.finish().skipped
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    t.accumulate(made)
+    assert not t.finish().skipped
+
+
+def test_activation_checkpointing_changes_no_gradient(model: Any) -> None:
+    made = samples(model, 6)
+    plain = trainer(model)
+    plain.accumulate(made)
+    expected = gradients(plain)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    t = trainer(model)
+    t.accumulate(made)
+    assert torch.allclose(gradients(t), expected, atol=1e-6, rtol=1e-4)
+
+
+def test_bfloat16_has_float32_masters() -> None:
+    """A change too small for bfloat16 is not lost: it adds up in the master."""
+    layer = torch.nn.Linear(4, 4, bias=False).bfloat16()
+    torch.nn.init.ones_(layer.weight)
+    o = Optimizer(layer, config.Train(lr=1e-4, clip_norm=1e9), total_updates=100)
+    for _ in range(50):
+        layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        o.update(1.0)
+    assert layer.weight.dtype == torch.bfloat16
+    assert o.state()["master.weight"].mean().item() == pytest.approx(1 - 50e-4, rel=1e-4)
+    assert layer.weight.float().mean().item() == pytest.approx(1 - 50e-4, abs=0.004)
+
+
+def test_schedules() -> None:
+    layer = torch.nn.Linear(1, 1)
+    rates = {}
+    for kind in ("constant", "linear", "cosine"):
+        o = Optimizer(layer, config.Train(lr=1.0, warmup=2, schedule=kind), total_updates=10)
+        rates[kind] = []
+        for _ in range(10):
+            rates[kind].append(o.rate())
+            o.updates += 1
+    assert all(r[:2] == [0.5, 1.0] for r in rates.values())
+    assert rates["constant"][2:] == [1.0] * 8
+    assert rates["linear"][2:] == pytest.approx([1 - i / 8 for i in range(8)])
+    assert rates["cosine"][6] == pytest.approx(0.5)
+
+
+def test_credit_leaves_out_what_has_no_reward_and_trains_on_sampled_tokens_only() -> None:
+    def response(i: int, reward: float | None) -> Response:
+        return Response(id=f"0/{i}", prompt=(5, 6), tokens=(7, 8, 9), logprobs=(-1.0, 0.0, -2.0),
+                        sampled=(True, False, True), versions=(0, -1, 0), finish="stop", reward=reward)  # fmt: skip
+
+    group = Group(index=0, task=Task(id="t", prompt=""), responses=(response(0, 1.0), response(1, None), response(2, 0.0)))
+    made = credit([group], algorithms.make("dr_grpo"), limit=10)
+    assert [s.advantage for s in made] == [0.5, -0.5]
+    assert made[0].targets == (2, 4)
+    assert made[0].behaviour.tolist() == [-1.0, -2.0]
+
+
+def test_packs_hold_everything_once_and_keep_to_the_budget(model: Any) -> None:
+    made = samples(model, 20)
+    packed = packs(made, 100)
+    assert sorted(id(s) for p in packed for s in p) == sorted(id(s) for s in made)
+    assert all(len(p) == 1 or len(p) * max(len(s.ids) for s in p) <= 100 for p in packed)
+    assert len(packs(made, 10**9)) == 1
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = model.forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = torch.tanh(out.logits)
+        return out
+
+    monkeypatch.setattr(model, "forward", capped)
+    with pytest.raises(WindfallError, match="scales or caps"):
+        chunked.check_head(model)

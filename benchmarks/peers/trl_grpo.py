@@ -1,4 +1,4 @@
-"""TRL's GRPO rollout with transformers: `GRPOTrainer._generate`, from prompts to completions; no reward, no training."""
+"""TRL's GRPO rollout with transformers: `GRPOTrainer._generate`, from prompts to completions; nothing is trained."""
 
 import functools
 import tempfile
@@ -13,34 +13,24 @@ try:
     import transformers
     import trl
     from datasets import Dataset
+    from hf_generate import RowLengths
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, StoppingCriteriaList
 except ImportError as error:
     peers.skip(PEER, error, "torch==2.13.0 trl==1.16.0")
-    raise
-
-
-class RowLengths(StoppingCriteria):
-    """Row i is done once it has its own number of new tokens."""
-
-    def __init__(self, prompt_len: int, lengths: list[int]) -> None:
-        self.stop_at = torch.tensor(lengths) + prompt_len
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        return input_ids.shape[1] >= self.stop_at
 
 
 def number_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Text "<5> <17>" is tokens [5, 17], whatever the model's own words; its end of text is a token no model can make."""
+    """Text "<5> <17>" is tokens [5, 17], whatever the model's own words; no model can make its end of text."""
     words = {f"<{i}>": i for i in range(vocab_size)} | {"<end>": vocab_size}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<0>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<0>", padding_side="left")
 
 
-def rollout(trainer: trl.GRPOTrainer, prompts: list[list[int]], lengths: list[int]) -> list[int]:
+def rollout_batch(trainer: trl.GRPOTrainer, prompts: list[list[int]], lengths: list[int]) -> list[int]:
     """One batch as a training step makes it; returns the new tokens of each row."""
     model = trainer.model
     stopping = StoppingCriteriaList([RowLengths(max(len(prompt) for prompt in prompts), lengths)])
@@ -49,6 +39,12 @@ def rollout(trainer: trl.GRPOTrainer, prompts: list[list[int]], lengths: list[in
     if prompt_ids != prompts:
         raise RuntimeError("the trainer did not see the prompts' tokens as they were given")
     return [len(ids) for ids in completion_ids]
+
+
+def rollout(trainer: trl.GRPOTrainer, prompts: list[list[int]]) -> list[int]:
+    """The whole workload, batch after batch; returns the new tokens of each request."""
+    parts = WORKLOAD.slices()
+    return [n for part in parts for n in rollout_batch(trainer, prompts[part], WORKLOAD.lengths[part])]
 
 
 def main() -> None:
@@ -75,13 +71,9 @@ def main() -> None:
             processing_class=number_tokenizer(model.config.vocab_size),
         )
     trainer.model.train()  # as it is in a step
-    warm = WORKLOAD.warm_prompts()
-    rollout(trainer, warm, [8] * len(warm))
-
-    made: list[int] = []
+    rollout(trainer, WORKLOAD.warm_prompts())
     with peers.Timer() as timer:
-        for part in WORKLOAD.slices():
-            made += rollout(trainer, WORKLOAD.prompts[part], WORKLOAD.lengths[part])
+        made = rollout(trainer, WORKLOAD.prompts)
 
     peers.check(WORKLOAD, made)
     note = f"transformers {transformers.__version__} generate; {sum(made)} tokens made for {WORKLOAD.useful_tokens}"

@@ -1,4 +1,4 @@
-"""What every peer reads and prints: the workload's JSON in, one JSON object on the last line out. Imports nothing heavy."""
+"""What every peer reads and prints: a workload in JSON, and one JSON object as its last line. Imports nothing heavy."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,8 @@ class Workload:
         return max(len(prompt) for prompt in self.prompts) + self.longest
 
     def warm_prompts(self) -> list[list[int]]:
-        """One batch of the same shape and other content, so that a warm-up leaves nothing useful in a prefix cache."""
-        return [prompt[::-1] for prompt in self.prompts[: self.batch]]
+        """The same shapes with other content: a warm-up with them leaves nothing cold and no prefix to find again."""
+        return [prompt[::-1] for prompt in self.prompts]
 
     def slices(self) -> list[slice]:
         """The requests in batches, in the order given."""
@@ -98,7 +99,7 @@ def report(peer: str, version: str, workload: Workload, timer: Timer, note: str)
     print(json.dumps({"peer": peer, "version": version, **figures, **others, "note": note}), flush=True)
 
 
-def skip(peer: str, error: ImportError, package: str) -> None:
+def skip(peer: str, error: ImportError, package: str) -> NoReturn:
     """The peer is not installed: say so and leave with success."""
     why = f"{error}; install it with benchmarks/peers/install.sh FOLDER, or: pip install {package}"
     print(json.dumps({"peer": peer, "skipped": why}), flush=True)

@@ -251,7 +251,8 @@ def _path(error: Any, data: Any) -> list[str]:
     """The keys that lead to the error, without the names of the types that were tried on the way."""
     path: list[str] = []
     for part in error["loc"]:
-        if part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int):
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        if part in keys:
             data = data[part]
         elif error["type"] != "missing" or part != error["loc"][-1]:
             continue

@@ -80,11 +80,12 @@ class Console:
 
     def summary(self, *, finished: bool) -> None:
         events = read(self._folder / "events.jsonl")
-        for line in summarise(events, self._folder, finished=finished):
+        prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
+        for line in summarise(events, self._folder, finished=finished, prompt=prompt):
             self._out.print(line)
 
 
-def summarise(events: list[Event], folder: Path, *, finished: bool) -> list[str]:
+def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str = "...") -> list[str]:
     """The end of a run in a few lines of rich's markup, for a run that ended, was stopped, or died."""
     steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
     evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
@@ -95,10 +96,11 @@ def summarise(events: list[Event], folder: Path, *, finished: bool) -> list[str]
     if rewards:
         out.append(f"  reward in training         {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
     if steps:
-        made, seconds = sum(e["made"] for e in steps), sum(e["s"] for e in steps)
-        out.append(f"  tokens                     {made:,} made, {made / max(1e-9, seconds):,.0f} tok/s with training included")
-        rollout = sum(e["s"] for e in events if e["kind"] == "span" and e["name"] == "rollout")
-        early = sum(e.get("early_s", 0.0) for e in events if e["kind"] == "span" and e["name"] == "train")
+        made, seconds = sum(e["made"] for e in steps), max(1e-9, sum(e["s"] for e in steps))
+        out.append(f"  tokens                     {made:,} made, {made / seconds:,.0f} tok/s with training included")
+        spans = [e for e in events if e["kind"] == "span" and "error" not in e]  # a step given up made no tokens
+        rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
+        early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
         out.append(f"                             {made / max(1e-9, rollout - early):,.0f} tok/s while generating")
         missing = sum(e["missing"] for e in steps)
         if missing:
@@ -108,7 +110,7 @@ def summarise(events: list[Event], folder: Path, *, finished: bool) -> list[str]
         out.append(f"  go on with                 windfall resume {_argument(folder)}")
         return out
     saved = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
-    out.append(f"  try next                   windfall generate {saved} --prompt '12+34-5='")
+    out.append(f"  try next                   windfall generate {saved} --prompt '{prompt}'")
     out.append(f"                             windfall eval {saved}")
     return out
 

@@ -54,9 +54,9 @@ class Controller:
     async def run(self) -> State:
         """All steps that are left. Returns the state that was reached and saved."""
         total = self.recipe.run.steps
-        if self.state.step == 0:
-            await self._evaluate()
         try:
+            if self.state.step == 0:
+                await self._evaluate()
             while self.state.step < total:
                 await self._step()
                 done, every = self.state.step, self.recipe.checkpoint.every
@@ -89,7 +89,7 @@ class Controller:
         waiting: list[Group] = []
         drawn, early = 0, 0.0
         while len(kept) < want and drawn < o.max_draws * want:
-            tasks = range(first + drawn, first + drawn + want - len(kept))
+            tasks = range(first + drawn, first + min(drawn + want - len(kept), o.max_draws * want))
             drawn += len(tasks)
             sampling = Sampling(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k)
             made = self.rollout.groups(
@@ -156,7 +156,7 @@ class Controller:
         rewards = [r for g in groups for r in g.rewards]
         lengths = [r.made for g in groups for r in g.responses]
         last = asdict(reports[-1])
-        if last["skipped"]:
+        if any(r.skipped for r in reports):
             self.events.instant("update_skipped", step=step, why="the gradient was not finite")
         self.events.scalar(
             "step",

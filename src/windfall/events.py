@@ -52,7 +52,7 @@ class EventLog:
         start = time.monotonic()
         try:
             yield fields
-        except BaseException as e:
+        except BaseException as e:  # only to write down which; it goes on up
             fields["error"] = type(e).__name__
             raise
         finally:

@@ -64,9 +64,16 @@ def new_folder(recipe: Recipe) -> Path:
             continue
         except OSError as e:
             raise WindfallError(f"cannot make the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
-        (folder / "recipe.toml").write_text(config.dump(recipe))
+        write_recipe(recipe, folder)
         return folder
     raise WindfallError("ten thousand runs of this name exist", where=str(wanted), fix="Set run.name.")
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """What the run goes by from now on. Written whole or not at all."""
+    work = folder / ".recipe.toml"
+    work.write_text(config.dump(recipe), encoding="utf-8")
+    work.replace(folder / "recipe.toml")
 
 
 @contextmanager
@@ -86,7 +93,9 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: i
     c, o = model.config, recipe.rollout
     size = torch.finfo(model.dtype).bits // 8
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv_bytes = 2 * c.num_hidden_layers * (getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * head * size
+    kv_bytes = (
+        2 * c.num_hidden_layers * (getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * head * size
+    )
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else _free_memory()
     running = recipe.engine.max_running or min(1024 if device == "cuda" else 256, o.groups * o.group_size)
     longest = prompt_tokens + o.max_tokens
@@ -116,6 +125,9 @@ def place(recipe: Recipe) -> tuple[str, str]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise WindfallError("no CUDA device can be used", where="run.device", fix="Set it to 'cpu' or 'auto'.")
+    if device == "cuda":
+        # cuDNN's attention plans anew for every shape; continuous batching has a new shape at almost every step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     dtype = recipe.model.dtype
     return device, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
 
@@ -143,6 +155,8 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     """Run, or go on with, the run in `folder`, to its end or until it is stopped."""
     check(recipe)
     with owned(folder):
+        if resume:
+            write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
         console = Console(recipe, folder)
         events = EventLog(folder / "events.jsonl", [] if quiet else [console.show])
         if recipe.log.tensorboard:
@@ -153,7 +167,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
         finally:
             events.close()
         if not quiet:
-            console.summary(finished=state.step == recipe.run.steps)
+            console.summary(finished=state.step >= recipe.run.steps)
 
 
 def _train(recipe: Recipe, folder: Path, events: EventLog, resume: bool) -> State:
@@ -205,7 +219,7 @@ def _train(recipe: Recipe, folder: Path, events: EventLog, resume: bool) -> Stat
             ).run()  # fmt: skip
 
     reached = asyncio.run(loop())
-    events.instant("end", step=reached.step, finished=reached.step == recipe.run.steps)
+    events.instant("end", step=reached.step, finished=reached.step >= recipe.run.steps)
     return reached
 
 

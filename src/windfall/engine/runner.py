@@ -12,8 +12,7 @@ Deterministic costs padding (a lone response pays for TILE rows) and prefill is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,19 +20,21 @@ from torch import Tensor
 from windfall.engine.attention import Block, Paged
 from windfall.engine.sampler import sample
 from windfall.engine.scheduler import Rows
+from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.types import Sampling
 
 TILE = 16
 TILE_PAGES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    token: int
+class Span(NamedTuple):
+    """Consecutive rows of one sequence that attend together: `count` rows from row `first` of the batch on, the last of
+    them at `position` of the sequence."""
+
+    first: int
+    count: int
     position: int
     pages: list[int]
-    of: int
-    """Which Rows it belongs to; -1 for padding."""
 
 
 class Runner:
@@ -53,101 +54,105 @@ class Runner:
     @torch.inference_mode()
     def run(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
         """The new token and its log-prob for every Rows that samples, in order."""
-        flat = [
-            Row(s.tokens[i], i, s.pages, n)
-            for n, r in enumerate(rows)
-            for s in (r.sequence,)
-            for i in range(r.start, r.stop)
-        ]
-        last = {n: r for n, r in enumerate(rows) if r.samples}
-        out: dict[int, tuple[int, float]] = {}
-        for tile in self._tiles(flat):
-            ends = [i for i, row in enumerate(tile) if row.of in last and row.position == last[row.of].stop - 1]
-            blocks = list(self._rowwise(tile) if self.deterministic else self._blocks(tile))
-            logits = self._forward(tile, blocks, None if self.deterministic else ends)
-            if not ends:
-                continue
-            asked: list[tuple[int, int, Sampling]] = [(0, 0, Sampling())] * logits.shape[0]
-            at = ends if self.deterministic else range(len(ends))
-            for i, end in zip(at, ends, strict=True):
-                s = last[tile[end].of].sequence
-                asked[i] = (s.request.seed, s.position, s.request.sampling)
-            tokens, logprobs = sample(logits, *map(list, zip(*asked, strict=True)))  # pyright: ignore[reportArgumentType]
-            token_list, logprob_list = tokens.tolist(), logprobs.tolist()
-            for i, end in zip(at, ends, strict=True):
-                out[tile[end].of] = (token_list[i], logprob_list[i])
-        return [out[n] for n in last]
+        return self._run_tiles(rows) if self.deterministic else self._run_whole(rows)
 
-    def _forward(self, tile: Sequence[Row], blocks: Sequence[Block], ends: list[int] | None) -> Tensor:
+    def _run_whole(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+        tokens: list[int] = []
+        spans: list[Span] = []
+        for r in rows:
+            spans.append(Span(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
+            tokens += r.sequence.tokens[r.start : r.stop]
+        asked = [(s.first + s.count - 1, r.sequence) for s, r in zip(spans, rows, strict=True) if r.samples]
+        logits = self._forward(tokens, spans, list(self._blocks(spans)), [at for at, _ in asked])
+        return self._sample(logits, [s for _, s in asked])
+
+    def _run_tiles(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+        flat = [(r.sequence, i, r.samples and i == r.stop - 1) for r in rows for i in range(r.start, r.stop)]
+        out: list[tuple[int, float]] = []
+        for start in range(0, len(flat), TILE):
+            tile = flat[start : start + TILE]
+            padding = TILE - len(tile)
+            spans = [Span(n, 1, i, s.pages) for n, (s, i, _) in enumerate(tile)]
+            spans += [Span(len(tile) + n, 1, 0, [self.scratch]) for n in range(padding)]
+            tokens = [s.tokens[i] for s, i, _ in tile] + [0] * padding
+            logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
+            drawn = self._sample(logits, [s for s, _, _ in tile] + [None] * padding)
+            out += [d for d, (_, _, samples) in zip(drawn, tile, strict=False) if samples]
+        return out
+
+    def _forward(self, tokens: list[int], spans: list[Span], blocks: list[Block], ends: list[int] | None) -> Tensor:
+        """Logits of the rows `ends`, or of all."""
         size = self.size
-        slots = [row.pages[row.position // size] * size + row.position % size for row in tile]
-        ids, positions, at = torch.tensor(
-            [[row.token for row in tile], [row.position for row in tile], slots], device=self.device
-        )
+        positions = [p for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
+        slots = [
+            s.pages[p // size] * size + p % size
+            for s in spans
+            for p in range(s.position - s.count + 1, s.position + 1)
+        ]
+        ids, at, into = torch.tensor([tokens, positions, slots], device=self.device)
         keep = {} if ends is None else {"logits_to_keep": torch.tensor(ends, device=self.device, dtype=torch.long)}
         return self.model(
             input_ids=ids[None],
-            position_ids=positions[None],
+            position_ids=at[None],
             use_cache=False,
-            batch=Paged(self.keys, self.values, at, blocks),
+            batch=Paged(self.keys, self.values, into, blocks),
             **keep,
         ).logits[0]
 
-    def _tiles(self, flat: list[Row]) -> Iterator[list[Row]]:
-        if not self.deterministic:
-            yield flat
-            return
-        for start in range(0, len(flat), TILE):
-            tile = flat[start : start + TILE]
-            yield tile + [Row(0, 0, [self.scratch], -1)] * (TILE - len(tile))
+    def _sample(self, logits: Tensor, sequences: Sequence[SequenceState | None]) -> list[tuple[int, float]]:
+        if not sequences:
+            return []
+        tokens, logprobs = sample(
+            logits,
+            [s.request.seed if s else 0 for s in sequences],
+            [s.position if s else 0 for s in sequences],
+            [s.request.sampling if s else Sampling() for s in sequences],
+        )
+        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
-    def _rowwise(self, tile: Sequence[Row]) -> Iterator[Block]:
+    def _rowwise(self, spans: Sequence[Span]) -> Iterator[Block]:
         """Every row alone, over its own context rounded up to TILE_PAGES pages."""
-        by_pages: dict[int, list[int]] = {}
-        for i, row in enumerate(tile):
-            pages = row.position // self.size + 1
-            by_pages.setdefault(-(-pages // TILE_PAGES) * TILE_PAGES, []).append(i)
-        for pages, indices in by_pages.items():
-            yield self._block([[i] for i in indices], tile, pages)
+        by_pages: dict[int, list[Span]] = {}
+        for s in spans:
+            by_pages.setdefault(-(-(s.position // self.size + 1) // TILE_PAGES) * TILE_PAGES, []).append(s)
+        for pages, alike in by_pages.items():
+            yield self._block(alike, pages)
 
-    def _blocks(self, flat: Sequence[Row]) -> Iterator[Block]:
-        """Sequences with equally many rows together; single rows sorted by context and split where padding would cost
-        more than another block."""
-        runs: dict[int, list[list[int]]] = {}
-        start = 0
-        for i in range(1, len(flat) + 1):
-            if i == len(flat) or flat[i].of != flat[start].of:
-                runs.setdefault(i - start, []).append(list(range(start, i)))
-                start = i
-
-        def pages(run: list[int]) -> int:
-            return flat[run[-1]].position // self.size + 1
-
-        for group in runs.values():
-            group.sort(key=pages, reverse=True)
+    def _blocks(self, spans: Sequence[Span]) -> Iterator[Block]:
+        """Sequences with equally many rows together, sorted by context, and split where padding would cost more than
+        another block."""
+        by_count: dict[int, list[Span]] = {}
+        for s in spans:
+            by_count.setdefault(s.count, []).append(s)
+        for alike in by_count.values():
+            alike.sort(key=lambda s: -s.position)
+            pages = [s.position // self.size + 1 for s in alike]
             begin = 0
-            for i in range(1, len(group) + 1):
-                if i == len(group) or (pages(group[i]) < 0.7 * pages(group[begin]) and i - begin >= 4):
-                    yield self._block(group[begin:i], flat, pages(group[begin]))
+            for i in range(1, len(alike) + 1):
+                if i == len(alike) or (pages[i] < 0.7 * pages[begin] and i - begin >= 4):
+                    yield self._block(alike[begin:i], pages[begin])
                     begin = i
 
-    def _block(self, runs: Sequence[list[int]], flat: Sequence[Row], pages: int) -> Block:
-        table = [(flat[r[-1]].pages[:pages] + [self.scratch] * pages)[:pages] for r in runs]
-        positions = torch.tensor([[flat[i].position for i in r] for r in runs], device=self.device)
+    def _block(self, spans: Sequence[Span], pages: int) -> Block:
+        padding = [self.scratch] * pages
+        count = spans[0].count
+        table = torch.tensor([(s.pages[:pages] + padding)[:pages] for s in spans], device=self.device)
+        first = torch.tensor([[s.first, s.position - count + 1] for s in spans], device=self.device)
+        rows, positions = (first[:, i, None] + torch.arange(count, device=self.device) for i in (0, 1))
         context = torch.arange(pages * self.size, device=self.device)
-        dtype = self.keys[0].dtype
 
         def mask(window: int | None) -> Tensor:
             hidden = context > positions[..., None]
             if window is not None:
                 hidden |= context <= positions[..., None] - window
-            return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+            blank = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=self.device)
+            return blank.masked_fill_(hidden, float("-inf"))
 
         return Block(
-            rows=torch.tensor([i for r in runs for i in r], device=self.device),
-            queries=len(runs[0]),
-            pages=torch.tensor(table, device=self.device).view(-1),
-            sequences=len(runs),
+            rows=rows.view(-1),
+            queries=count,
+            pages=table.view(-1),
+            sequences=len(spans),
             mask=mask(None),
             windowed={w: mask(w) for w in self.windows},
         )

@@ -52,7 +52,7 @@ class Rows:
 class Scheduler:
     def __init__(self, pages: Pages, *, max_running: int, max_rows: int) -> None:
         self.pages, self.max_running, self.max_rows = pages, max_running, max_rows
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because many leave from the middle
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
 
@@ -65,7 +65,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """The sequence has ended: its pages are free at once."""
         if sequence in self.running:
-            self.running.remove(sequence)
+            del self.running[sequence]
             self._drop_pages(sequence)
         else:
             self.waiting.remove(sequence)
@@ -83,16 +83,15 @@ class Scheduler:
             if self._room(sequence, stop, may_preempt=True):
                 rows.append(self._rows(sequence, stop))
                 left -= stop - sequence.computed
-        taken = {id(r.sequence) for r in rows}
         while left > 0 and self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
             self.waiting.popleft()
-            self.running.append(sequence)
+            self.running[sequence] = None
             stop = min(len(sequence.tokens), sequence.computed + left)
             room = self._room(sequence, stop, may_preempt=False)
-            assert room and id(sequence) not in taken
+            assert room, "a sequence was let in without room for it"
             rows.append(self._rows(sequence, stop))
             left -= stop - sequence.computed
         return rows
@@ -137,7 +136,7 @@ class Scheduler:
                 continue
             if not may_preempt:
                 return False
-            victim = self.running.pop()
+            victim, _ = self.running.popitem()
             self._drop_pages(victim)
             self.waiting.appendleft(victim)
             self.preemptions += 1

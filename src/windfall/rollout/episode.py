@@ -45,6 +45,8 @@ class Episode:
             raise ValueError(f"{self.id}: tokens came after its end")
         if chunk.position != len(self.tokens):
             raise ValueError(f"{self.id}: expected position {len(self.tokens)}, got {chunk.position}")
+        if len(chunk.logprobs) != len(chunk.tokens):
+            raise ValueError(f"{self.id}: {len(chunk.tokens)} tokens came with {len(chunk.logprobs)} log-probs")
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.sampled += [True] * len(chunk.tokens)

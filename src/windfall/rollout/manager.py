@@ -1,4 +1,4 @@
-"""From tasks to graded groups: opens episodes, feeds the engine, asks the environment, hands out groups as they complete.
+"""From tasks to graded groups: opens episodes, feeds the engine, asks the environment, hands out complete groups.
 
     tasks ──▶ episodes ──▶ engine.step ──▶ finished turn ──▶ grade ──▶ next turn, or response ──▶ group complete
                   ▲                                             │
@@ -70,15 +70,15 @@ class Rollout:
         """The groups of these task numbers as they complete; `in_order`: in the order of `tasks`."""
         opened, episodes = {}, {}
         grading: dict[asyncio.Task[Graded], tuple[Episode, int]] = {}
-        for index in tasks:
-            opened[index] = _Open(index, self.env.task(index), size=size)
-            for sibling in range(size):
-                episode = self._episode(opened[index].task, index, sibling, sampling)
-                episodes[episode.id] = (episode, index)
-                self.engine.add(episode.request())
         ready: dict[int, Group] = {}
         order = list(tasks)
         try:
+            for index in tasks:
+                opened[index] = _Open(index, self.env.task(index), size=size)
+                for sibling in range(size):
+                    episode = self._episode(opened[index].task, index, sibling, sampling)
+                    episodes[episode.id] = (episode, index)
+                    self.engine.add(episode.request())
             while episodes:
                 await self._advance(episodes, grading, opened)
                 for index in [i for i, o in opened.items() if len(o.responses) == o.size]:
@@ -111,7 +111,11 @@ class Rollout:
                     grading[asyncio.create_task(self._grade(opened[index].task, episode))] = (episode, index)
             await asyncio.sleep(0)  # let rewards that need no waiting finish now
         else:
-            await asyncio.wait(grading, return_when=asyncio.FIRST_COMPLETED)
+            stop = asyncio.ensure_future(self._stop.wait())
+            await asyncio.wait([*grading, stop], return_when=asyncio.FIRST_COMPLETED)
+            stop.cancel()
+            if self._stop.is_set():
+                raise Stopped
         for task in [t for t in grading if t.done()]:
             episode, index = grading.pop(task)
             response = self._settle(episode, task.result())

@@ -1,0 +1,96 @@
+"""However a rollout ends before its time, nothing of it is left in the engine and nobody is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from scripted import Asks, Scripted, rolling, run
+
+from windfall.errors import WindfallError
+from windfall.rollout.manager import Stopped
+from windfall.types import Chunk, Feedback, Request, Sampling, Task, Turn
+
+
+async def right(task: Task, turns: Sequence[Turn]) -> Feedback:
+    return Feedback(reward=1.0)
+
+
+def test_stop_ends_between_two_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    engine = Scripted(lambda request: "x" * (2 if request.id == "0/0" else 1000))
+    cancelled: list[str] = []
+
+    async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(task.id)
+            raise
+        raise AssertionError
+
+    async def main() -> None:
+        async with rolling(engine, Asks(judge), tmp_path) as (rollout, stop):
+            loop = asyncio.get_running_loop()
+            engine.stepped = lambda: rollout.made > 20 and loop.call_soon_threadsafe(stop.set)
+            with pytest.raises(Stopped):
+                await anext(rollout.groups([0, 1, 2], size=2, sampling=Sampling()))
+            assert rollout.made < 200
+
+    asyncio.run(main())
+    assert sorted(engine.cancelled) == ["0/1", "1/0", "1/1", "2/0", "2/1"]  # 0/0 was being judged
+    assert cancelled == ["n/0"]
+    assert len(engine) == 0
+
+
+def test_stop_does_not_wait_for_rewards(tmp_path: Path) -> None:
+    async def never(task: Task, turns: Sequence[Turn]) -> Feedback:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def main() -> float:
+        async with rolling(Scripted(lambda request: "x"), Asks(never), tmp_path) as (rollout, stop):
+            asyncio.get_running_loop().call_later(0.05, stop.set)
+            with pytest.raises(Stopped):
+                await anext(rollout.groups([0], size=2, sampling=Sampling()))
+            return time.monotonic()
+
+    started = time.monotonic()
+    assert asyncio.run(main()) - started < 5
+
+
+def test_whoever_stops_reading_leaves_nothing_behind(tmp_path: Path) -> None:
+    engine = Scripted(lambda request: "x" * (1 if request.id == "0/0" else 1000))
+
+    async def main() -> None:
+        async with rolling(engine, Asks(right), tmp_path) as (rollout, _):
+            groups = rollout.groups([0, 1, 2], size=1, sampling=Sampling())
+            assert (await anext(groups)).index == 0
+            await groups.aclose()  # pyright: ignore
+
+    asyncio.run(main())
+    assert engine.cancelled == ["1/0", "2/0"]
+
+
+def test_request_that_is_refused_takes_the_others_with_it(tmp_path: Path) -> None:
+    class Small(Scripted):
+        def add(self, request: Request) -> None:
+            if request.id == "1/1":
+                raise WindfallError("does not fit")
+            super().add(request)
+
+    engine = Small(lambda request: "x")
+    with pytest.raises(WindfallError, match="does not fit"):
+        run(engine, Asks(right), tmp_path, tasks=[0, 1, 2], size=2)
+    assert engine.cancelled == ["0/0", "0/1", "1/0"]
+
+
+def test_engine_that_repeats_a_token_is_found_out(tmp_path: Path) -> None:
+    class Stutters(Scripted):
+        def step(self) -> list[Chunk]:
+            return [c for c in super().step() for _ in range(2)]
+
+    with pytest.raises(ValueError, match="0/0: expected position 1, got 0"):
+        run(Stutters(lambda request: "xyz"), Asks(right), tmp_path, tasks=[0])

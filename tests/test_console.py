@@ -1,0 +1,151 @@
+"""What a person is told, from events alone. Numbers and paths are checked, not the wording around them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console as Terminal
+from rich.text import Text as Plain
+
+from windfall.config import Recipe
+from windfall.console import BARS, Console, spark, summarise
+from windfall.events import Event, EventLog, read
+
+FOLDER = Path("runs/a [/b] c")  # as markup this would be an error, and in a shell three words
+
+
+def scalar(name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": "scalar", "name": name, **fields}
+
+
+def span(name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": "span", "name": name, **fields}
+
+
+def step(number: int, reward: float | None, **fields: Any) -> Event:
+    return scalar("step", step=number, reward=reward, **{
+        "responses": 4, "groups": 2, "missing": 0, "mean_length": 12.5, "cut": 0.0, "made": 1000, "s": 2.0,
+        "tok_per_s": 500.0, "grad_norm": 0.1, "lr": 1e-4, "entropy": 0.7, "engine_gap": 0.0, "engine_gap_max": 0.0,
+        "clipped": 0.0, "kl": 0.0, "trained": 1000} | fields)  # fmt: skip
+
+
+def told(events: list[Event], **options: Any) -> str:
+    return "\n".join(Plain.from_markup(line).plain for line in summarise(events, FOLDER, **options))
+
+
+def test_finished_run() -> None:
+    events = [
+        scalar("eval", step=0, reward=0.125, tasks=8),
+        span("rollout", step=1, s=1.5),
+        span("train", step=1, s=0.5, early_s=0.5),
+        step(1, 0.25),
+        span("rollout", step=2, s=1.5),
+        span("train", step=2, s=0.5, early_s=0.5),
+        step(2, 0.75),
+        span("checkpoint", step=2, s=0.1, path="runs/a [/b] c/checkpoints/step-000002"),
+        span("checkpoint", step=2, s=0.1, error="OSError"),
+        scalar("eval", step=2, reward=0.875, tasks=8),
+    ]
+    said = told(events, finished=True, prompt="1+1=")
+    assert "0.125 before, 0.875 after" in said
+    assert f"0.250 first, 0.750 last   {BARS[0]}{BARS[-1]}" in said
+    assert "2,000 made, 500 tok/s" in said
+    assert "1,000 tok/s while generating" in said  # 2,000 in 3 s, of which 1 s was training
+    assert "windfall generate 'runs/a [/b] c/checkpoints/step-000002' --prompt '1+1='" in said
+    assert "windfall eval 'runs/a [/b] c/checkpoints/step-000002'" in said
+    assert "resume" not in said
+
+
+def test_stopped_run_says_how_to_go_on() -> None:
+    given_up = span("rollout", step=2, s=60.0, error="Stopped")
+    said = told([span("rollout", step=1, s=1.0), step(1, 0.5, missing=3), given_up], finished=False)
+    assert "windfall resume 'runs/a [/b] c'" in said
+    assert "rewards missing            3" in said
+    assert "1,000 tok/s while generating" in said  # the step that was given up counts neither way
+    assert "generate " not in said
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [scalar("eval", step=0, reward=None, tasks=0)],
+        [step(1, None, s=0.0, made=0)],
+        [step(1, None), step(2, 0.5), step(3, None)],
+    ],
+    ids=["empty", "no reward in eval", "nothing made", "some rewards"],
+)
+def test_runs_with_little_to_tell(events: list[Event], finished: bool) -> None:
+    said = told(events, finished=finished)
+    assert str(FOLDER) in said
+    assert "nan" not in said
+    assert ("0.500 first, 0.500 last" in said) == (len(events) == 3)
+
+
+def test_spark_by_hand() -> None:
+    assert spark([]) == ""
+    assert spark([3.0]) == BARS[0]
+    assert spark([2.0, 2.0]) == BARS[0] * 2
+    assert spark([float(i) for i in range(8)]) == BARS
+    assert spark([0.0, 0.0, 4.0, 4.0], width=2) == BARS[0] + BARS[-1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 50))
+def test_spark_fits_and_touches_both_ends(values: list[float], width: int) -> None:
+    line = spark(values, width)
+    assert 1 <= len(line) <= width
+    assert BARS[0] in line
+    assert (BARS[-1] in line) == (len(set(line)) > 1)
+
+
+EVENTS = [
+    span("load", model="tiny", s=0.1),
+    {"kind": "instant", "name": "start", "step": 0, "steps": 2, "parameters": 800_256, "device": "cpu",
+     "dtype": "float32", "kv_tokens": 288, "max_running": 4, "micro_tokens": 4096, "checkpoint_activations": False},
+    {"kind": "instant", "name": "resumed", "step": 0, "checkpoint": "x"},
+    span("eval", step=0, s=0.1),
+    scalar("eval", step=0, reward=0.5, tasks=4),
+    scalar("eval", step=0, reward=None, tasks=0),
+    {"kind": "instant", "name": "reward_missing", "response": "0/1", "error": "list[/] index [bold out of range"},
+    span("rollout", step=1, tokens=7, s=0.1),
+    span("train", step=1, early_s=0.0, s=0.1),
+    {"kind": "instant", "name": "update_skipped", "step": 1, "why": "the gradient was not finite"},
+    step(1, 0.5, missing=1),
+    step(2, None, grad_norm=None, entropy=None, mean_length=0.0),
+    span("checkpoint", step=2, path="x", s=0.1),
+    {"kind": "instant", "name": "stopped", "step": 2},
+    {"kind": "instant", "name": "end", "step": 2, "finished": True},
+    {"kind": "instant", "name": "of a later windfall"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.console.Terminal", lambda **o: Terminal(**o, file=out, force_terminal=terminal))
+    folder = tmp_path / FOLDER.name.replace("/", "")
+    console = Console(Recipe(), folder)
+    with console:
+        console.show(step(1, 0.5))  # before any start: no bar to move yet
+        for event in EVENTS:
+            console.show(event)
+    said = out.getvalue()
+    assert "list[/] index [bold out of range" in said
+    assert folder.name in said.replace("\n", "")
+    log = EventLog(folder / "events.jsonl")
+    log.close()
+    console.summary(finished=False)
+    assert read(log.path) == []
+
+
+def test_no_gradient_is_a_number() -> None:
+    line = Console(Recipe(), FOLDER)._line(step(1, 0.0, grad_norm=0.0))
+    assert "nan" not in line
+    assert "grad 0.000" in line

@@ -1,0 +1,161 @@
+"""The loop: which tasks a step draws, when it saves and evaluates, and what a stop leaves. No model, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import algorithms
+from windfall.config import parse
+from windfall.controller import HELD_OUT, Controller
+from windfall.events import EventLog, read
+from windfall.rollout.manager import Stopped
+from windfall.train.base import Report
+from windfall.train.checkpoint import State
+from windfall.types import Group, Response, Sampling, Task
+
+
+class World:
+    """Engine, trainer and rollout in one, writing down in `done` what it was asked for."""
+
+    def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        self.made = self.missing = 0
+        self.skip: set[int] = set()
+        """Which updates, counted from 0, find a gradient that is not finite."""
+        self._rewards, self._stop_at, self._updates = rewards, stop_at, 0
+
+    async def groups(
+        self, tasks: range, *, size: int, sampling: Sampling, in_order: bool = False
+    ) -> AsyncIterator[Group]:
+        held_out = tasks[0] >= HELD_OUT
+        self.done.append(("eval", len(tasks)) if held_out else ("draw", tasks[0], len(tasks)))
+        for index in tasks:
+            if index == self._stop_at:
+                raise Stopped
+            rows = [(1,), (1, 2)] if not held_out else [(1,)]
+            yield Group(index=index, task=Task(id="t", prompt="p"), responses=tuple(
+                Response(id=f"{index}/{i}", prompt=(5,), tokens=t, logprobs=(-1.0,) * len(t), sampled=(True,) * len(t),
+                         versions=(0,) * len(t), finish="stop", reward=r)
+                for i, (t, r) in enumerate(zip(rows, self._rewards(index), strict=False))))  # fmt: skip
+
+    def prepare(self, samples: Sequence[Any]) -> list[Any]:
+        self.done.append(("prepare", len(samples)))
+        return list(samples)
+
+    def accumulate(self, samples: Sequence[Any]) -> None:
+        self.done.append(("accumulate", len(samples)))
+
+    def finish(self) -> Report:
+        self.done.append(("finish",))
+        self._updates += 1
+        values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": self._updates - 1 in self.skip}
+        return Report(**values)  # pyright: ignore
+
+    def swap(self, version: int) -> None:
+        self.done.append(("swap", version))
+
+    def save(self, state: State) -> str:
+        self.done.append(("save", state.step, state.next_task))
+        return "somewhere"
+
+    def run(self, folder: Path, start: State | None = None, **sections: Any) -> State:
+        defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
+        recipe = parse(defaults | sections, where="here")
+        algorithm = algorithms.make(recipe.algorithm.name)
+        it: Any = self
+        events = EventLog(folder / "events.jsonl")
+        with ThreadPoolExecutor(1) as threads:
+            controller = Controller(
+                recipe=recipe, algorithm=algorithm, engine=it, trainer=it, rollout=it, events=events, threads=threads,
+                save=self.save, micro_tokens=1000, state=start or State(step=0, next_task=0),
+            )  # fmt: skip
+            reached = asyncio.run(controller.run())
+        events.close()
+        return reached
+
+    def only(self, *kinds: str) -> list[tuple[Any, ...]]:
+        return [d for d in self.done if d[0] in kinds]
+
+
+def mixed(index: int) -> list[float | None]:
+    return [0.0, 1.0]
+
+
+def test_what_is_done_when(tmp_path: Path) -> None:
+    world = World(mixed)
+    reached = world.run(tmp_path, run={"steps": 5}, eval={"tasks": 4, "every": 2}, checkpoint={"every": 2})
+    step = lambda first, n: [("draw", first, 2), ("accumulate", 4), ("finish",), ("swap", n)]  # noqa: E731
+    save = lambda n: [("save", n, 2 * n)]  # noqa: E731
+    test = [("eval", 4)]
+    assert world.done == [
+        *test, *step(0, 1), *step(2, 2), *save(2), *test, *step(4, 3), *step(6, 4), *save(4), *test, *step(8, 5),
+        *save(5), *test]  # fmt: skip
+    assert reached == State(step=5, next_task=10)
+
+
+def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:
+    world = World(mixed)
+    world.run(tmp_path, start=State(step=2, next_task=9))
+    assert world.only("draw", "eval", "swap", "save") == [("draw", 9, 2), ("swap", 3), ("save", 3, 11), ("eval", 4)]
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "saved"),
+    [(HELD_OUT, (0, 0)), (0, (0, 0)), (3, (1, 2)), (5, (2, 4))],
+    ids=["in the first evaluation", "in the first step", "in the second", "in the third"],
+)
+def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tuple[int, int]) -> None:
+    world = World(mixed, stop_at)
+    reached = world.run(tmp_path)
+    assert world.done[-1] == ("save", *saved)
+    assert world.only("swap") == [("swap", n + 1) for n in range(saved[0])]
+    assert world.only("eval") == [("eval", 4)]
+    assert reached == State(step=saved[0], next_task=saved[1])
+    assert read(tmp_path / "events.jsonl")[-1]["name"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("groups", "max_draws", "drawn"),
+    [
+        (2, 3, [(0, 2), (2, 2), (4, 1), (5, 1)]),  # after 3 times 2 tasks the step goes on with what it has
+        (2, 4, [(0, 2), (2, 2), (4, 1), (5, 1), (6, 1), (7, 1)]),
+        (5, 2, [(0, 5), (5, 4), (9, 1)]),  # never more than 2 times 5
+        (3, 9, [(0, 3), (3, 3), (6, 2), (8, 1), (9, 1), (10, 1), (11, 1)]),
+    ],
+)
+def test_dynamic_sampling(tmp_path: Path, groups: int, max_draws: int, drawn: list[tuple[int, int]]) -> None:
+    """Tasks 3, 7, 11, ... teach something, the others do not."""
+    world = World(lambda index: [0.0, 1.0] if index % 4 == 3 else [1.0, 1.0])
+    rollout = {"groups": groups, "group_size": 2, "max_draws": max_draws}
+    world.run(tmp_path, run={"steps": 1}, rollout=rollout, algorithm={"name": "dapo"}, eval={"tasks": 0})
+    assert [d[1:] for d in world.only("draw")] == drawn
+    end = sum(drawn[-1])
+    assert world.only("accumulate") == [("accumulate", 2 * len([i for i in range(end) if i % 4 == 3]))]
+    assert world.done[-1] == ("save", 1, end)
+
+
+def test_several_updates_of_one_step(tmp_path: Path) -> None:
+    world = World(mixed)
+    world.skip = {0}
+    world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2}, eval={"tasks": 0})
+    assert world.done == [
+        ("draw", 0, 2), ("prepare", 2), ("prepare", 2), ("accumulate", 2), ("finish",), ("accumulate", 2), ("finish",),
+        ("swap", 1), ("save", 1, 2)]  # fmt: skip
+    events = {e["name"]: e for e in read(tmp_path / "events.jsonl")}
+    assert events["update_skipped"]["step"] == 1
+    assert events["step"]["trained"] == 6
+
+
+def test_response_without_a_reward_is_not_trained_on(tmp_path: Path) -> None:
+    world = World(lambda index: [None, 1.0] if index else [None, None])
+    world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0})
+    assert world.only("accumulate") == [("accumulate", 1)]
+    step = next(e for e in read(tmp_path / "events.jsonl") if e["name"] == "step")
+    assert (step["reward"], step["responses"], step["mean_length"]) == (1.0, 4, 1.5)

@@ -1,0 +1,162 @@
+"""The event log: what was written is read back, whatever happened in between, and no reader of it can end a run.
+
+Not covered: a disk that is full.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from windfall.events import Event, EventLog, read, tensorboard
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deeper" / "events.jsonl"
+
+
+def written(path: Path, **fields: Any) -> Event:
+    log = EventLog(path)
+    log.instant("x", **fields)
+    log.close()
+    return read(path)[-1]
+
+
+def names(path: Path) -> list[tuple[str, int | None]]:
+    return [(e["name"], e.get("step")) for e in read(path)]
+
+
+def test_what_is_written_is_read_at_once(path: Path) -> None:
+    log = EventLog(path)
+    log.scalar("step", step=3, reward=0.5)
+    with log.span("rollout", step=4) as span:
+        span["tokens"] = 7
+    log.instant("checkpoint", path="a/ü\n")
+    first, second, third = read(path)  # before it is closed: a reader beside the run sees every event
+    assert (first["kind"], first["name"], first["step"], first["reward"]) == ("scalar", "step", 3, 0.5)
+    assert (second["kind"], second["tokens"]) == ("span", 7)
+    assert third["path"] == "a/ü\n"
+    assert first["t"] <= second["t"] <= third["t"]
+    assert first["m"] <= second["m"] - second["s"] <= second["m"] <= third["m"]
+    log.close()
+
+
+def test_span_is_written_and_the_error_goes_on(path: Path) -> None:
+    log = EventLog(path)
+    with pytest.raises(KeyboardInterrupt), log.span("train", step=1):
+        raise KeyboardInterrupt
+    log.close()
+    (event,) = read(path)
+    assert event["error"] == "KeyboardInterrupt"
+    assert event["s"] >= 0
+
+
+@pytest.mark.parametrize("torn", ['{"t":1.0,"m":2.0,"ki', "{", '{"t":1.0,"name":"\xc3', "\0\0\0"])
+def test_line_torn_by_a_kill_costs_only_itself(path: Path, torn: str) -> None:
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(torn.encode("latin-1"))
+    assert names(path) == [("x", 1)]
+    written(path, step=2)
+    written(path, step=3)
+    assert names(path) == [("x", 1), ("x", 2), ("x", 3)]
+    assert path.read_bytes().count(b"\n") == 4
+
+
+def test_whole_log_gets_no_empty_line(path: Path) -> None:
+    written(path)
+    written(path)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_resume_makes_later_steps_void(path: Path) -> None:
+    log = EventLog(path)
+    log.instant("start", step=0)
+    log.instant("load")
+    for step in (1, 2, 3):
+        log.scalar("step", step=step)
+    log.instant("resumed", step=1)
+    for step in (2, 3):
+        log.scalar("step", step=step)
+    log.instant("resumed", step=2)
+    log.scalar("step", step=3)
+    log.close()
+    assert names(path) == [("start", 0), ("load", None), ("step", 1), ("resumed", 1), ("step", 2), ("resumed", 2),
+                           ("step", 3)]  # fmt: skip
+
+
+def test_failing_sink_is_removed_and_the_others_go_on(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tried: list[str] = []
+    seen: list[Event] = []
+
+    def broken(event: Event) -> None:
+        tried.append(event["name"])
+        raise ZeroDivisionError("no such view")
+
+    log = EventLog(path, [broken])
+    log.attach(seen.append)
+    log.instant("a")
+    log.instant("b")
+    log.close()
+    assert tried == ["a"]
+    assert seen == read(path)
+    assert [e["name"] for e in seen] == ["a", "b"]
+    said = capsys.readouterr().err
+    assert "broken" in said
+    assert "ZeroDivisionError: no such view" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (float("nan"), None),
+        (float("-inf"), None),
+        ([1.0, float("nan")], [1.0, None]),
+        ({"a": (float("inf"), 2)}, {"a": [None, 2]}),
+        (np.float32(0.5), 0.5),
+        (np.float64("nan"), None),
+        (np.float32("nan"), None),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (True, True),
+        (Path("a/b"), "a/b"),
+        ({1: 2, (3, 4): 5}, {"1": 2, "(3, 4)": 5}),
+        (ValueError("why"), "why"),
+        ("\ud800 half a character", "\ud800 half a character"),
+    ],
+)
+def test_every_value_becomes_json(path: Path, value: Any, kept: Any) -> None:
+    event = written(path, v=value)
+    assert event["v"] == kept
+    assert type(event["v"]) is type(kept)
+    assert "NaN" not in path.read_text()  # Python would read it back, others would not
+    assert "Infinity" not in path.read_text()
+
+
+def test_sinks_get_what_the_file_gets(path: Path) -> None:
+    seen: list[Event] = []
+    log = EventLog(path, [seen.append])
+    log.scalar("step", reward=float("nan"), path=Path("x"))
+    log.close()
+    assert json.loads(path.read_text()) == seen[0]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventLog(tmp_path / "events.jsonl", [tensorboard(tmp_path / "board")])
+    for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
+        log.scalar("step", step=step, reward=reward, said="word")
+    with log.span("rollout", step=3, tokens=9):
+        log.instant("checkpoint", step=3)
+    log.close()
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert board.Tags()["scalars"] == ["step/reward"]
+    assert [(s.step, s.value) for s in board.Scalars("step/reward")] == [(1, 0.25), (3, 0.75)]

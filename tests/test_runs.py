@@ -1,0 +1,132 @@
+"""Runs from end to end on the tiny model: train, stop, resume, evaluate, generate.
+
+Not covered here: what a kill -9 in the middle of a write leaves behind (test_checkpoint.py, test_events.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from windfall import config
+from windfall.events import read
+
+Windfall = Callable[..., tuple[int, str, str]]
+
+
+def steps_of(run: Path) -> list[int]:
+    return [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+
+
+def weights(run: Path, step: int) -> bytes:
+    return (run / "checkpoints" / f"step-{step:06d}" / "model.safetensors").read_bytes()
+
+
+def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: Path) -> None:
+    code, out, err = windfall("train", "small.toml")
+    assert (code, err) == (0, "")
+    run = Path("runs/small")
+    assert "windfall generate runs/small/checkpoints/step-000002" in out
+    assert config.load(run / "recipe.toml") == config.load(here / "small.toml")
+    assert steps_of(run) == [1, 2]
+    events = read(run / "events.jsonl")
+    assert [e["step"] for e in events if e["name"] == "eval" and e["kind"] == "scalar"] == [0, 2]
+    assert all(e["made"] > 0 and e["responses"] == 4 for e in events if e["name"] == "step")
+    assert events[-1]["finished"] is True
+
+    assert windfall("train", "small.toml", "--set", "run.steps=1", "--set", "eval.tasks=0")[0] == 0
+    assert steps_of(Path("runs/small-2")) == [1]
+    assert steps_of(run) == [1, 2]  # a run never writes into another
+
+    code, out, _ = windfall("eval", "runs/small", "--tasks", "3", "--show", "3", "--temperature", "0")
+    assert code == 0
+    assert "on 3 held-out tasks of arithmetic" in out
+    again = windfall("eval", "runs/small/checkpoints/step-000002", "--tasks", "3", "--show", "3", "--temperature", "0")
+    assert again[1] == out
+    assert windfall("eval", "tiny", "--recipe", "small.toml", "--tasks", "2")[0] == 0
+
+    code, out, _ = windfall("resume", "runs/small", "--set", "run.steps=3")
+    assert code == 0
+    assert steps_of(run) == [1, 2, 3]
+    assert config.load(run / "recipe.toml").run.steps == 3  # and so the next resume has nothing left to do
+    assert windfall("resume", "runs/small")[0] == 0
+    assert steps_of(run) == [1, 2, 3]
+    assert read(run / "events.jsonl")[-1]["finished"] is True
+
+
+def test_same_seed_same_words(windfall: Windfall) -> None:
+    said = ["generate", "tiny", "--prompt", "12+34-5+8=", "--prompt", "7+8-9=", "--n", "3", "--max-tokens", "40"]
+    code, out, _ = windfall(*said, "--seed", "5")
+    assert code == 0
+    assert len(out.splitlines()) == 6
+    assert windfall(*said, "--seed", "5")[1] == out
+    assert windfall(*said, "--seed", "6")[1] != out
+    alone = windfall("generate", "tiny", "--prompt", "12+34-5+8=", "--max-tokens", "40", "--seed", "5")[1]
+    assert f"[0/0] {alone}" == out.splitlines(keepends=True)[0]  # streamed, and beside nobody: the same words
+
+
+def test_resume_gives_the_same_weights_bit_for_bit(windfall: Windfall) -> None:
+    more = ["rollout.groups=6", "rollout.group_size=4", "rollout.max_tokens=60", "eval.tasks=0", "train.lr=1e-3",
+            "checkpoint.every=2", "checkpoint.keep=9", "run.steps=4"]  # fmt: skip
+    assert windfall("train", "small.toml", *(f"--set={m}" for m in more))[0] == 0
+    whole, cut = Path("runs/small"), Path("runs/cut")
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step-000004")
+    assert windfall("resume", "runs/cut")[0] == 0
+    assert steps_of(cut) == [1, 2, 3, 4]
+    assert weights(cut, 4) == weights(whole, 4)
+    assert weights(whole, 2) != weights(whole, 4)
+    last = [[e for e in read(r / "events.jsonl") if e["name"] == "step"][-1] for r in (whole, cut)]
+    assert last[0]["reward"] == last[1]["reward"]
+    assert last[0]["grad_norm"] == last[1]["grad_norm"] > 0
+
+
+def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None:
+    command = [sys.executable, "-m", "windfall.cli", "train", "small.toml", "--set", "run.steps=100000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            run = Path("runs/small")
+            deadline = time.monotonic() + 60
+            while not (run / "events.jsonl").is_file() or len(steps_of(run)) < 3:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < deadline, "waited 60 s for three steps"
+                time.sleep(0.05)
+            code, _, err = windfall("resume", "runs/small")
+            assert code == 2
+            assert "runs/small: another process is running this" in err
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in err
+    assert "windfall resume runs/small" in out
+    reached = steps_of(run)[-1]
+    (saved,) = sorted((run / "checkpoints").iterdir())[-1:]
+    assert saved.name == f"step-{reached:06d}"
+    assert windfall("resume", "runs/small", "--set", f"run.steps={reached + 1}")[0] == 0
+    assert steps_of(run) == list(range(1, reached + 2))
+    assert read(run / "events.jsonl")[-1]["finished"] is True
+
+
+@pytest.mark.parametrize("where", ["run.device=cuda", "engine.kv_tokens=16"])
+def test_run_that_cannot_be_says_so(windfall: Windfall, where: str) -> None:
+    import torch
+
+    if where == "run.device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, err = windfall("train", "small.toml", "--set", where)
+    assert code == 2
+    assert "Traceback" not in err
+    assert where.partition("=")[0] in err

@@ -3,9 +3,9 @@
     python benchmarks/engine_cpu.py                      the peers that are installed beside windfall
     benchmarks/peers/install.sh .peers                   installs the others (5 GB), found there from then on
 
-Two models (the tiny one, SmolLM2-135M), two workloads of 32 requests in flight: equal lengths, and uneven ones (4 to 183
-tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those asked for: a peer that makes more to
-fill its batch is not credited for them. Every peer runs in a process of its own with the same number of threads. The
+Two models (the tiny one, SmolLM2-135M), two workloads of 32 requests in flight: equal lengths, and uneven ones (4 to
+183 tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those asked for: a peer that makes more
+to fill its batch is not credited for them. Every peer runs in a process of its own with the same number of threads. The
 machine must be idle otherwise: `others` shows how many cores something else took meanwhile.
 """
 
@@ -41,7 +41,10 @@ def workload(model: str, kind: str, requests: int, threads: int) -> dict[str, An
     rng = random.Random(0)
     vocabulary = json.loads((Path(models.fetch(model)) / "config.json").read_text())["vocab_size"]
     prompts = [[rng.randrange(3, vocabulary) for _ in range(24)] for _ in range(-(-requests // 8))]
-    lengths = {"equal": [64] * requests, "uneven": [min(183, 4 + int(rng.expovariate(1 / 55))) for _ in range(requests)]}
+    lengths = {
+        "equal": [64] * requests,
+        "uneven": [min(183, 4 + int(rng.expovariate(1 / 55))) for _ in range(requests)],
+    }
     return {
         "model": str(models.fetch(model)),
         "prompts": [prompts[i // 8] for i in range(requests)],

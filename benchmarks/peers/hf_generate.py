@@ -1,5 +1,7 @@
 """transformers' `generate`: left-padded batches; a row with all its tokens is done, but stays until the batch is."""
 
+from collections.abc import Callable
+
 import workload as peers
 
 PEER = "transformers generate"
@@ -13,6 +15,9 @@ except ImportError as error:
     peers.skip(PEER, error, "torch==2.13.0 transformers")
 
 
+Sample = Callable[..., torch.Tensor]  # a model's `generate`
+
+
 class RowLengths(StoppingCriteria):
     """Row i is done once it has its own number of new tokens."""
 
@@ -23,7 +28,7 @@ class RowLengths(StoppingCriteria):
         return input_ids.shape[1] >= self.stop_at
 
 
-def generate_batch(model: transformers.GenerationMixin, prompts: list[list[int]], lengths: list[int]) -> int:
+def generate_batch(sample: Sample, prompts: list[list[int]], lengths: list[int]) -> int:
     """Generates for one batch; returns the new tokens of each row, the same for all of them."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -31,15 +36,15 @@ def generate_batch(model: transformers.GenerationMixin, prompts: list[list[int]]
     limit = WORKLOAD.longest
     config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=limit, pad_token_id=0)
     stopping = StoppingCriteriaList([RowLengths(width, lengths)])
-    out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=stopping)
+    out = sample(input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=stopping)
     return out.shape[1] - width
 
 
-def generate(model: transformers.GenerationMixin, prompts: list[list[int]]) -> list[int]:
+def generate(sample: Sample, prompts: list[list[int]]) -> list[int]:
     """The whole workload, batch after batch; returns the new tokens of each request."""
     made: list[int] = []
     for part in WORKLOAD.slices():
-        new = generate_batch(model, prompts[part], WORKLOAD.lengths[part])
+        new = generate_batch(sample, prompts[part], WORKLOAD.lengths[part])
         made += [new] * len(prompts[part])
     return made
 
@@ -50,9 +55,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(WORKLOAD.model, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # a missing value in the call's own config would be filled from here
-    generate(model, WORKLOAD.warm_prompts())
+    generate(model.generate, WORKLOAD.warm_prompts())
     with peers.Timer() as timer:
-        made = generate(model, WORKLOAD.prompts)
+        made = generate(model.generate, WORKLOAD.prompts)
 
     peers.check(WORKLOAD, made)
     # A static cache was no faster on two cores, compiled or not, and compiling took one to two minutes.

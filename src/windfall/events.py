@@ -67,8 +67,8 @@ class EventLog:
                 sink(event)
             except Exception as e:  # fault boundary: a view of the run must never end the run
                 self._sinks.remove(sink)
-                name = getattr(sink, "__qualname__", sink)
-                print(f"windfall: {name} failed and is no longer shown: {type(e).__name__}: {e}", file=sys.stderr)
+                view = getattr(sink, "__qualname__", sink)
+                print(f"windfall: {view} failed and is no longer shown: {type(e).__name__}: {e}", file=sys.stderr)
 
     def close(self) -> None:
         self._file.close()

@@ -76,7 +76,13 @@ def _generate(model: Any, work: Sequence[Request]) -> float:
     model.set_attn_implementation("sdpa")
     ids = torch.tensor([r.prompt for r in work], device=model.device)
     longest = max(r.max_tokens for r in work)
-    how = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    how = {
+        "do_sample": True,
+        "top_k": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
     seconds = 0.0
     for tokens in (4, longest):  # the first warms up
         started = time.perf_counter()

@@ -58,7 +58,7 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     where = fetch(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
         )
     except (OSError, ValueError) as e:

@@ -13,7 +13,7 @@ class Text:
         self._tokenizer = tokenizer
         self._chat = bool(getattr(tokenizer, "chat_template", None))
         eos = tokenizer.eos_token_id
-        self.stop = frozenset([*([] if eos is None else [eos]), *extra_stops])
+        self.stop: frozenset[int] = frozenset([*([] if eos is None else [eos]), *extra_stops])
 
     def prompt(self, words: str) -> tuple[int, ...]:
         """The ids of a task's prompt, up to where the policy begins to speak."""
@@ -31,7 +31,7 @@ class Text:
         return ids[1:] if ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: Sequence[tuple[str, str]]) -> str:
         return self._tokenizer.apply_chat_template(

@@ -29,7 +29,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     # every head has its own keys, and attention looks back 24 tokens only
     "mistral-window": lambda: MistralForCausalLM(
-        MistralConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=4, sliding_window=24, tie_word_embeddings=False)
+        MistralConfig(
+            **SHAPE, num_attention_heads=4, num_key_value_heads=4, sliding_window=24, tie_word_embeddings=False
+        )
     ),
 }
 

@@ -23,7 +23,9 @@ def test_random_life_of_a_schedule(data: st.DataObject, pages: int, running: int
         if data.draw(st.booleans()):
             prompt = data.draw(st.sampled_from(PROMPTS))
             room = pages * size - 1 - len(prompt)
-            request = Request(id=str(added), prompt=prompt, seed=added, max_tokens=data.draw(st.integers(1, min(20, room))))
+            request = Request(
+                id=str(added), prompt=prompt, seed=added, max_tokens=data.draw(st.integers(1, min(20, room)))
+            )
             live.append(Sequence(request, list(prompt)))
             s.add(live[-1])
             added += 1

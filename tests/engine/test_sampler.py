@@ -36,9 +36,13 @@ def test_temperature_top_k_and_top_p_cut_what_they_should() -> None:
     p = torch.softmax(LOGITS.double() / 0.5, 0).numpy()
     assert frequencies_match(np.bincount(draw(20_000, Sampling(temperature=0.5)), minlength=6), p)
     p = torch.softmax(LOGITS.double(), 0).numpy()
-    assert frequencies_match(np.bincount(draw(20_000, Sampling(top_k=2)), minlength=6), np.where(np.arange(6) < 2, p, 0))
+    assert frequencies_match(
+        np.bincount(draw(20_000, Sampling(top_k=2)), minlength=6), np.where(np.arange(6) < 2, p, 0)
+    )
     # cumulative: 0.56, 0.77, 0.90, ...: 0.8 needs the third token too
-    assert frequencies_match(np.bincount(draw(20_000, Sampling(top_p=0.8)), minlength=6), np.where(np.arange(6) < 3, p, 0))
+    assert frequencies_match(
+        np.bincount(draw(20_000, Sampling(top_p=0.8)), minlength=6), np.where(np.arange(6) < 3, p, 0)
+    )
     assert set(draw(500, Sampling(top_p=1e-6))) == {0}
     both = draw(20_000, Sampling(top_k=3, top_p=0.6))  # within the three: 0.62 alone is enough
     assert set(both) == {0}

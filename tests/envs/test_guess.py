@@ -51,7 +51,7 @@ def test_halving_always_wins() -> None:
                 break
             low, high = (int(said[-1]) + 1, high) if "higher" in str(feedback.observation) else (low, int(said[-1]) - 1)
         assert feedback.reward >= 0.9
-    assert min(seen) == 1 and max(seen) == 20
+    assert (min(seen), max(seen)) == (1, 20)
 
 
 def test_seeds_differ() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import subprocess
 import sys
 from typing import Any
 
@@ -47,9 +48,16 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_reasoning_gym_stays_out_of_this_process() -> None:
-    env = Gym("gcd", {}, seed=0)
-    reward(env, env.task(0), "1")
-    assert not any(name.startswith("reasoning_gym.") for name in sys.modules)
+    """In a process of its own, because collecting doctests imports every module."""
+    program = """
+import asyncio, sys
+from windfall.envs.gym import Gym
+from windfall.types import Turn
+env = Gym("gcd", {}, seed=0)
+asyncio.run(env.feedback(env.task(0), [Turn(text="1")]))
+assert not any(name.startswith("reasoning_gym") for name in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
 def test_datasets_join_without_a_seam() -> None:

@@ -107,7 +107,9 @@ def test_a_damaged_checkpoint_is_refused_with_its_place(tmp_path: Path) -> None:
 
 def windfall(*args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "windfall.cli", *args], stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", "windfall.cli", *args],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 

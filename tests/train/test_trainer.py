@@ -212,7 +212,9 @@ def test_credit_leaves_out_what_has_no_reward_and_trains_on_sampled_tokens_only(
         return Response(id=f"0/{i}", prompt=(5, 6), tokens=(7, 8, 9), logprobs=(-1.0, 0.0, -2.0),
                         sampled=(True, False, True), versions=(0, -1, 0), finish="stop", reward=reward)  # fmt: skip
 
-    group = Group(index=0, task=Task(id="t", prompt=""), responses=(response(0, 1.0), response(1, None), response(2, 0.0)))
+    group = Group(
+        index=0, task=Task(id="t", prompt=""), responses=(response(0, 1.0), response(1, None), response(2, 0.0))
+    )
     made = credit([group], algorithms.make("dr_grpo"), limit=10)
     assert [s.advantage for s in made] == [0.5, -0.5]
     assert made[0].targets == (2, 4)

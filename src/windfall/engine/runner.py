@@ -85,9 +85,7 @@ class Runner:
         size = self.size
         positions = [p for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
         slots = [
-            s.pages[p // size] * size + p % size
-            for s in spans
-            for p in range(s.position - s.count + 1, s.position + 1)
+            s.pages[p // size] * size + p % size for s in spans for p in range(s.position - s.count + 1, s.position + 1)
         ]
         ids, at, into = torch.tensor([tokens, positions, slots], device=self.device)
         keep = {} if ends is None else {"logits_to_keep": torch.tensor(ends, device=self.device, dtype=torch.long)}

@@ -8,8 +8,8 @@ running ones first, oldest first, then lets waiting ones in, all within one budg
 - when no page is left, the youngest running sequence goes back to the head of the waiting line and computes again later
   (its tokens are kept; sampling depends on (seed, position), so nothing changes but the time).
 
-Rules (`check()`): a running sequence holds exactly the pages its computed tokens need, plus those of its rows in flight;
-a waiting one holds none; order of arrival is kept among waiting ones.
+Rules (`check()`): a running sequence holds exactly the pages its computed tokens need, plus those of its rows in
+flight; a waiting one holds none; order of arrival is kept among waiting ones.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Scheduler:
         return True
 
     def _room(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:
-        """Give the sequence pages for its tokens up to `stop`, if need be those of younger ones. False: it went itself."""
+        """Give the sequence pages for its tokens up to `stop`, if need be those of younger ones. False: it was itself
+        the youngest."""
         while len(sequence.pages) * self.pages.size < stop:
             page = self.pages.take()
             if page is not None:

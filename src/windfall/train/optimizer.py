@@ -54,12 +54,14 @@ class Optimizer:
         """Divide the accumulated gradient, clip it, step. Returns its norm, and whether it was fit to be used."""
         grads = [m.grad for m in self._master.values() if m.grad is not None]
         if divisor > 0:
-            torch._foreach_div_(grads, divisor)
+            for g in grads:
+                g.div_(divisor)
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
         fit = math.isfinite(norm)
         if fit:
             if norm > self.options.clip_norm:
-                torch._foreach_mul_(grads, self.options.clip_norm / norm)
+                for g in grads:
+                    g.mul_(self.options.clip_norm / norm)
             for group in self._adam.param_groups:
                 group["lr"] = self.rate()
             self._adam.step()

@@ -2,8 +2,9 @@
 
 A Llama of 0.8 M parameters that reads one character at a time, trained from nothing on worked arithmetic chains of
 which a share of the steps is wrong. It has seen how the work is done, and slips as often as its teacher did: at
-temperature 1 it solves a minority of the tasks, and the right way is the likeliest one, so reinforcement learning has something to
-find. Minutes on a GPU, an hour on two CPU cores; the progress line shows loss and the share of tasks solved.
+temperature 1 it solves a minority of the tasks, and the right way is the likeliest one, so reinforcement learning has
+something to find. Minutes on a GPU, an hour on two CPU cores; the progress line shows loss and the share of tasks
+solved.
 """
 
 from __future__ import annotations

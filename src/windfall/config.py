@@ -30,13 +30,17 @@ class Section(BaseModel):
 
 class Run(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Letters, digits, dot, dash and underscore."""
     folder: FilePath = Path("runs")
     """Runs are written to folder/name."""
     seed: int = Field(default=0, ge=0)
+    """Decides tasks and tokens."""
     steps: Count = 20
+    """Training steps in all."""
     deterministic: bool = False
     """Bit for bit the same whatever shares a batch, and micro-batches in canonical order. Slower."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPU if there is one."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for tensor work; 0 takes all cores."""
 
@@ -51,7 +55,9 @@ class Model(Section):
 class ArithmeticEnv(Section):
     name: Literal["arithmetic"]
     mean_steps: float = Field(default=6.0, gt=0)
+    """Steps of a chain, less one, on average; exponentially distributed."""
     max_steps: Count = 16
+    """The longest chain."""
 
 
 class GymEnv(Section):
@@ -69,16 +75,23 @@ class GymEnv(Section):
 class JsonLinesEnv(Section):
     name: Literal["jsonl"]
     path: FilePath
+    """One JSON object per line."""
     prompt_field: str = "prompt"
+    """Where the prompt is in each object."""
     answer_field: str = "answer"
+    """Where the right answer is."""
     scoring: Literal["math", "exact"] = "math"
+    """math: equal as mathematics, by math-verify; exact: equal as text."""
 
 
 class GuessEnv(Section):
     name: Literal["guess"]
     low: int = 1
+    """The smallest number it may be."""
     high: int = 20
+    """The largest."""
     max_turns: Count = 6
+    """Guesses allowed."""
 
 
 class CustomEnv(Section):
@@ -86,6 +99,7 @@ class CustomEnv(Section):
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     """"package.module:function", called with seed and the options; returns an Env."""
     options: dict[str, Any] = {}
+    """Passed on as keyword arguments."""
 
 
 Env = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | CustomEnv, Field(discriminator="name")]
@@ -96,6 +110,7 @@ _ENVS: dict[str, type[Section]] = {
 
 class Algorithm(Section):
     name: str = "grpo"
+    """grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
     options: dict[str, float | int | str] = {}
     """The algorithm's own parameters, such as clip_high: see windfall/algorithms."""
     kl: float = Field(default=0.0, ge=0)
@@ -108,35 +123,49 @@ class Rollout(Section):
     groups: Count = 32
     """Tasks per step."""
     group_size: Count = 8
+    """Responses to each task."""
     max_tokens: Count = 160
     """The most tokens of a response, the environment's words within it included."""
     temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits before a token is drawn."""
     top_p: Share = 1.0
+    """Draw from the likeliest tokens that make up this share; 1 cuts nothing."""
     top_k: int = Field(default=0, ge=0)
+    """Draw from so many likeliest tokens; 0 cuts nothing."""
     max_draws: Count = 3
     """Dynamic sampling draws at most this many times `groups` tasks in one step."""
     reward_tries: Count = 3
+    """A reward that fails so often is missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
+    """For each try."""
 
 
 class Train(Section):
     lr: float = Field(default=1e-4, gt=0)
+    """The learning rate of AdamW."""
     warmup: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up; linear and cosine end at 0."""
     clip_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to at most this norm."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    """AdamW's."""
     minibatches: Count = 1
     """Optimizer updates per step."""
     micro_tokens: int = Field(default=0, ge=0)
     """Tokens that go through the model at once; 0 chooses."""
     checkpoint_activations: bool | Literal["auto"] = "auto"
+    """Compute activations again in the backward pass; auto: when they would take much of the memory."""
 
 
 class Checkpoint(Section):
     every: Count = 10
+    """Steps between two checkpoints; the last step always has one."""
     keep: Count = 2
+    """How many of the newest are kept."""
 
 
 class Eval(Section):
@@ -152,6 +181,7 @@ class Engine(Section):
     kv_tokens: int = Field(default=0, ge=0)
     """Tokens that the KV cache holds; 0: as many as a step's responses can need, within the memory there is."""
     page_size: Count = 16
+    """Tokens per page of the KV cache."""
     max_running: int = Field(default=0, ge=0)
     """Responses in one engine step; 0 chooses."""
     max_rows: Count = 2048
@@ -160,6 +190,7 @@ class Engine(Section):
 
 class Log(Section):
     tensorboard: bool = False
+    """Also write every number for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
 
 
 class Recipe(Section):

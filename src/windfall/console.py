@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +109,18 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
             out.append(f"  rewards missing            {missing} (counted, not trained on)")
     out.append(f"  written to                 {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:
-        out.append(f"  go on with                 windfall resume {_argument(folder)}")
+        out.append(f"  go on with                 {_command()} resume {_argument(folder)}")
         return out
     saved = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
-    out.append(f"  try next                   windfall generate {saved} --prompt '{prompt}'")
-    out.append(f"                             windfall eval {saved}")
+    out.append(f"  try next                   {_command()} generate {saved} --prompt '{prompt}'")
+    out.append(f"                             {_command()} eval {saved}")
     return out
+
+
+def _command() -> str:
+    """How this program can be called from here: by its name, or as it was called when it is not on the path."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "windfall" and shutil.which("windfall") is None else "windfall"
 
 
 def _argument(path: Path | str) -> str:

@@ -20,7 +20,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from windfall.algorithms.base import Algorithm
@@ -35,6 +36,18 @@ from windfall.types import Group, Sampling
 
 HELD_OUT = 1 << 40
 """Task numbers from here on are for evaluation only."""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """What one step has collected."""
+
+    kept: list[Group] = field(default_factory=list)
+    drawn: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Of every response made, also of groups that dynamic sampling replaced: the policy's reward as it is."""
+    early_s: float = 0.0
+    """Spent training on groups while others were still to come."""
 
 
 @dataclass(kw_only=True)
@@ -55,7 +68,7 @@ class Controller:
         """All steps that are left. Returns the state that was reached and saved."""
         total = self.recipe.run.steps
         try:
-            if self.state.step == 0:
+            if self.state.step == 0 or self.state.step >= total:  # the latter: stopped before it was evaluated
                 await self._evaluate()
             while self.state.step < total:
                 await self._step()
@@ -70,60 +83,59 @@ class Controller:
         return self.state
 
     async def _step(self) -> None:
-        step, started, first_task = self.state.step + 1, time.monotonic(), self.state.next_task
+        step, started = self.state.step + 1, time.monotonic()
         self.rollout.made = self.rollout.missing = 0
         with self.events.span("rollout", step=step) as span:
-            groups, early, next_task = await self._collect(first_task)
+            batch = await self._collect(self.state.next_task)
             span["tokens"] = self.rollout.made
-        with self.events.span("train", step=step, early_s=early):
-            reports = await self._update(groups)
-            self.state = State(step=step, next_task=next_task)
+        with self.events.span("train", step=step, early_s=batch.early_s):
+            reports = await self._update(batch.kept)
+            self.state = State(step=step, next_task=self.state.next_task + batch.drawn)
             self.engine.swap(step)
-        self._tell(step, groups, reports, time.monotonic() - started)
+        self._tell(step, batch, reports, time.monotonic() - started)
 
-    async def _collect(self, first: int) -> tuple[list[Group], float, int]:
+    async def _collect(self, first: int) -> Batch:
         """The groups of one batch. Those that need no more than themselves are trained on as they arrive."""
         want, o = self.recipe.rollout.groups, self.recipe.rollout
         streaming = self.algorithm.scope == "group" and self.recipe.train.minibatches == 1
-        kept: list[Group] = []
+        batch, most = Batch(), o.max_draws * want
         waiting: list[Group] = []
-        drawn, early = 0, 0.0
-        while len(kept) < want and drawn < o.max_draws * want:
-            tasks = range(first + drawn, first + min(drawn + want - len(kept), o.max_draws * want))
-            drawn += len(tasks)
+        while len(batch.kept) < want and batch.drawn < most:
+            tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
+            batch.drawn += len(tasks)
             sampling = Sampling(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k)
             made = self.rollout.groups(
                 tasks, size=o.group_size, sampling=sampling, in_order=self.recipe.run.deterministic
             )
             async for group in made:
+                batch.rewards += group.rewards
                 if self.algorithm.informative(outcomes(group, o.max_tokens)):
-                    kept.append(group)
+                    batch.kept.append(group)
                     waiting.append(group)
-                if streaming and sum(len(r.prompt) + len(r.tokens) for g in waiting for r in g.responses) >= (
-                    self.micro_tokens
-                ):
-                    early += await self._accumulate(waiting)
+                if streaming and _tokens(waiting) >= self.micro_tokens:
+                    batch.early_s += await self._accumulate(waiting)
                     waiting = []
         if streaming:
-            early += await self._accumulate(waiting)
-        return kept, early, first + drawn
+            batch.early_s += await self._accumulate(waiting)
+        return batch
 
     async def _accumulate(self, groups: Sequence[Group]) -> float:
         """Returns how long it took."""
         if not groups:
             return 0.0
         started = time.monotonic()
-        samples = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
-        await self._in_thread(self.trainer.accumulate, samples)
+        credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
+        await self._in_thread(self.trainer.accumulate, list(chain.from_iterable(credited)))
         return time.monotonic() - started
 
     async def _update(self, groups: list[Group]) -> list[Report]:
         count = self.recipe.train.minibatches
         if self.algorithm.scope == "group" and count == 1:
             return [await self._in_thread(self.trainer.finish)]
+        # Credit over the whole batch first, then mini-batches of whole groups.
         groups = sorted(groups, key=lambda g: g.index)
-        parts = [groups[i::count] for i in range(count)]
-        samples = [credit(p, self.algorithm, self.recipe.rollout.max_tokens) for p in parts]
+        credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
+        samples = [list(chain.from_iterable(credited[i::count])) for i in range(count)]
         if count > 1:
             samples = [await self._in_thread(self.trainer.prepare, s) for s in samples]
         reports = []
@@ -142,8 +154,7 @@ class Controller:
             tasks = range(HELD_OUT, HELD_OUT + o.tasks)
             async for group in self.rollout.groups(tasks, size=1, sampling=Sampling(temperature=temperature)):
                 rewards += group.rewards
-        mean = sum(rewards) / len(rewards) if rewards else float("nan")
-        self.events.scalar("eval", step=self.state.step, reward=mean, tasks=len(rewards))
+        self.events.scalar("eval", step=self.state.step, reward=_mean(rewards), tasks=len(rewards))
 
     async def _save(self) -> None:
         with self.events.span("checkpoint", step=self.state.step) as span:
@@ -152,24 +163,33 @@ class Controller:
     async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
-    def _tell(self, step: int, groups: list[Group], reports: list[Report], took_s: float) -> None:
-        rewards = [r for g in groups for r in g.rewards]
-        lengths = [r.made for g in groups for r in g.responses]
+    def _tell(self, step: int, batch: Batch, reports: list[Report], took_s: float) -> None:
+        responses = [r for g in batch.kept for r in g.responses]
+        lengths = [r.made for r in responses]
         last = asdict(reports[-1])
         if any(r.skipped for r in reports):
             self.events.instant("update_skipped", step=step, why="the gradient was not finite")
         self.events.scalar(
             "step",
             step=step,
-            reward=sum(rewards) / len(rewards) if rewards else float("nan"),
-            responses=len(lengths),
-            groups=len(groups),
+            reward=_mean(batch.rewards),
+            responses=len(responses),
+            groups=len(batch.kept),
+            drawn=batch.drawn,
             missing=self.rollout.missing,
             mean_length=sum(lengths) / max(1, len(lengths)),
-            cut=sum(r.finish == "length" for g in groups for r in g.responses) / max(1, len(lengths)),
+            cut=sum(r.finish == "length" for r in responses) / max(1, len(responses)),
             made=self.rollout.made,
             s=took_s,
             tok_per_s=self.rollout.made / took_s,
             **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
             trained=sum(r.tokens for r in reports),
         )
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(len(r.prompt) + len(r.tokens) for g in groups for r in g.responses)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

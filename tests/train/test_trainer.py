@@ -215,7 +215,7 @@ def test_credit_leaves_out_what_has_no_reward_and_trains_on_sampled_tokens_only(
     group = Group(
         index=0, task=Task(id="t", prompt=""), responses=(response(0, 1.0), response(1, None), response(2, 0.0))
     )
-    made = credit([group], algorithms.make("dr_grpo"), limit=10)
+    (made,) = credit([group], algorithms.make("dr_grpo"), limit=10)
     assert [s.advantage for s in made] == [0.5, -0.5]
     assert made[0].targets == (2, 4)
     assert made[0].behaviour.tolist() == [-1.0, -2.0]

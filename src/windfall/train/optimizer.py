@@ -53,9 +53,11 @@ class Optimizer:
     def update(self, divisor: float) -> tuple[float, bool]:
         """Divide the accumulated gradient, clip it, step. Returns its norm, and whether it was fit to be used."""
         grads = [m.grad for m in self._master.values() if m.grad is not None]
-        if divisor > 0:
-            for g in grads:
-                g.div_(divisor)
+        if divisor == 0:  # nothing to learn from: not even momentum may move the weights
+            self.updates += 1
+            return 0.0, True
+        for g in grads:
+            g.div_(divisor)
         norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
         fit = math.isfinite(norm)
         if fit:

@@ -30,13 +30,15 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
     return [Outcome(reward=r.reward, length=r.made, limit=limit) for r in group.responses if r.reward is not None]
 
 
-def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> list[Sample]:
-    """Samples of all groups, in order. A response without a reward is left out; its siblings are judged without it."""
+def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> list[list[Sample]]:
+    """The samples of each group. A response without a reward is left out; its siblings are judged without it."""
     advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
     return [
-        _sample(response, advantage, limit)
+        [
+            _sample(response, advantage, limit)
+            for response, advantage in zip((r for r in group.responses if r.reward is not None), row, strict=True)
+        ]
         for group, row in zip(groups, advantages, strict=True)
-        for response, advantage in zip((r for r in group.responses if r.reward is not None), row, strict=True)
     ]
 
 

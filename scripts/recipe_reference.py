@@ -1,0 +1,51 @@
+"""Write docs/recipes.md from the recipe's own definition: `python scripts/recipe_reference.py > docs/recipes.md`."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from windfall import config
+
+HEAD = """# Recipes
+
+A run is made from one TOML file. `windfall train RECIPE.toml --dry-run` checks it and prints it with every default
+filled in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before
+any work starts. This page is written by `scripts/recipe_reference.py`.
+"""
+
+
+def rows(section: Any) -> list[str]:
+    out = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in section.model_fields.items():
+        if section is not config.Recipe and name == "name" and field.is_required():
+            continue  # an environment's own name
+        shown = "-" if field.default is None else f"`{config._toml(_plain(field.default))}`"
+        default = "required" if field.is_required() else shown
+        out.append(f"| `{name}` | {default} | {' '.join((field.description or '').split())} |")
+    return out
+
+
+def _plain(value: Any) -> Any:
+    return (
+        list(value)
+        if isinstance(value, tuple)
+        else value
+        if isinstance(value, bool | int | float | dict)
+        else str(value)
+    )
+
+
+def page() -> str:
+    parts = [HEAD]
+    for name, field in config.Recipe.model_fields.items():
+        if name == "env":
+            for kind in get_args(get_args(config.Env)[0]):
+                label = get_args(kind.model_fields["name"].annotation)[0]
+                parts.append("\n".join([f'## [env] with name = "{label}"', "", *rows(kind), ""]))
+        else:
+            parts.append("\n".join([f"## [{name}]", "", *rows(field.annotation), ""]))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

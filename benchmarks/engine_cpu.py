@@ -80,6 +80,8 @@ def main() -> None:
     p.add_argument("--out", type=Path, help="also write the figures here, as JSON")
     args = p.parse_args()
     out, results = Console(), []
+    if not out.is_terminal:
+        out.width = 150  # a log file wraps nothing
     for model in args.models.split(","):
         try:
             models.fetch(model)

@@ -48,35 +48,18 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 
 
-def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of (S, Q, heads, size) queries over (S, C, kv_heads, size), `mask` (S, Q, C) added to the scores.
-
-    The heads that share a key head are laid out as further queries of it, so that nothing is copied per head.
-    """
-    s, n, heads, size = q.shape
-    kv = k.shape[2]
-    share = heads // kv
-    q = q.view(s, n, kv, share, size).permute(0, 2, 3, 1, 4).reshape(s, kv, share * n, size)
-    if mask is not None:
-        mask = mask[:, None] if n == 1 else mask[:, None].repeat(1, 1, share, 1)
-        if n == 1 and share > 1:
-            mask = mask.expand(s, 1, share, -1)
-    out = sdpa(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
-    return out.reshape(s, kv, share, n, size).permute(0, 3, 1, 2, 4).reshape(s, n, heads, size)
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows that attend together: S sequences with Q rows each, over contexts padded to the same number of pages."""
+    """Rows that attend together: S sequences with Q consecutive rows each, from row `first` of the batch on, over
+    contexts padded to the same number of pages."""
 
-    rows: Tensor
-    """(S * Q,) indices of the batch's rows, sequence by sequence."""
+    first: int
+    sequences: int
     queries: int
     pages: Tensor
     """(S * P,) page numbers."""
-    sequences: int
     mask: Tensor
-    """(S, Q, C): 0 where the row may look, -inf where it may not."""
+    """(S, 1, share * Q, C): 0 where a row may look, -inf where it may not, for each head that shares a key head."""
     windowed: dict[int, Tensor]
     """The same for a sliding window of the given size."""
 
@@ -89,24 +72,34 @@ class Paged:
     slots: Tensor
     """Where each row's own key and value go: page * page size + offset."""
     blocks: Sequence[Block]
+    """All rows, in order."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         kc, vc = self.keys[layer], self.values[layer]
         kc.view(-1, *k.shape[1:]).index_copy_(0, self.slots, k)
         vc.view(-1, *v.shape[1:]).index_copy_(0, self.slots, v)
-        out = torch.empty_like(q) if len(self.blocks) > 1 else None
-        for b in self.blocks:
-            context = (b.sequences, -1, *kc.shape[2:])
-            kb = kc.index_select(0, b.pages).view(context)
-            vb = vc.index_select(0, b.pages).view(context)
-            qb = q.index_select(0, b.rows).view(b.sequences, b.queries, *q.shape[1:])
-            mask = b.mask if window is None else b.windowed[window]
-            ob = grouped(qb, kb, vb, mask, scale).reshape(-1, *q.shape[1:])
-            if out is None:  # a single block holds every row, in some order
-                out = torch.empty_like(ob)
-            out.index_copy_(0, b.rows, ob)
-        assert out is not None
-        return out
+        parts = [
+            self._block(b, q, kc, vc, scale, b.mask if window is None else b.windowed[window]) for b in self.blocks
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @staticmethod
+    def _block(b: Block, q: Tensor, kc: Tensor, vc: Tensor, scale: float, mask: Tensor) -> Tensor:
+        """The heads that share a key head are laid out as further queries of it, so that nothing is copied per head."""
+        kv, size = kc.shape[2:]
+        s, n, share = b.sequences, b.queries, q.shape[1] // kv
+        q = q[b.first : b.first + s * n]
+        q = q.reshape(s, kv, share, size) if n == 1 else _heads_first(q.view(s, n, kv, share, size))
+        k, v = (c.index_select(0, b.pages).view(s, -1, kv, size).transpose(1, 2) for c in (kc, vc))
+        out = sdpa(q, k, v, attn_mask=mask, scale=scale)
+        if n > 1:
+            out = out.reshape(s, kv, share, n, size).permute(0, 3, 1, 2, 4)
+        return out.reshape(s * n, kv * share, size)
+
+
+def _heads_first(q: Tensor) -> Tensor:
+    s, n, kv, share, size = q.shape
+    return q.permute(0, 2, 3, 1, 4).reshape(s, kv, share * n, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ Deterministic costs padding (a lone response pays for TILE rows) and prefill is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Runner:
         shape = (pages + 1, page_size, kv_heads, head)
         self.model, self.size, self.scratch, self.deterministic = model, page_size, pages, deterministic
         self.device = model.device
+        self.share = config.num_attention_heads // kv_heads
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         window = getattr(config, "sliding_window", None)
@@ -59,26 +61,38 @@ class Runner:
     def _run_whole(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
         tokens: list[int] = []
         spans: list[Span] = []
-        for r in rows:
+        # Sequences with equally many rows side by side, longest context first: rows that attend together are a slice.
+        order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
+        asked: list[int] = []
+        for n in order:
+            r = rows[n]
             spans.append(Span(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.sequence.tokens[r.start : r.stop]
-        asked = [(s.first + s.count - 1, r.sequence) for s, r in zip(spans, rows, strict=True) if r.samples]
-        logits = self._forward(tokens, spans, list(self._blocks(spans)), [at for at, _ in asked])
-        return self._sample(logits, [s for _, s in asked])
+            if r.samples:
+                asked.append(n)
+        ends = [s.first + s.count - 1 for s, n in zip(spans, order, strict=True) if rows[n].samples]
+        logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
+        drawn = dict(zip(asked, self._sample(logits, [rows[n].sequence for n in asked]), strict=True))
+        return [drawn[n] for n, r in enumerate(rows) if r.samples]
 
     def _run_tiles(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
-        flat = [(r.sequence, i, r.samples and i == r.stop - 1) for r in rows for i in range(r.start, r.stop)]
-        out: list[tuple[int, float]] = []
+        flat = [(n, r.sequence, i) for n, r in enumerate(rows) for i in range(r.start, r.stop)]
+        drawn: dict[int, tuple[int, float]] = {}
         for start in range(0, len(flat), TILE):
-            tile = flat[start : start + TILE]
+            # Within a tile order is free: every layer writes all keys before any row reads them.
+            tile = sorted(flat[start : start + TILE], key=lambda row: -self._own_pages(row[2]))
             padding = TILE - len(tile)
-            spans = [Span(n, 1, i, s.pages) for n, (s, i, _) in enumerate(tile)]
-            spans += [Span(len(tile) + n, 1, 0, [self.scratch]) for n in range(padding)]
-            tokens = [s.tokens[i] for s, i, _ in tile] + [0] * padding
+            spans = [Span(at, 1, i, s.pages) for at, (_, s, i) in enumerate(tile)]
+            spans += [Span(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
+            tokens = [s.tokens[i] for _, s, i in tile] + [0] * padding
             logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
-            drawn = self._sample(logits, [s for s, _, _ in tile] + [None] * padding)
-            out += [d for d, (_, _, samples) in zip(drawn, tile, strict=False) if samples]
-        return out
+            sampled = self._sample(logits, [s for _, s, _ in tile] + [None] * padding)
+            drawn |= {n: d for (n, _, i), d in zip(tile, sampled, strict=False) if i == rows[n].stop - 1}
+        return [drawn[n] for n, r in enumerate(rows) if r.samples]
+
+    def _own_pages(self, position: int) -> int:
+        """The context of a row at `position`, in pages, rounded up by nothing but itself."""
+        return -(-(position // self.size + 1) // TILE_PAGES) * TILE_PAGES
 
     def _forward(self, tokens: list[int], spans: list[Span], blocks: list[Block], ends: list[int] | None) -> Tensor:
         """Logits of the rows `ends`, or of all."""
@@ -109,34 +123,26 @@ class Runner:
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _rowwise(self, spans: Sequence[Span]) -> Iterator[Block]:
-        """Every row alone, over its own context rounded up to TILE_PAGES pages."""
-        by_pages: dict[int, list[Span]] = {}
-        for s in spans:
-            by_pages.setdefault(-(-(s.position // self.size + 1) // TILE_PAGES) * TILE_PAGES, []).append(s)
-        for pages, alike in by_pages.items():
-            yield self._block(alike, pages)
+        """Every row alone, over its own context."""
+        for pages, alike in groupby(spans, key=lambda s: self._own_pages(s.position)):
+            yield self._block(list(alike), pages)
 
     def _blocks(self, spans: Sequence[Span]) -> Iterator[Block]:
-        """Sequences with equally many rows together, sorted by context, and split where padding would cost more than
-        another block."""
-        by_count: dict[int, list[Span]] = {}
-        for s in spans:
-            by_count.setdefault(s.count, []).append(s)
-        for alike in by_count.values():
-            alike.sort(key=lambda s: -s.position)
-            pages = [s.position // self.size + 1 for s in alike]
-            begin = 0
-            for i in range(1, len(alike) + 1):
-                if i == len(alike) or (pages[i] < 0.7 * pages[begin] and i - begin >= 4):
-                    yield self._block(alike[begin:i], pages[begin])
-                    begin = i
+        """Split where the number of rows changes, and where padding would cost more than another block."""
+        pages = [s.position // self.size + 1 for s in spans]
+        begin = 0
+        for i in range(1, len(spans)):
+            alike = spans[i].count == spans[begin].count
+            if not alike or (i - begin >= 4 and pages[i] < 0.7 * pages[begin]):
+                yield self._block(spans[begin:i], pages[begin])
+                begin = i
+        yield self._block(spans[begin:], pages[begin])
 
     def _block(self, spans: Sequence[Span], pages: int) -> Block:
-        padding = [self.scratch] * pages
-        count = spans[0].count
+        padding, count = [self.scratch] * pages, spans[0].count
         table = torch.tensor([(s.pages[:pages] + padding)[:pages] for s in spans], device=self.device)
-        first = torch.tensor([[s.first, s.position - count + 1] for s in spans], device=self.device)
-        rows, positions = (first[:, i, None] + torch.arange(count, device=self.device) for i in (0, 1))
+        last = torch.tensor([s.position for s in spans], device=self.device)
+        positions = last[:, None] + torch.arange(1 - count, 1, device=self.device)
         context = torch.arange(pages * self.size, device=self.device)
 
         def mask(window: int | None) -> Tensor:
@@ -144,13 +150,13 @@ class Runner:
             if window is not None:
                 hidden |= context <= positions[..., None] - window
             blank = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=self.device)
-            return blank.masked_fill_(hidden, float("-inf"))
+            return blank.masked_fill_(hidden, float("-inf"))[:, None].repeat(1, 1, self.share, 1)
 
         return Block(
-            rows=rows.view(-1),
+            first=spans[0].first,
+            sequences=len(spans),
             queries=count,
             pages=table.view(-1),
-            sequences=len(spans),
             mask=mask(None),
             windowed={w: mask(w) for w in self.windows},
         )

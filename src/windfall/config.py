@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from windfall.errors import WindfallError, nearest
+from windfall.types import Sampling
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -138,6 +139,11 @@ class Rollout(Section):
     """A reward that fails so often is missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """For each try."""
+
+    def sampling(self, temperature: float | None = None) -> Sampling:
+        """How tokens are drawn, at another temperature if one is given."""
+        chosen = self.temperature if temperature is None else temperature
+        return Sampling(temperature=chosen, top_p=self.top_p, top_k=self.top_k)
 
 
 class Train(Section):

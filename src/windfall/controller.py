@@ -32,7 +32,7 @@ from windfall.rollout.manager import Rollout, Stopped
 from windfall.train.base import Report, Trainer
 from windfall.train.checkpoint import State
 from windfall.train.sample import credit, outcomes
-from windfall.types import Group, Sampling
+from windfall.types import Group
 
 HELD_OUT = 1 << 40
 """Task numbers from here on are for evaluation only."""
@@ -103,9 +103,8 @@ class Controller:
         while len(batch.kept) < want and batch.drawn < most:
             tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
             batch.drawn += len(tasks)
-            sampling = Sampling(temperature=o.temperature, top_p=o.top_p, top_k=o.top_k)
             made = self.rollout.groups(
-                tasks, size=o.group_size, sampling=sampling, in_order=self.recipe.run.deterministic
+                tasks, size=o.group_size, sampling=o.sampling(), in_order=self.recipe.run.deterministic
             )
             async for group in made:
                 batch.rewards += group.rewards
@@ -148,11 +147,11 @@ class Controller:
         o = self.recipe.eval
         if o.tasks == 0:
             return
-        temperature = self.recipe.rollout.temperature if o.temperature is None else o.temperature
+        sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
         with self.events.span("eval", step=self.state.step):
             tasks = range(HELD_OUT, HELD_OUT + o.tasks)
-            async for group in self.rollout.groups(tasks, size=1, sampling=Sampling(temperature=temperature)):
+            async for group in self.rollout.groups(tasks, size=1, sampling=sampling):
                 rewards += group.rewards
         self.events.scalar("eval", step=self.state.step, reward=_mean(rewards), tasks=len(rewards))
 

@@ -38,7 +38,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     longest = max(len(text.prompt(env.task(HELD_OUT + i).prompt)) for i in range(min(64, tasks)))
     engine = launch.engine_for(model, recipe, launch.derive(recipe, model, device, dtype, longest))
     out = Console(highlight=False, soft_wrap=True)
-    sampling = Sampling(temperature=recipe.rollout.temperature if temperature is None else temperature)
+    sampling = recipe.rollout.sampling(temperature)
     rewards: list[float] = []
     lengths: list[int] = []
 

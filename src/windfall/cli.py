@@ -108,7 +108,7 @@ def generate(
 
 @bench.command(name="engine", epilog="Example: windfall bench engine --model smollm2-135m --requests 32")
 def bench_engine(
-    model: Annotated[str, typer.Option(help="Any model that `generate` takes.")] = "tiny",
+    model: Annotated[str, typer.Option(help="tiny, smollm2-135m, a folder or a hub id.")] = "tiny",
     requests: Annotated[int, typer.Option(min=1)] = 64,
     max_tokens: Annotated[int, typer.Option(min=4, help="The longest response.")] = 160,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores.")] = 0,

@@ -20,6 +20,7 @@ from windfall.types import Sampling
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 FilePath = Annotated[Path, Field(strict=False)]
 """TOML has no paths, only strings."""
 
@@ -157,7 +158,7 @@ class Train(Section):
     """The gradient is scaled down to at most this norm."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """AdamW's."""
     minibatches: Count = 1
     """Optimizer updates per step."""

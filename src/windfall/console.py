@@ -66,6 +66,8 @@ class Console:
                 self._out.print(self._line(event))
                 if self._task is not None:
                     self._bar.update(self._task, completed=event["step"])
+            case "stopping":
+                self._out.print("stopping and saving; press Ctrl-C again to end at once")
             case "reward_missing":
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {escape(event['error'])}")
             case "update_skipped":

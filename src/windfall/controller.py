@@ -27,15 +27,13 @@ from typing import Any
 from windfall.algorithms.base import Algorithm
 from windfall.config import Recipe
 from windfall.engine.base import Engine
+from windfall.envs.base import HELD_OUT
 from windfall.events import EventLog
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.train.base import Report, Trainer
 from windfall.train.checkpoint import State
 from windfall.train.sample import credit, outcomes
 from windfall.types import Group
-
-HELD_OUT = 1 << 40
-"""Task numbers from here on are for evaluation only."""
 
 
 @dataclass(kw_only=True)
@@ -103,9 +101,8 @@ class Controller:
         while len(batch.kept) < want and batch.drawn < most:
             tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
             batch.drawn += len(tasks)
-            made = self.rollout.groups(
-                tasks, size=o.group_size, sampling=o.sampling(), in_order=self.recipe.run.deterministic
-            )
+            # In order: what the sums of a gradient round to must not depend on how quick a reward was.
+            made = self.rollout.groups(tasks, size=o.group_size, sampling=o.sampling(), in_order=True)
             async for group in made:
                 batch.rewards += group.rewards
                 if self.algorithm.informative(outcomes(group, o.max_tokens)):
@@ -153,6 +150,7 @@ class Controller:
             tasks = range(HELD_OUT, HELD_OUT + o.tasks)
             async for group in self.rollout.groups(tasks, size=1, sampling=sampling):
                 rewards += group.rewards
+        self.engine.swap(self.state.step)  # no page of it may change the shapes of the next step: a resume has none
         self.events.scalar("eval", step=self.state.step, reward=_mean(rewards), tasks=len(rewards))
 
     async def _save(self) -> None:
@@ -165,7 +163,7 @@ class Controller:
     def _tell(self, step: int, batch: Batch, reports: list[Report], took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]
         lengths = [r.made for r in responses]
-        last = asdict(reports[-1])
+        last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
         if any(r.skipped for r in reports):
             self.events.instant("update_skipped", step=step, why="the gradient was not finite")
         self.events.scalar(

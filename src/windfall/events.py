@@ -4,7 +4,7 @@ Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and
 
     {"t": 1763.2, "m": 12.5, "kind": "scalar",  "name": "step", "step": 3, "reward": 0.41, ...}
     {"t": ...,               "kind": "span",    "name": "rollout", "step": 3, "s": 1.92}
-    {"t": ...,               "kind": "instant", "name": "checkpoint", "step": 10, "path": "..."}
+    {"t": ...,               "kind": "instant", "name": "stopped", "step": 10}
 
 A line is written whole and flushed at once, so a killed process leaves at most one torn line at the end: `read` skips
 it, and opening the log again starts on a fresh line. A run that was resumed from step k has an instant "resumed" with

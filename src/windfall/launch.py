@@ -44,6 +44,8 @@ class Derived:
 def check(recipe: Recipe) -> None:
     """Everything that can be found wrong before any work: the model's place, the environment and its options."""
     models.resolve(recipe.model.path)
+    if recipe.run.device == "cuda":
+        place(recipe)
     envs.make(recipe.env, recipe.run.seed).task(0)
     if recipe.log.tensorboard:
         import importlib.util
@@ -55,6 +57,7 @@ def check(recipe: Recipe) -> None:
 
 def new_folder(recipe: Recipe) -> Path:
     """runs/name, or runs/name-2, -3, ... when that is taken: a run never writes into another."""
+    recipe = _anchored(recipe)
     wanted = recipe.run.folder / recipe.run.name
     for n in range(1, 10_000):
         folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
@@ -74,6 +77,16 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
     work = folder / ".recipe.toml"
     work.write_text(config.dump(recipe), encoding="utf-8")
     work.replace(folder / "recipe.toml")
+
+
+def _anchored(recipe: Recipe) -> Recipe:
+    """Paths that exist made absolute: a run is resumed from any folder."""
+    changes: dict[str, Any] = {}
+    if Path(recipe.model.path).is_dir():
+        changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
+    if isinstance(recipe.env, config.JsonLinesEnv):
+        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve()})
+    return recipe.model_copy(update=changes)
 
 
 @contextmanager
@@ -99,6 +112,14 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: i
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else _free_memory()
     running = recipe.engine.max_running or min(1024 if device == "cuda" else 256, o.groups * o.group_size)
     longest = prompt_tokens + o.max_tokens
+    context = getattr(c, "max_position_embeddings", None)
+    if context and longest > context:
+        raise WindfallError(
+            f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens} exceed the model's context of "
+            f"{context}",
+            where="rollout.max_tokens",
+            fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
+        )
     wanted = recipe.engine.kv_tokens or max(2 * longest, min(running * longest, int(free * 0.4) // kv_bytes))
     micro = recipe.train.micro_tokens or max(longest, 32_768 if device == "cuda" else 4096)
     # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.
@@ -111,7 +132,13 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: i
 
 
 def _free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """What Linux says is available; elsewhere, half of what there is."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        found = [line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+        if found:
+            return int(found[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def place(recipe: Recipe) -> tuple[str, str]:
@@ -155,8 +182,6 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     """Run, or go on with, the run in `folder`, to its end or until it is stopped."""
     check(recipe)
     with owned(folder):
-        if resume:
-            write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
         console = Console(recipe, folder)
         events = EventLog(folder / "events.jsonl", [] if quiet else [console.show])
         if recipe.log.tensorboard:
@@ -192,6 +217,8 @@ def _train(recipe: Recipe, folder: Path, events: EventLog, resume: bool) -> Stat
         trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
         if found:
             checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
+    if resume:
+        write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too; it works
     parameters = sum(p.numel() for p in model.parameters())
     events.instant("start", step=state.step, steps=recipe.run.steps, parameters=parameters,
                    **{f: getattr(derived, f) for f in Derived.__slots__})  # fmt: skip
@@ -208,7 +235,7 @@ def _train(recipe: Recipe, folder: Path, events: EventLog, resume: bool) -> Stat
         from windfall.rollout.manager import Rollout
 
         stop = asyncio.Event()
-        with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads, _signals(stop):
+        with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads, _signals(stop, events):
             engine = engine_for(model, recipe, derived, version=state.step)
             rollout = Rollout(
                 engine, env, text, recipe.rollout, seed=recipe.run.seed, events=events, threads=threads, stop=stop
@@ -224,12 +251,13 @@ def _train(recipe: Recipe, folder: Path, events: EventLog, resume: bool) -> Stat
 
 
 @contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
+def _signals(stop: asyncio.Event, events: EventLog) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM asks the run to stop and save; the second ends it at once."""
     loop = asyncio.get_running_loop()
 
     def asked(number: int) -> None:
         stop.set()
+        events.instant("stopping")
         loop.remove_signal_handler(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -43,6 +43,9 @@ def resolve(name: str) -> Path | str:
             raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
         return path
     if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
+        if path.parent.is_dir():  # surely meant to be a path
+            near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
+            raise WindfallError("no such folder", where=name, fix=near)
         return name
     raise WindfallError(f"no model {name!r}", where="model.path", fix=f"{nearest(name, NAMED)} Or give a folder.")
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from windfall import envs, launch, models
 from windfall.config import Recipe, parse
-from windfall.controller import HELD_OUT
+from windfall.envs.base import HELD_OUT
 from windfall.events import EventLog
 from windfall.rollout.manager import Rollout, seed_of
 from windfall.train import checkpoint

@@ -151,6 +151,11 @@ def test_swap_between_two_steps(plain: Any, model: Any) -> None:
     assert tokens(after) == tokens(drain(engine(other, deterministic=True), [rest])[request.id])
     with pytest.raises(WindfallError, match="does not fit"):
         e.swap(4, {"no.such.weight": torch.zeros(1)})
+    held = {k: v.clone() for k, v in mine.state_dict().items()}
+    misshapen = {**new, "model.norm.weight": torch.zeros(1)}
+    with pytest.raises(WindfallError, match="another shape"):
+        e.swap(4, misshapen)
+    assert all(torch.equal(v, held[k]) for k, v in mine.state_dict().items())  # nothing was taken
 
 
 def test_stop_ids_end_a_response_with_the_stop_token_in_it(model: Any) -> None:

@@ -126,23 +126,23 @@ def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "tokens", "reward"),
     [
-        (2, "ab", 0.0),  # cut within the first turn
-        (5, "ab\0", 0.0),  # no room for an answer to the observation
+        (2, "ab", None),  # cut within the first turn: nobody has judged it
+        (5, "ab\0", None),  # no room for an answer to the observation
         (6, "ab\0noc", 0.75),  # room for one token of it, which is all that is judged
         (7, "ab\0noc\0", 0.75),
     ],
 )
-def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str, reward: float) -> None:
+def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str, reward: float | None) -> None:
     engine = Scripted(lambda request: "ab" if request.position == 0 else "c")
     groups, rollout = run(engine, Asks(twice), tmp_path, tasks=[7], max_tokens=max_tokens)
     (r,) = groups[0].responses
     assert r.tokens == tuple(map(ord, tokens))
     assert (r.reward, r.finish) == (reward, "stop" if max_tokens == 7 else "length")
-    assert rollout.missing == 0
+    assert rollout.missing == (reward is None)
 
 
 def test_turn_that_the_engine_cut_has_no_next_one(tmp_path: Path) -> None:
     engine = Scripted(lambda request: "ab", longest=4)
     groups, _ = run(engine, Asks(twice), tmp_path, tasks=[7], max_tokens=50)
     assert groups[0].responses[0].tokens == (ord("a"), ord("b"))
-    assert (groups[0].rewards, len(engine.requests)) == ((0.0,), 1)
+    assert (groups[0].responses[0].reward, len(engine.requests)) == (None, 1)

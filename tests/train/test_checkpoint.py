@@ -37,7 +37,8 @@ lr = 1e-3
 [checkpoint]
 every = 2
 [eval]
-tasks = 0
+tasks = 3
+every = 1
 """
 
 
@@ -119,8 +120,8 @@ def weights(run: Path) -> str:
 
 @pytest.mark.parametrize(
     ("extra", "train"),
-    [("", ""), ("deterministic = true", "minibatches = 3\nschedule = 'cosine'")],
-    ids=["fast", "deterministic-minibatches"],
+    [("[env]\nname = 'guess'", ""), ("deterministic = true", "minibatches = 3\nschedule = 'cosine'")],
+    ids=["fast-several-turns", "deterministic-minibatches"],
 )
 def test_killed_at_any_moment_and_resumed_ends_with_the_same_weights(tmp_path: Path, extra: str, train: str) -> None:
     """kill -9 after the start, in the middle of steps, around checkpoints; each time `windfall resume` goes on."""

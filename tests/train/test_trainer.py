@@ -239,4 +239,4 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(model: Any, m
 
     monkeypatch.setattr(model, "forward", capped)
     with pytest.raises(WindfallError, match="scales or caps"):
-        chunked.check_head(model)
+        chunked.check_model(model)

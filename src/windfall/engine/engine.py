@@ -53,7 +53,7 @@ class TorchEngine:
         s = self._scheduler
         return Counters(
             steps=self._steps, rows=self._rows, made=self._made,
-            reused_tokens=s.pages.reused_tokens, preemptions=s.preemptions,
+            reused_tokens=s.reused_tokens, preemptions=s.preemptions,
         )  # fmt: skip
 
     def add(self, request: Request) -> None:
@@ -127,6 +127,9 @@ class TorchEngine:
                     f"version {version} does not fit the model: {len(names)} tensors such as {names[0]!r} are "
                     f"{'unknown to it' if unknown else 'missing'}"
                 )
+            wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
+            if wrong:
+                raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has another shape")
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
         self.version = version

@@ -29,7 +29,6 @@ def key_of(parent: Key, tokens: Sequence[int]) -> Key:
 class Pages:
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
-        self.reused_tokens = 0
         self._holders = [0] * count
         self._key: list[Key | None] = [None] * count
         self._by_key: dict[Key, int] = {}
@@ -60,7 +59,6 @@ class Pages:
         if self._holders[page] == 0:
             del self._kept[page]
         self._holders[page] += 1
-        self.reused_tokens += self.size
         return page
 
     def name(self, page: int, key: Key) -> None:

@@ -54,7 +54,7 @@ class Scheduler:
         self.pages, self.max_running, self.max_rows = pages, max_running, max_rows
         self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because many leave from the middle
         self.waiting: deque[Sequence] = deque()
-        self.preemptions = 0
+        self.preemptions = self.reused_tokens = 0
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -125,6 +125,7 @@ class Scheduler:
         if need > self.pages.free:
             self._drop_pages(sequence)
             return False
+        self.reused_tokens += sequence.computed
         return True
 
     def _room(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:

@@ -12,6 +12,10 @@ from typing import Protocol, runtime_checkable
 from windfall.types import Feedback, Task, Turn
 
 
+HELD_OUT = 1 << 40
+"""Task numbers from here on are for evaluation only."""
+
+
 @runtime_checkable
 class Env(Protocol):
     def task(self, index: int) -> Task:

@@ -141,7 +141,10 @@ class Rollout:
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
         cut = episode.finish == "length"
         if cut or not episode.observe(self.text.observation(feedback.observation)):
-            return episode.close(0.0)  # it ran out of tokens before the environment was satisfied
+            # It ran out of tokens before the environment came to a verdict, and nobody else may make one up.
+            self.missing += 1
+            self._events.instant("reward_missing", response=episode.id, error="out of tokens before the episode ended")
+            return episode.close(None)
         return None
 
     def _episode(self, task: Task, index: int, sibling: int, sampling: Sampling) -> Episode:

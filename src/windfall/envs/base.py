@@ -11,7 +11,6 @@ from typing import Protocol, runtime_checkable
 
 from windfall.types import Feedback, Task, Turn
 
-
 HELD_OUT = 1 << 40
 """Task numbers from here on are for evaluation only."""
 

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from windfall import __version__, cli, config, launch
+from windfall.errors import WindfallError
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -110,3 +111,11 @@ def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch
     code, _, err = windfall("train", "small.toml")
     assert code == 130
     assert "Traceback" not in err
+
+
+def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
+    from windfall import models
+
+    recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
+    with pytest.raises(WindfallError, match="context of 512"):
+        launch.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", 20)

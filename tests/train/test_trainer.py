@@ -240,3 +240,31 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(model: Any, m
     monkeypatch.setattr(model, "forward", capped)
     with pytest.raises(WindfallError, match="scales or caps"):
         chunked.check_model(model)
+
+
+def test_a_model_that_drops_out_in_training_is_refused() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    shape = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    for dropout, refused in ((0.3, True), (0.0, False)):
+        opt: Any = OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=32, dropout=dropout, attention_dropout=0.0))
+        opt.set_attn_implementation("windfall")
+        if refused:
+            with pytest.raises(WindfallError, match="dropout"):
+                chunked.check_model(opt.eval())
+        else:
+            chunked.check_model(opt.eval())
+
+
+def test_a_model_that_mixes_sequences_is_refused() -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    config_ = Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.3,
+    )  # fmt: skip
+    hybrid: Any = Lfm2ForCausalLM(config_)
+    hybrid.set_attn_implementation("windfall")
+    with pytest.raises(WindfallError, match="mixes sequences"):
+        chunked.check_model(hybrid.eval())

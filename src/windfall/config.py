@@ -40,7 +40,7 @@ class Run(Section):
     steps: Count = 20
     """Training steps in all."""
     deterministic: bool = False
-    """Bit for bit the same whatever shares a batch, and micro-batches in canonical order. Slower."""
+    """Bit for bit the same whatever shares a batch. Slower."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPU if there is one."""
     threads: int = Field(default=0, ge=0)

@@ -21,12 +21,12 @@ FILES = {str(p.relative_to(SRC)): ast.parse(p.read_text()) for p in sorted(SRC.r
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
     {"__init__", "types", "errors"},
-    {"envs", "algorithms", "events", "text"},
+    {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices"},
     {"config", "engine"},
     {"models", "console", "rollout", "train"},
-    {"controller"},
+    {"controller", "worker"},
     {"launch"},
-    {"offline", "measure"},
+    {"offline", "measure", "top"},
     {"cli"},
 ]
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
@@ -34,9 +34,19 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/pages.py",
     "engine/scheduler.py",
     "rollout/episode.py",
+    "rollout/ledger.py",
+    "rollout/members.py",
+    "rollout/balance.py",
+    "link/messages.py",
+    "weights/manifest.py",
+    "weights/delta.py",
+    "fleet/formats.py",
 ]
-PURE_MAY_IMPORT = {"__future__", "array", "collections", "dataclasses", "math", "numpy", "typing", "xxhash"}
-LIGHT = ["cli", "config", "controller", "launch", "offline"]
+PURE_MAY_IMPORT = {
+    "__future__", "array", "collections", "dataclasses", "datetime", "enum", "heapq", "itertools", "math", "msgspec",
+    "numpy", "typing", "xxhash",
+}  # fmt: skip
+LIGHT = ["cli", "config", "controller", "launch.control", "launch.supervisor", "offline", "top"]
 HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}
 
 

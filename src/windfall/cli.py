@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, nearest
 
 app = typer.Typer(
     help="Reinforcement learning of language models on whatever GPUs are cheap right now.",
@@ -22,6 +23,8 @@ app.add_typer(bench, name="bench")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The recipe to run.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key.")]
+TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for workers that dial https.")]
+TlsKey = Annotated[Path | None, typer.Option(help="Its private key.")]
 
 
 def _version(asked: bool) -> None:
@@ -42,29 +45,92 @@ def train(
     recipe: RecipeFile,
     set: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the recipe, do nothing.")] = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
-    """Train by a recipe. Ctrl-C saves and says how to go on."""
-    from windfall import launch
+    """Train by a recipe: starts controller, trainer and workers. Ctrl-C saves and says how to go on."""
+    from windfall.launch import supervisor
+    from windfall.launch.folder import new_folder
 
-    parsed = config.load(recipe, set)
-    launch.check(parsed)
+    parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
+    supervisor.check(parsed)
     if dry_run:
         print(config.dump(parsed))
         print("# all of the above is valid; nothing was started")
         return
-    launch.train(parsed, launch.new_folder(parsed))
+    supervisor.train(parsed, new_folder(parsed))
 
 
 @app.command(epilog="Example: windfall resume runs/demo --set run.steps=100")
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that was stopped or killed.")],
     set: Overrides = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
-    """Go on with a run from its last checkpoint: the same weights, bit for bit, as if it had never stopped."""
-    from windfall import launch
+    """Go on with a run that was stopped or killed: from its last checkpoint and its journal, with nothing lost."""
+    from windfall.launch import supervisor
 
-    parsed = config.load(_run_recipe(run), set)
-    launch.train(parsed, run, resume=True)
+    parsed = config.load(_run_recipe(run), [*(set or []), *_tls(tls_cert, tls_key)])
+    supervisor.train(parsed, run, resume=True)
+
+
+@app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token ... --lease spot --price 2.63")
+def worker(
+    join: Annotated[str, typer.Option(metavar="URL", help="The controller's address; the run shows it at its start.")],
+    token: Annotated[str, typer.Option(envvar="WINDFALL_TOKEN", help="The run's token, or a file that holds it.")],
+    name: Annotated[str, typer.Option(help="What to call it; default: host and process number.")] = "",
+    lease: Annotated[str, typer.Option(help="reserved, spot or borrowed.")] = "spot",
+    price: Annotated[float, typer.Option(min=0.0, help="In $ per hour.")] = 0.0,
+    region: Annotated[str, typer.Option(help="Where it is.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores.")] = 0,
+    memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of free memory for the KV cache.")] = 0.4,
+    clouds: Annotated[
+        str, typer.Option(help="Whose spot warnings to watch: auto, none, or of aws,gcp,azure.")
+    ] = "auto",
+    tls_ca: Annotated[Path | None, typer.Option(help="Trust this certificate (PEM), too.")] = None,
+    patience: Annotated[float, typer.Option(min=1.0, help="Seconds without a controller until it gives up.")] = 300.0,
+) -> None:
+    """Join a run from anywhere, at any time, and leave it in any way."""
+    from windfall.launch import joining
+
+    path = Path(token)
+    if len(token) < 256 and path.is_file():
+        from windfall.link.auth import read_token
+
+        token = read_token(path)
+    joining.main(
+        join, token, name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
+        device=_one_of(device, "--device", ("auto", "cpu", "cuda")), region=region, price_usd_per_h=price,
+        threads=threads, share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
+    )  # fmt: skip
+
+
+@app.command(epilog="Example: windfall top runs/demo")
+def top(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, in progress or ended.")],
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+) -> None:
+    """The fleet of a run: live while it runs, else as it was at the end."""
+    from windfall import top
+
+    _run_recipe(run)
+    top.show(run, once=once)
+
+
+@app.command(name="_controller", hidden=True)
+def _controller(run: Path) -> None:
+    from windfall.launch import control
+
+    raise typer.Exit(control.main(run))
+
+
+@app.command(name="_trainer", hidden=True)
+def _trainer(run: Path) -> None:
+    from windfall.launch import training
+
+    raise typer.Exit(training.main(run))
 
 
 @app.command(name="eval", epilog="Example: windfall eval runs/demo --tasks 200 --show 3")
@@ -119,10 +185,20 @@ def bench_engine(
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
 
 
+def _tls(cert: Path | None, key: Path | None) -> list[str]:
+    """The options as recipe keys."""
+    given = {"fleet.tls_cert": cert, "fleet.tls_key": key}
+    return [f"{name}={json.dumps(str(path.resolve()))}" for name, path in given.items() if path is not None]
+
+
+def _one_of(word: str, where: str, known: tuple[str, ...]) -> str:
+    if word not in known:
+        raise WindfallError(f"{word!r} is none of them", where=where, fix=nearest(word, known))
+    return word
+
+
 def _run_recipe(run: Path) -> Path:
     if not run.is_dir():
-        from windfall.errors import nearest
-
         near = nearest(run.name, [p.name for p in run.parent.iterdir() if p.is_dir()]) if run.parent.is_dir() else ""
         raise WindfallError("no such run", where=str(run), fix=near)
     if not (run / "recipe.toml").is_file():

@@ -195,6 +195,64 @@ class Engine(Section):
     """Tokens in one engine step, prompts included."""
 
 
+class Fleet(Section):
+    workers: int = Field(default=1, ge=0)
+    """Worker processes that the run starts on this machine, and starts again when they end. Others may join."""
+    worker_threads: Count = 1
+    """CPU threads of each of them."""
+    kind: Literal["reserved", "spot", "borrowed"] = "reserved"
+    """On what terms this machine's workers are held."""
+    price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Of one of them."""
+    host: str = "127.0.0.1"
+    """Where the controller and the weight server listen; "0.0.0.0" lets other machines join."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """The controller's; 0 chooses one."""
+    weights_port: int = Field(default=0, ge=0, le=65535)
+    """The weight server's; 0 chooses one."""
+    max_workers: Count = 2000
+    """More than so many are not let in."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """How often a worker says that it lives."""
+    suspect_s: float = Field(default=3.0, gt=0)
+    """Silent for so long, a worker gets no new work."""
+    gone_s: float = Field(default=8.0, gt=0)
+    """Silent for so long, it is given up, and its responses go on elsewhere."""
+    stalled_s: float = Field(default=60.0, gt=0)
+    """So is one that has work and makes no engine step for this long."""
+    tls_cert: FilePath | None = None
+    """Certificate chain (PEM): workers then dial https."""
+    tls_key: FilePath | None = None
+    """Its private key."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Fleet:
+        if not self.heartbeat_s < self.suspect_s < self.gone_s:
+            raise ValueError("heartbeat_s < suspect_s < gone_s must hold: each waits for several of the one before")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
+
+
+class Trace(Section):
+    nodes: int = Field(default=0, ge=0)
+    """Machines that come and go, each with one worker that is really started and really killed; 0: no trace."""
+    file: FilePath | None = None
+    """An availability trace, `milliseconds,add|remove,node` or `date, time, count`; none: one is drawn."""
+    start_s: float = Field(default=0.0, ge=0)
+    """Where in the file to begin."""
+    mean_up_s: float = Field(default=60.0, gt=0)
+    """Of a drawn trace: how long a machine stays, on average; exponentially distributed."""
+    mean_down_s: float = Field(default=30.0, gt=0)
+    """And how long it stays away."""
+    seed: int = Field(default=0, ge=0)
+    """Of a drawn trace."""
+    speedup: float = Field(default=1.0, gt=0)
+    """Trace seconds per second."""
+    price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Of one machine while it is there."""
+
+
 class Log(Section):
     tensorboard: bool = False
     """Also write every number for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
@@ -210,6 +268,8 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     engine: Engine = Engine()
+    fleet: Fleet = Fleet()
+    trace: Trace = Trace()
     log: Log = Log()
 
     @model_validator(mode="after")

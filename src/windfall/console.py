@@ -66,6 +66,27 @@ class Console:
                 self._out.print(self._line(event))
                 if self._task is not None:
                     self._bar.update(self._task, completed=event["step"])
+            case "worker_joined":
+                self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['kind']}, {event['device']})")
+            case "worker_lost":
+                self._out.print(
+                    f"[red]-[/] {escape(event['worker'])} lost: {escape(event['why'])}; {event['moved']} responses go "
+                    f"on elsewhere, with their {event['kept_tokens']:,} tokens"
+                )
+            case "worker_left":
+                self._out.print(f"[yellow]-[/] {escape(event['worker'])} left; {event['moved']} responses move")
+            case "worker_warned":
+                self._out.print(f"[yellow]![/] {escape(event['worker'])} will be taken ({event['source']})")
+            case "worker_suspect":
+                self._out.print(f"[yellow]?[/] {escape(event['worker'])} is {event['why']}")
+            case "no_workers":
+                self._out.print(
+                    f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
+                )
+            case "trainer_lost":
+                self._out.print(f"[red]the trainer is gone[/]: {escape(event['why'])}")
+            case "refused":
+                self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}")
             case "stopping":
                 self._out.print("stopping and saving; press Ctrl-C again to end at once")
             case "reward_missing":
@@ -73,9 +94,18 @@ class Console:
             case "update_skipped":
                 self._out.print(f"[yellow]update skipped[/] in step {event['step']}: {event['why']}")
 
+    def say(self, line: str) -> None:
+        self._out.print(f"[yellow]{escape(line)}[/]")
+
+    def join(self, url: str, token: str) -> None:
+        """Said once, at the start."""
+        self._out.print(f"join from anywhere: {_command()} worker --join {escape(url)} --token {escape(token)}")
+
     def _line(self, e: Event) -> str:
         reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
         missing = f"  missing {e['missing']}" if e["missing"] else ""
+        if e.get("restored"):
+            missing += f"  ({e['restored']:,} tokens from the journal)"
         return (
             f"step {e['step']:>4}/{self._recipe.run.steps}  reward [bold]{reward}[/]  length {e['mean_length']:6.1f}  "
             f"entropy {entropy}  grad {grad}  {e['tok_per_s']:>7,.0f} tok/s  "
@@ -100,7 +130,7 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     if rewards:
         out.append(f"  reward in training         {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
     if steps:
-        made, seconds = sum(e["made"] for e in steps), max(1e-9, sum(e["s"] for e in steps))
+        made, seconds = sum(e["made"] - e.get("restored", 0) for e in steps), max(1e-9, sum(e["s"] for e in steps))
         out.append(f"  tokens                     {made:,} made, {made / seconds:,.0f} tok/s with training included")
         spans = [e for e in events if e["kind"] == "span" and "error" not in e]  # a step given up made no tokens
         rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
@@ -109,6 +139,7 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (counted, not trained on)")
+    out += _fleet(events, steps)
     out.append(f"  written to                 {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:
         out.append(f"  go on with                 {_command()} resume {_argument(folder)}")
@@ -117,6 +148,23 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     out.append(f"  try next                   {_command()} generate {saved} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {saved}")
     return out
+
+
+def _fleet(events: list[Event], steps: list[Event]) -> list[str]:
+    """What became of the workers, and of the tokens they had made."""
+    joined, lost, left = ([e for e in events if e["name"] == f"worker_{n}"] for n in ("joined", "lost", "left"))
+    if not joined:
+        return []
+    total = {k: sum(e.get(k, 0) for e in steps) for k in ("moved", "lost_tokens", "repeated", "late")}
+    kept = sum(e["kept_tokens"] for e in lost)
+    killed = sum(e["name"] == "trainer_lost" for e in events)
+    return [
+        f"  workers                    {len(joined)} joined, {len(lost)} lost, {len(left)} left"
+        + (f"; the trainer was lost {killed} times" if killed else ""),
+        f"  responses moved            {total['moved']}, with all their tokens ({kept:,} of lost workers)",
+        f"  tokens lost                {total['lost_tokens']}",
+        f"  tokens generated twice     {total['repeated'] + total['late']}",
+    ]
 
 
 def _command() -> str:

@@ -1,39 +1,53 @@
 """The loop of a run, on one page.
 
     for every step:
-        rollout     draw tasks, make responses, grade them          waits for: engine steps, rewards (with a timeout)
-        train       credit and accumulate groups as they complete   waits for: groups
-        update      one or several optimizer updates                waits for: nothing
-        swap        the engine goes on under the new weights
-        checkpoint  when due
+        rollout     draw tasks, have responses made and graded      waits for: groups (workers, rewards)
+        train       credit and accumulate groups as they complete   waits for: the trainer
+        update      one or several optimizer updates                waits for: the trainer
+        offer       workers pull the new weights when they get work
+        checkpoint  when due                                        waits for: the trainer
 
-All tensor work runs in one thread beside the event loop, one piece at a time; the event loop never blocks on it, so
-slow rewards go on meanwhile. A stop (Ctrl-C, SIGTERM) is honoured between two engine steps: the step under way is
-given up, nothing of it has touched the weights, and the last completed step is saved.
+    who waits for whom
+
+        workers ──tokens──▶ dispatch ──turns──▶ rollout ──groups──▶ Controller ──samples──▶ trainer
+           ▲                   │ ▲                 │  ▲                                        │
+           └──────work─────────┘ └────episodes─────┘  └─ rewards (env, with a timeout)         │
+           └────────────────────────── weights (pulled) ◀───────────publishes──────────────────┘
+
+Nothing here blocks the event loop, and nothing here waits for one particular worker. A trainer that is lost is waited
+for; the run then goes on from the step it has, with what the journal knows. A stop (Ctrl-C, SIGTERM) gives up the step
+under way, of which nothing has touched the weights, and saves the last completed one.
 
 The state of a run is (step, next_task) and the weights. Tasks, seeds and hence tokens follow from them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from windfall.algorithms.base import Algorithm
 from windfall.config import Recipe
-from windfall.engine.base import Engine
 from windfall.envs.base import HELD_OUT
 from windfall.events import EventLog
 from windfall.rollout.manager import Rollout, Stopped
-from windfall.train.base import Report, Trainer
+from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import State
-from windfall.train.sample import credit, outcomes
+from windfall.train.sample import Sample, credit, outcomes
 from windfall.types import Group
+
+
+class AsyncTrainer(Protocol):
+    """What the loop asks of a trainer: train.remote.RemoteTrainer is one."""
+
+    async def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
+    async def accumulate(self, samples: Sequence[Sample]) -> float: ...
+    async def update(self, state: State | None) -> tuple[Report, Any]: ...
+    async def save(self) -> str: ...
 
 
 @dataclass(kw_only=True)
@@ -52,44 +66,61 @@ class Batch:
 class Controller:
     recipe: Recipe
     algorithm: Algorithm
-    engine: Engine
-    trainer: Trainer
+    trainer: AsyncTrainer
     rollout: Rollout
     events: EventLog
-    threads: Executor
-    save: Callable[[State], Any]
-    """Writes a checkpoint of the completed steps."""
-    micro_tokens: int
-    state: State
+    connect: Callable[[], Any]
+    """Waits for a trainer and makes the run ready to go on from the State it returns."""
+    offer: Callable[[Any], None]
+    """The trainer has published: workers get work with this from now on."""
+    saved: Callable[[State], None]
+    """A checkpoint of this state is on disk."""
+    counters: Callable[[], dict[str, int]] = dict
+    """What happened to the fleet since the last call."""
+    evaluated: set[int] = field(default_factory=set)
+    """Steps whose evaluation is in the log already."""
+    micro_tokens: int = 0
+    state: State = field(default_factory=lambda: State(step=0, next_task=0))
 
     async def run(self) -> State:
         """All steps that are left. Returns the state that was reached and saved."""
-        total = self.recipe.run.steps
+        while True:
+            try:
+                self.state = await self.connect()
+                return await self._run()
+            except TrainerLost as e:
+                self.events.instant("trainer_lost", step=self.state.step, why=str(e))
+            except Stopped:
+                return await self._stop()
+
+    async def _run(self) -> State:
+        total, every = self.recipe.run.steps, self.recipe.checkpoint.every
+        await self._evaluate_if_due()
+        while self.state.step < total:
+            await self._step()
+            if self.state.step % every == 0 or self.state.step == total:
+                await self._save()
+            await self._evaluate_if_due()
+        return self.state
+
+    async def _stop(self) -> State:
         try:
-            if self.state.step == 0 or self.state.step >= total:  # the latter: stopped before it was evaluated
-                await self._evaluate()
-            while self.state.step < total:
-                await self._step()
-                done, every = self.state.step, self.recipe.checkpoint.every
-                if done % every == 0 or done == total:
-                    await self._save()
-                if done == total or (self.recipe.eval.every and done % self.recipe.eval.every == 0):
-                    await self._evaluate()
-        except Stopped:
             await self._save()
-            self.events.instant("stopped", step=self.state.step)
+        except TrainerLost as e:  # the last checkpoint and the journal hold all there is
+            self.events.instant("trainer_lost", step=self.state.step, why=str(e))
+        self.events.instant("stopped", step=self.state.step)
         return self.state
 
     async def _step(self) -> None:
         step, started = self.state.step + 1, time.monotonic()
-        self.rollout.made = self.rollout.missing = 0
+        self.rollout.made = self.rollout.restored = self.rollout.missing = 0
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect(self.state.next_task)
             span["tokens"] = self.rollout.made
         with self.events.span("train", step=step, early_s=batch.early_s):
-            reports = await self._update(batch.kept)
-            self.state = State(step=step, next_task=self.state.next_task + batch.drawn)
-            self.engine.swap(step)
+            state = State(step=step, next_task=self.state.next_task + batch.drawn)
+            reports = await self._update(batch.kept, state)
+            self.state = state
         self._tell(step, batch, reports, time.monotonic() - started)
 
     async def _collect(self, first: int) -> Batch:
@@ -101,16 +132,17 @@ class Controller:
         while len(batch.kept) < want and batch.drawn < most:
             tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
             batch.drawn += len(tasks)
-            # In order: what the sums of a gradient round to must not depend on how quick a reward was.
+            # In order: what the sums of a gradient round to must not depend on who was quick.
             made = self.rollout.groups(tasks, size=o.group_size, sampling=o.sampling(), in_order=True)
-            async for group in made:
-                batch.rewards += group.rewards
-                if self.algorithm.informative(outcomes(group, o.max_tokens)):
-                    batch.kept.append(group)
-                    waiting.append(group)
-                if streaming and _tokens(waiting) >= self.micro_tokens:
-                    batch.early_s += await self._accumulate(waiting)
-                    waiting = []
+            async with aclosing(made):
+                async for group in made:
+                    batch.rewards += group.rewards
+                    if self.algorithm.informative(outcomes(group, o.max_tokens)):
+                        batch.kept.append(group)
+                        waiting.append(group)
+                    if streaming and _tokens(waiting) >= self.micro_tokens:
+                        batch.early_s += await self._accumulate(waiting)
+                        waiting = []
         if streaming:
             batch.early_s += await self._accumulate(waiting)
         return batch
@@ -119,46 +151,49 @@ class Controller:
         """Returns how long it took."""
         if not groups:
             return 0.0
-        started = time.monotonic()
         credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
-        await self._in_thread(self.trainer.accumulate, list(chain.from_iterable(credited)))
-        return time.monotonic() - started
+        return await self.trainer.accumulate(list(chain.from_iterable(credited)))
 
-    async def _update(self, groups: list[Group]) -> list[Report]:
+    async def _update(self, groups: list[Group], state: State) -> list[Report]:
         count = self.recipe.train.minibatches
         if self.algorithm.scope == "group" and count == 1:
-            return [await self._in_thread(self.trainer.finish)]
-        # Credit over the whole batch first, then mini-batches of whole groups.
-        groups = sorted(groups, key=lambda g: g.index)
-        credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
-        samples = [list(chain.from_iterable(credited[i::count])) for i in range(count)]
+            samples: list[list[Sample]] = [[]]  # all of it has been accumulated
+        else:
+            # Credit over the whole batch first, then mini-batches of whole groups.
+            groups = sorted(groups, key=lambda g: g.index)
+            credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
+            samples = [list(chain.from_iterable(credited[i::count])) for i in range(count)]
         if count > 1:
-            samples = [await self._in_thread(self.trainer.prepare, s) for s in samples]
+            samples = [await self.trainer.prepare(s) for s in samples]
         reports = []
-        for part in samples:
-            await self._in_thread(self.trainer.accumulate, part)
-            reports.append(await self._in_thread(self.trainer.finish))
+        for n, part in enumerate(samples, 1):
+            if part:
+                await self.trainer.accumulate(part)
+            report, published = await self.trainer.update(state if n == len(samples) else None)
+            reports.append(report)
+        self.offer(published)
         return reports
 
-    async def _evaluate(self) -> None:
-        o = self.recipe.eval
-        if o.tasks == 0:
+    async def _evaluate_if_due(self) -> None:
+        o, step = self.recipe.eval, self.state.step
+        due = step == 0 or step >= self.recipe.run.steps or (o.every and step % o.every == 0)
+        if o.tasks == 0 or not due or step in self.evaluated:
             return
         sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
-        with self.events.span("eval", step=self.state.step):
+        with self.events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + o.tasks)
-            async for group in self.rollout.groups(tasks, size=1, sampling=sampling):
-                rewards += group.rewards
-        self.engine.swap(self.state.step)  # no page of it may change the shapes of the next step: a resume has none
-        self.events.scalar("eval", step=self.state.step, reward=_mean(rewards), tasks=len(rewards))
+            made = self.rollout.groups(tasks, size=1, sampling=sampling, scope=f"eval-{step}:")
+            async with aclosing(made):
+                async for group in made:
+                    rewards += group.rewards
+        self.events.scalar("eval", step=step, reward=_mean(rewards), tasks=len(rewards))
+        self.evaluated.add(step)
 
     async def _save(self) -> None:
         with self.events.span("checkpoint", step=self.state.step) as span:
-            span["path"] = str(await self._in_thread(self.save, self.state))
-
-    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
+            span["path"] = await self.trainer.save()
+        self.saved(self.state)
 
     def _tell(self, step: int, batch: Batch, reports: list[Report], took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]
@@ -177,10 +212,12 @@ class Controller:
             mean_length=sum(lengths) / max(1, len(lengths)),
             cut=sum(r.finish == "length" for r in responses) / max(1, len(responses)),
             made=self.rollout.made,
+            restored=self.rollout.restored,
             s=took_s,
-            tok_per_s=self.rollout.made / took_s,
+            tok_per_s=(self.rollout.made - self.rollout.restored) / took_s,
             **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
             trained=sum(r.tokens for r in reports),
+            **self.counters(),
         )
 
 

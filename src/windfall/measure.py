@@ -10,15 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from windfall import config, launch, models
+from windfall import devices, models
 from windfall.types import Request
 
 Rows = list[Request]
 
 
 def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
-    recipe = config.parse({"run": {"threads": threads}}, where="bench")
-    device, dtype = launch.place(recipe)
+    device, dtype = devices.place("auto", "auto", threads)
     model = models.load(name, dtype=dtype, device=device)
     out = Console(highlight=False)
     table = Table(title=f"{name}, {dtype} on {device}, {requests} requests: useful tokens/s")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from windfall import envs, launch, models
+from windfall import devices, envs, models
 from windfall.config import Recipe, parse
 from windfall.envs.base import HELD_OUT
 from windfall.events import EventLog
+from windfall.launch.training import derive, longest_prompt, spec, text_for
+from windfall.rollout.dispatch import Dispatch, Offer
 from windfall.rollout.manager import Rollout, seed_of
+from windfall.text import Text
 from windfall.train import checkpoint
 from windfall.types import Request, Sampling
+from windfall.worker.build import engine_for
+from windfall.worker.inside import inside
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
@@ -32,32 +37,31 @@ def find_checkpoint(name: str) -> tuple[str, Path | None]:
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
     env = envs.make(recipe.env, recipe.run.seed)
-    device, dtype = launch.place(recipe)
-    model = models.load(model_path, dtype=dtype, device=device)
-    text = launch.text_for(model_path, model)
-    longest = max(len(text.prompt(env.task(HELD_OUT + i).prompt)) for i in range(min(64, tasks)))
-    engine = launch.engine_for(model, recipe, launch.derive(recipe, model, device, dtype, longest))
+    text, engine, slots = _ready(
+        model_path, recipe, lambda text: longest_prompt(recipe, text, HELD_OUT, min(64, tasks))
+    )
     out = Console(highlight=False, soft_wrap=True)
     sampling = recipe.rollout.sampling(temperature)
     rewards: list[float] = []
     lengths: list[int] = []
 
     async def run() -> int:
-        with ThreadPoolExecutor(1) as threads, out.status("evaluating") as status:
-            rollout = Rollout(
-                engine, env, text, recipe.rollout, seed=recipe.run.seed, events=EventLog(Path("/dev/null")),
-                threads=threads, stop=asyncio.Event(),
-            )  # fmt: skip
-            done = 0
-            async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
-                rewards.extend(group.rewards)
-                lengths.append(group.responses[0].made)
-                done += 1
-                status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
-                if done <= show:
-                    said = escape(text.decode(group.responses[0].tokens))
-                    out.print(f"[bold]{escape(group.task.prompt)}[/]\n{said}\n-> {group.responses[0].reward}\n")
-            return rollout.missing
+        events = EventLog(Path("/dev/null"))
+        dispatch = Dispatch(events=events)
+        rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
+        done = 0
+        async with inside(dispatch, engine, slots, on_failure=rollout.interrupt):
+            dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+            with out.status("evaluating") as status:
+                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
+                    rewards.extend(group.rewards)
+                    lengths.append(group.responses[0].made)
+                    done += 1
+                    status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
+                    if done <= show:
+                        said = escape(text.decode(group.responses[0].tokens))
+                        out.print(f"[bold]{escape(group.task.prompt)}[/]\n{said}\n-> {group.responses[0].reward}\n")
+        return rollout.missing
 
     missing = asyncio.run(run())
     mean = _mean(rewards)
@@ -72,11 +76,8 @@ def generate(
     model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
 ) -> None:
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
-    device, dtype = launch.place(recipe)
-    model = models.load(model_path, dtype=dtype, device=device)
-    text = launch.text_for(model_path, model)
+    text, engine, _ = _ready(model_path, recipe, lambda text: max(len(text.prompt(p)) for p in prompts))
     ids = [text.prompt(p) for p in prompts]
-    engine = launch.engine_for(model, recipe, launch.derive(recipe, model, device, dtype, max(map(len, ids))))
     tokens: dict[str, list[int]] = {}
     for p, prompt in enumerate(ids):
         for i in range(n):
@@ -99,6 +100,16 @@ def generate(
         return
     for id, made in tokens.items():
         print(f"[{id}] {text.decode(made)}")
+
+
+def _ready(model_path: str, recipe: Recipe, longest: Callable[[Text], int]) -> tuple[Text, Any, int]:
+    """Words, an engine, and how many responses it runs at once."""
+    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    model = models.load(model_path, dtype=dtype, device=device)
+    text = text_for(models.load_tokenizer(model_path), model)
+    derived = derive(recipe, model, device, dtype, longest(text))
+    engine, slots = engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+    return text, engine, slots
 
 
 def _mean(values: Sequence[float]) -> float:

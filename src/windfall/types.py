@@ -11,6 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
+Terms = Literal["reserved", "spot", "borrowed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """On what terms we hold a worker."""
+
+    kind: Terms = "spot"
+    device: str = "cpu"
+    region: str = ""
+    price_usd_per_h: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

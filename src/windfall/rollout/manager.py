@@ -1,31 +1,34 @@
-"""From tasks to graded groups: opens episodes, feeds the engine, asks the environment, hands out complete groups.
+"""From tasks to graded groups: opens episodes, hands them to workers, asks the environment, hands out complete groups.
 
-    tasks ──▶ episodes ──▶ engine.step ──▶ finished turn ──▶ grade ──▶ next turn, or response ──▶ group complete
-                  ▲                                             │
-                  └────────────── observation ──────────────────┘
+    tasks ──▶ episodes ──▶ dispatch ──▶ finished turn ──▶ grade ──▶ next turn, or response ──▶ group complete
+                  ▲                                          │
+                  └────────────── observation ───────────────┘
+
+    groups()       waits for: its inbox       filled by: dispatch (a turn ended), a grade, a stop, a failure
 
 Rules: every episode opened comes out exactly once, in its group; a group comes out when all its responses have; a
-reward that could not be had is missing (None), never zero. The engine is stepped in a thread of its own, so that a slow
-reward is waited for while tokens are being made.
+reward that could not be had is missing (None), never zero. What the journal knows of a response is not made again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import xxhash
 
 from windfall.config import Rollout as Options
-from windfall.engine.base import Engine
 from windfall.envs.base import Env
 from windfall.envs.grade import Graded, grade
+from windfall.errors import WindfallError
 from windfall.events import EventLog
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.episode import Episode
+from windfall.rollout.journal import Judged, Past, Stretch
 from windfall.text import Text
-from windfall.types import Group, Response, Sampling, Task, Turn
+from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
 
 
 class Stopped(Exception):
@@ -43,44 +46,53 @@ class _Open:
 
     index: int
     task: Task
+    size: int
     responses: dict[int, Response] = field(default_factory=dict)
-    size: int = 1
 
 
 class Rollout:
     def __init__(
-        self,
-        engine: Engine,
-        env: Env,
-        text: Text,
-        options: Options,
-        *,
-        seed: int,
-        events: EventLog,
-        threads: Executor,
-        stop: asyncio.Event,
+        self, dispatch: Dispatch, env: Env, text: Text, options: Options, *, seed: int, events: EventLog
     ) -> None:
-        self.engine, self.env, self.text, self.options = engine, env, text, options
-        self._seed, self._events, self._threads, self._stop = seed, events, threads, stop
-        self.made = self.missing = 0
+        self.dispatch, self.env, self.text, self.options = dispatch, env, text, options
+        self.past: Past = {}
+        """What the journal knows of responses that have not been opened yet."""
+        self.made = self.restored = self.missing = 0
+        """Tokens of the responses that came out; how many of them the journal had; responses without a reward."""
+        self._seed, self._events = seed, events
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._stopped = False
+
+    def interrupt(self, error: BaseException | None = None) -> None:
+        """Whoever waits for groups gets this error at once; none: Stopped, and so does everyone after."""
+        self._stopped |= error is None
+        self._inbox.put_nowait(error or Stopped())
 
     async def groups(
-        self, tasks: Sequence[int], *, size: int, sampling: Sampling, in_order: bool = False
-    ) -> AsyncIterator[Group]:
-        """The groups of these task numbers as they complete; `in_order`: in the order of `tasks`."""
-        opened, episodes = {}, {}
-        grading: dict[asyncio.Task[Graded], tuple[Episode, int]] = {}
+        self, tasks: Sequence[int], *, size: int, sampling: Sampling, in_order: bool = False, scope: str = ""
+    ) -> AsyncGenerator[Group]:
+        """The groups of these task numbers as they complete; `in_order`: in the order of `tasks`. `scope` begins the
+        ids, where the same task is rolled out more than once in a run."""
+        if self._stopped:
+            raise Stopped
+        opened: dict[int, _Open] = {}
+        live: dict[str, tuple[Episode, _Open]] = {}
+        grading: set[asyncio.Task[None]] = set()
         ready: dict[int, Group] = {}
         order = list(tasks)
+        self._inbox = asyncio.Queue()
+        self.dispatch.listen(
+            lambda id: self._inbox.put_nowait(id),
+            lambda id, why: self.interrupt(WindfallError(why, where=f"response {id}")),
+        )
         try:
             for index in tasks:
-                opened[index] = _Open(index, self.env.task(index), size=size)
+                opened[index] = _Open(index, self.env.task(index), size)
                 for sibling in range(size):
-                    episode = self._episode(opened[index].task, index, sibling, sampling)
-                    episodes[episode.id] = (episode, index)
-                    self.engine.add(episode.request())
-            while episodes:
-                await self._advance(episodes, grading, opened)
+                    episode = self._episode(opened[index].task, index, sibling, sampling, scope)
+                    live[episode.id] = (episode, opened[index])
+                    self._begin(episode, opened[index], live, grading)
+            while True:
                 for index in [i for i, o in opened.items() if len(o.responses) == o.size]:
                     done = opened.pop(index)
                     rows = tuple(done.responses[i] for i in range(size))
@@ -89,66 +101,109 @@ class Rollout:
                     index = order[0] if in_order else next(iter(ready))
                     order.remove(index)
                     yield ready.pop(index)
+                if not live:
+                    return
+                self._take(await self._inbox.get(), live, grading)
+                while not self._inbox.empty():
+                    self._take(self._inbox.get_nowait(), live, grading)
         finally:
-            for id in episodes:
-                self.engine.cancel(id)
-            for waiting in grading:
-                waiting.cancel()
+            self.dispatch.withdraw(list(live))
+            for task in grading:
+                task.cancel()
             await asyncio.gather(*grading, return_exceptions=True)
 
-    async def _advance(self, episodes: dict, grading: dict, opened: dict) -> None:
-        """One engine step if there is anything to make, else wait for a reward; then take in what has been graded."""
-        if self._stop.is_set():
-            raise Stopped
-        if len(self.engine):
-            loop = asyncio.get_running_loop()
-            for chunk in await loop.run_in_executor(self._threads, self.engine.step):
-                episode, index = episodes[chunk.id]
-                episode.take(chunk)
-                self.made += len(chunk.tokens)
-                if chunk.finish:
-                    episode.turns.append(Turn(text=self.text.decode(episode.turn_tokens)))
-                    grading[asyncio.create_task(self._grade(opened[index].task, episode))] = (episode, index)
-            await asyncio.sleep(0)  # let rewards that need no waiting finish now
-        else:
-            stop = asyncio.ensure_future(self._stop.wait())
-            await asyncio.wait([*grading, stop], return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            if self._stop.is_set():
-                raise Stopped
-        for task in [t for t in grading if t.done()]:
-            episode, index = grading.pop(task)
-            response = self._settle(episode, task.result())
-            if response is None:
-                self.engine.add(episode.request())
+    def _begin(self, episode: Episode, group: _Open, live: dict, grading: set) -> None:
+        """Put in what the journal knows, then go on from there."""
+        over = None
+        for event in self.past.pop(episode.id, ()):
+            if isinstance(event, Stretch):
+                new = len(episode.tokens) - event.position
+                episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                over = None
             else:
-                del episodes[episode.id]
-                opened[index].responses[int(episode.id.rpartition("/")[2])] = response
+                self._close_turn(episode)
+                over = self._settle(episode, _graded(event))
+        self.restored += sum(count for version, count in episode.runs if version >= 0)
+        if over is not None:
+            self._out(over, live)
+            return
+        self.dispatch.open(episode)
+        if episode.finish is not None:
+            self._turn(episode, group, grading)
 
-    async def _grade(self, task: Task, episode: Episode) -> Graded:
-        o = self.options
-        return await grade(self.env, task, episode.turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s)
+    def _take(self, news: Any, live: dict, grading: set) -> None:
+        """A turn that ended (its id), what came of one (with the episode), or the end of it all."""
+        if isinstance(news, BaseException):
+            raise news
+        if isinstance(news, str):
+            episode, group = live[news]
+            self._turn(episode, group, grading)
+            return
+        episode, graded = news
+        feedback = graded.feedback or Feedback()
+        if self.dispatch.journal is not None:
+            self.dispatch.journal.judged(episode.id, feedback.reward, feedback.observation, graded.error)
+        response = self._settle(episode, graded)
+        if response is None:
+            self.dispatch.go_on(episode.id)
+            return
+        self.dispatch.ledger.close(episode.id)
+        self._out(response, live)
+
+    def _out(self, response: Response, live: dict) -> None:
+        episode, group = live.pop(response.id)
+        self.made += response.made
+        group.responses[_sibling(episode)] = response
+
+    def _turn(self, episode: Episode, group: _Open, grading: set) -> None:
+        self._close_turn(episode)
+
+        async def ask() -> None:
+            o, inbox = self.options, self._inbox
+            graded = await grade(
+                self.env, group.task, episode.turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s
+            )
+            inbox.put_nowait((episode, graded))
+
+        task = asyncio.create_task(ask())
+        grading.add(task)
+        task.add_done_callback(grading.discard)
+
+    def _close_turn(self, episode: Episode) -> None:
+        episode.turns.append(Turn(text=self.text.decode(episode.turn_tokens)))
 
     def _settle(self, episode: Episode, graded: Graded) -> Response | None:
         """The response, or None when the episode goes on with another turn."""
         feedback = graded.feedback
         if feedback is None:
-            self.missing += 1
-            self._events.instant("reward_missing", response=episode.id, error=graded.error)
-            return episode.close(None)
+            return self._missing(episode, graded.error)
         if feedback.observation is None:
             return episode.close(feedback.reward)
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
         cut = episode.finish == "length"
         if cut or not episode.observe(self.text.observation(feedback.observation)):
             # It ran out of tokens before the environment came to a verdict, and nobody else may make one up.
-            self.missing += 1
-            self._events.instant("reward_missing", response=episode.id, error="out of tokens before the episode ended")
-            return episode.close(None)
+            return self._missing(episode, "out of tokens before the episode ended")
         return None
 
-    def _episode(self, task: Task, index: int, sibling: int, sampling: Sampling) -> Episode:
+    def _missing(self, episode: Episode, error: str) -> Response:
+        self.missing += 1
+        self._events.instant("reward_missing", response=episode.id, error=error)
+        return episode.close(None)
+
+    def _episode(self, task: Task, index: int, sibling: int, sampling: Sampling, scope: str) -> Episode:
         return Episode(
-            id=f"{index}/{sibling}", prompt=self.text.prompt(task.prompt), seed=seed_of(self._seed, index, sibling),
-            max_tokens=self.options.max_tokens, sampling=sampling, stop=self.text.stop,
+            id=f"{scope}{index}/{sibling}", prompt=self.text.prompt(task.prompt),
+            seed=seed_of(self._seed, index, sibling), max_tokens=self.options.max_tokens, sampling=sampling,
+            stop=self.text.stop,
         )  # fmt: skip
+
+
+def _sibling(episode: Episode) -> int:
+    return int(episode.id.rpartition("/")[2])
+
+
+def _graded(event: Judged) -> Graded:
+    if event.reward is None and event.observation is None:
+        return Graded(feedback=None, tries=0, error=event.error)
+    return Graded(feedback=Feedback(reward=event.reward, observation=event.observation), tries=0)

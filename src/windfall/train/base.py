@@ -1,4 +1,4 @@
-"""The Trainer seam: begin, accumulate as groups arrive, finish. Imports no torch: the controller needs only this."""
+"""The Trainer seam: accumulate as groups arrive, update, save. Imports no torch: the controller needs only this."""
 
 from __future__ import annotations
 
@@ -35,3 +35,7 @@ class Trainer(Protocol):
     def begin(self) -> None: ...
     def accumulate(self, samples: Sequence[Sample]) -> None: ...
     def finish(self) -> Report: ...
+
+
+class TrainerLost(Exception):
+    """The trainer's process is gone, or does not answer. Another takes its place, at the last checkpoint."""

@@ -1,0 +1,352 @@
+"""How fast weights move: a full pull beside a plain socket copy, many readers at once, deltas of real training steps.
+
+    python benchmarks/weights.py                     about five minutes on two cores
+    python benchmarks/weights.py --device cuda       publishes and trains from a GPU
+
+Everything is on loopback and in processes of its own: one serves the weights, one is a plain sender (a thread per
+connection, sendfile from the same kind of memory), one per reader. Pulls and plain copies take turns; figures are
+medians. A reader's buffer is in use already, but for the row that says otherwise. A pull verifies every chunk; a plain
+copy verifies nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import random
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from windfall.errors import WindfallError
+from windfall.weights.memory import Buffer
+from windfall.weights.pull import Puller
+
+KEY = "benchmark"
+ALL_READERS_MIB = 4096
+"""What all readers together hold at most: more of them pull less each."""
+
+
+class Child:
+    """This file in another role; one line of JSON to ask, one to answer."""
+
+    def __init__(self, role: str, *args: str) -> None:
+        self.role = role
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--role", role, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **what: Any) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise WindfallError("a process of the benchmark ended", where=self.role)
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def role_plain(mib: int) -> None:
+    """Sends any range of its buffer to whoever asks with two numbers."""
+    buffer = Buffer(mib << 20)
+    buffer.data[:] = 7
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    say(port=listener.getsockname()[1])
+
+    def send(c: socket.socket) -> None:
+        at, end = struct.unpack("<QQ", c.recv(16, socket.MSG_WAITALL))
+        while at < end:
+            at += os.sendfile(c.fileno(), buffer.fd, at, end - at)
+        c.close()
+
+    def accept() -> None:
+        while True:
+            threading.Thread(target=send, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    sys.stdin.read()
+
+
+def role_serve(mib: int, device: str) -> None:
+    """Two versions in which every element differs, so that going from one to the other is a full copy."""
+    import torch
+
+    from windfall.weights.publish import Publisher
+    from windfall.weights.serve import serve
+
+    publisher, digests, seconds, copied = Publisher(), [], [], []
+    tensors = {f"layer{i}.weight": torch.randn(4 << 18, device=device) for i in range(mib // 4)}
+    for version in range(4):
+        for t in tensors.values():
+            t.add_(1.0)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        made = publisher.publish(version, tensors, copied=lambda: copied.append(time.perf_counter()))
+        seconds.append(time.perf_counter() - began)
+        copied[-1] -= began
+        digests.append(made.digest)
+
+    async def main() -> None:
+        server = await serve(publisher, host="127.0.0.1", port=0, key=KEY)
+        versions = {str(v): digests[v] for v in (2, 3)}
+        say(port=server.port, versions=versions, first_s=seconds[0], then_s=min(seconds[2:]), copied_s=min(copied[2:]))
+        await asyncio.to_thread(sys.stdin.read)
+        await server.close()
+
+    asyncio.run(main())
+
+
+def role_read(parallel: int) -> None:
+    puller, buffers = Puller(key=KEY, parallel=parallel), {}
+    for line in sys.stdin:
+        ask = json.loads(line)
+        received, deltas, began = puller.bytes_received, puller.delta_used, time.perf_counter()
+        if ask["op"] == "pull":
+            puller.pull(f"http://127.0.0.1:{ask['port']}", ask["version"], ask["digest"])
+        elif ask["op"] == "plain":
+            if ask["nbytes"] not in buffers or ask.get("fresh"):
+                buffers[ask["nbytes"]] = mmap.mmap(-1, ask["nbytes"])
+            _plain(memoryview(buffers[ask["nbytes"]]), ask["port"], ask["connections"])
+        took = time.perf_counter() - began
+        say(s=took, received=puller.bytes_received - received, delta=puller.delta_used > deltas)
+
+
+def _plain(view: memoryview, port: int, connections: int) -> None:
+    def part(n: int) -> None:
+        at, end = len(view) * n // connections, len(view) * (n + 1) // connections
+        with socket.create_connection(("127.0.0.1", port)) as c:
+            c.sendall(struct.pack("<QQ", at, end))
+            while at < end:
+                at += c.recv_into(view[at : min(end, at + (1 << 20))])
+
+    with ThreadPoolExecutor(connections) as pool:
+        list(pool.map(part, range(connections)))
+
+
+def full(out: Console, mib: int, readers: list[int], repeats: int, parallel: int, device: str) -> None:
+    nbytes, plain, server = mib << 20, Child("plain", "--mib", str(mib)), None
+    table = Table(title=f"full pull, {mib} MiB of float32, {parallel} connections, {os.cpu_count()} cores, GB/s")
+    for column in ("readers (processes)", "MiB each", "plain, 1 conn.", f"plain, {parallel} conn.", "pull", "of plain"):
+        table.add_column(column, justify="right")
+    try:
+        port = plain.answer()["port"]
+        for count in readers:
+            each = min(mib, ALL_READERS_MIB // count)
+            if server is None or each != mib:
+                if server:
+                    server.close()
+                server = Child("serve", "--mib", str(each), "--device", device)
+                told = server.answer()
+                if each == mib:
+                    rates = [each / 953.67 / told[k] for k in ("first_s", "then_s", "copied_s")]
+                    out.print(
+                        f"publish {each} MiB from {device}: {rates[0]:.2f} GB/s the first time, then {rates[1]:.2f} "
+                        f"(the tensors may change again after {told['copied_s']:.3f} of {told['then_s']:.3f} s)"
+                    )
+            figures = _readers(count, each << 20, port, told, repeats, parallel)
+            for name, f in figures.items():
+                one, several, pulled = (
+                    count * (each << 20) / 1e9 / statistics.median(f[k]) for k in ("one", "several", "pull")
+                )
+                share = f"{pulled / one:.0%} / {pulled / several:.0%}"
+                table.add_row(f"{count}{name}", str(each), f"{one:.2f}", f"{several:.2f}", f"{pulled:.2f}", share)
+    finally:
+        plain.close()
+        if server:
+            server.close()
+    assert nbytes
+    out.print(table)
+
+
+def _readers(
+    count: int, nbytes: int, plain: int, told: dict[str, Any], repeats: int, parallel: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds from the word go to the last reader's end, by what was done."""
+    warm: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
+    fresh: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
+    versions = list(told["versions"].items())
+    for outer in range(3 if count == 1 else 1):
+        children = [Child("read", "--parallel", str(parallel)) for _ in range(count)]
+        _all(children, op="nothing")
+        for i in range(repeats + 1):
+            version, digest = versions[i % 2]
+            keep = warm if i else fresh
+            first = i == 0
+            keep["one"].append(_all(children, op="plain", port=plain, nbytes=nbytes, connections=1, fresh=first))
+            keep["pull"].append(_all(children, op="pull", port=told["port"], version=int(version), digest=digest))
+            keep["several"].append(
+                _all(children, op="plain", port=plain, nbytes=nbytes, connections=parallel, fresh=first)
+            )
+        for c in children:
+            c.close()
+        del outer
+    return {"": warm, ", first pull": fresh} if count == 1 else {"": warm}
+
+
+def _all(children: list[Child], **what: Any) -> float:
+    began = time.perf_counter()
+    for c in children:
+        c.ask(**what)
+    answers = [c.answer() for c in children]
+    return answers[0]["s"] if len(children) == 1 else time.perf_counter() - began
+
+
+def samples(model: Any, count: int, tokens: int) -> list[Any]:
+    """Responses of the model, sampled by the engine, with advantages of +1 or -1."""
+    import numpy as np
+
+    from windfall.engine.engine import TorchEngine
+    from windfall.train.sample import Sample
+    from windfall.types import Request
+
+    rng, engine = random.Random(0), TorchEngine(model, kv_tokens=8192)
+    prompts = {str(i): tuple(rng.randrange(3, 13) for _ in range(16)) for i in range(count)}
+    said: dict[str, list[tuple[int, float]]] = {i: [] for i in prompts}
+    for n, (i, prompt) in enumerate(prompts.items()):
+        engine.add(Request(id=i, prompt=prompt, seed=n, max_tokens=tokens))
+    while len(engine):
+        for c in engine.step():
+            said[c.id] += zip(c.tokens, c.logprobs, strict=True)
+    return [
+        Sample(
+            ids=(*prompts[i], *(t for t, _ in said[i])), targets=tuple(range(16, 16 + len(said[i]))),
+            behaviour=np.array([lp for _, lp in said[i]]), advantage=float(n % 2 * 2 - 1), limit=tokens,
+        )
+        for n, i in enumerate(prompts)
+    ]  # fmt: skip
+
+
+async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, device: str) -> None:
+    import torch
+
+    from windfall import algorithms, config, models
+    from windfall.train.trainer import TorchTrainer
+    from windfall.weights.publish import Publisher
+    from windfall.weights.serve import serve
+
+    table = Table(title=f"the step from update {steps - 1} to {steps} (float32 model, AdamW, GRPO, constant rate)")
+    for column in (
+        "model",
+        "lr",
+        "published as",
+        "changed",
+        "full MB",
+        "delta",
+        "publish s",
+        "full pull s",
+        "delta pull s",
+    ):
+        table.add_column(column, justify="right")
+    for name, lr in ((n, r) for n in names for r in lrs):
+        try:
+            models.fetch(name)
+        except WindfallError as e:
+            out.print(f"{name} left out: {e}")
+            continue
+        model = models.load(name, dtype="float32", device=device)
+        recipe = config.parse({"train": {"lr": lr}}, where="benchmark")
+        trainer = TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=512)
+        both = {d: Publisher(dtype=d) for d in ("float32", "bfloat16")}
+        for step in range(1, steps + 1):
+            if step >= steps:
+                for p in both.values():
+                    p.publish(step - 1, model.state_dict())
+            trainer.accumulate(samples(model, 8, 32))
+            trainer.finish()
+        for dtype, p in both.items():
+            began = time.perf_counter()
+            made = await asyncio.to_thread(p.publish, steps, model.state_dict())
+            took = time.perf_counter() - began
+            old, new = (x.buffer.data.view(f"<u{4 if dtype == 'float32' else 2}") for x in reversed(p.readable))
+            server = await serve(p, host="127.0.0.1", port=0, key=KEY)
+            pulls = await asyncio.to_thread(_pull_both, server.port, p)
+            await server.close()
+            blob = p.readable[0].delta
+            size = f"{blob.nbytes / made.nbytes:.1%} ({blob.nbytes / 1e6:.2f} MB)" if blob else "not smaller: full"
+            row = [name, f"{lr:g}", dtype, f"{float((old != new).mean()):.2%}", f"{made.nbytes / 1e6:.1f}", size]
+            table.add_row(*row, f"{took:.3f}", f"{pulls[0]:.3f}", f"{pulls[1]:.3f}" if blob else "-")
+            p.close()
+        del model, trainer
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    out.print(table)
+
+
+def _pull_both(port: int, publisher: Any) -> tuple[float, float]:
+    """Seconds for the version before as a full copy into a buffer in use, and for the step to the current one."""
+    new, old = (p.manifest for p in publisher.readable)
+    figures: dict[str, list[float]] = {"full": [], "step": []}
+    reader = Child("read", "--parallel", "4")
+    spoiled = Child("read", "--parallel", "4")
+    for _ in range(5):
+        for what, made, child in (("-", old, reader), ("step", new, reader)):
+            child.ask(op="pull", port=port, version=made.version, digest=made.digest)
+            answer = child.answer()
+            if what == "step":
+                figures["step"].append(answer["s"])
+        spoiled.close()
+        spoiled = Child("read", "--parallel", "4")
+        spoiled.ask(op="pull", port=port, version=new.version, digest=new.digest)
+        figures["full"].append(spoiled.answer()["s"])
+    reader.close()
+    spoiled.close()
+    return statistics.median(figures["full"]), statistics.median(figures["step"])
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--mib", type=int, default=1024, help="size of the weights for the full pull")
+    p.add_argument("--readers", default="1,4,16")
+    p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--parallel", type=int, default=4, help="connections of a puller")
+    p.add_argument("--models", default="tiny,smollm2-135m", help="whose training steps are measured; empty for none")
+    p.add_argument("--lr", default="1e-6,1e-5")
+    p.add_argument("--step", type=int, default=4, help="which update of the training is published as a delta")
+    p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    p.add_argument("--role", choices=["serve", "plain", "read"], help=argparse.SUPPRESS)
+    args = p.parse_args()
+    match args.role:
+        case "serve":
+            return role_serve(args.mib, args.device)
+        case "plain":
+            return role_plain(args.mib)
+        case "read":
+            return role_read(args.parallel)
+    out = Console()
+    if not out.is_terminal:
+        out.width = 150  # a log file wraps nothing
+    if args.readers:
+        full(out, args.mib, [int(n) for n in args.readers.split(",")], args.repeats, args.parallel, args.device)
+    if args.models:
+        rates = [float(x) for x in args.lr.split(",")]
+        asyncio.run(deltas(out, args.models.split(","), rates, args.step, args.device))
+    return None
+
+
+if __name__ == "__main__":
+    main()

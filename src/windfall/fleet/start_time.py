@@ -1,0 +1,80 @@
+"""How long it takes from asking for a worker to its first line of Python, with torch and transformers imported.
+
+    OMP_NUM_THREADS=1 python -m windfall.fleet.start_time [REPEATS]
+
+Prints a line of JSON each for a fresh process and for one forked by the nursery: seconds, the median and the slowest,
+and the CPU time that a worker had used by then. The worker multiplies two matrices before it ends, so that a torch that
+does not survive the fork is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from windfall.fleet import process
+from windfall.fleet.base import Handle
+from windfall.fleet.nursery import Nursery
+
+MODULES = ("torch", "transformers")
+WAIT_S = 120.0
+
+
+def worker() -> None:
+    """What is measured: it prints when it got here. The clock is the machine's, the same in all processes."""
+    import torch
+    import transformers
+
+    began, cpu_s = time.monotonic(), time.process_time()
+    a = torch.ones(64, 64)
+    product = float((a @ a).sum())
+    print(json.dumps({"at": began, "cpu_s": cpu_s, "product": product, "version": transformers.__version__}))
+
+
+async def _measure(start: Handle, asked: float, log: Path) -> tuple[float, float]:
+    code = await asyncio.wait_for(start.wait(), WAIT_S)
+    told = json.loads(log.read_text().splitlines()[-1])
+    assert code == 0, f"the worker ended with {code}"
+    assert told["product"] == 64.0**3
+    return told["at"] - asked, told["cpu_s"]
+
+
+def _report(how: str, times: list[tuple[float, float]], **more: float) -> None:
+    starts_s, cpus_s = zip(*times, strict=True)
+    figures = {"median_s": statistics.median(starts_s), "slowest_s": max(starts_s), "cpu_s": statistics.median(cpus_s)}
+    rounded = {name: round(value, 4) for name, value in {**figures, **more}.items()}
+    print(json.dumps({"worker": how, "times": len(times), **rounded}), flush=True)
+
+
+async def measure(repeats: int, folder: Path) -> None:
+    env = dict(os.environ)
+    code = "from windfall.fleet.start_time import worker; worker()"
+    times: list[tuple[float, float]] = []
+    for n in range(max(1, repeats // 10)):
+        asked, log = time.monotonic(), folder / f"fresh{n}.log"
+        handle = await process.start(name=f"fresh{n}", argv=[sys.executable, "-c", code], env=env, log=log)
+        times.append(await _measure(handle, asked, log))
+    _report("fresh", times)
+    entry = "windfall.fleet.start_time:worker"
+    async with Nursery(entry=entry, modules=MODULES, log=folder / "nursery.log") as nursery:
+        began = time.monotonic()
+        await nursery.ready()
+        imports_s = time.monotonic() - began
+        times = []
+        for n in range(repeats):
+            asked, log = time.monotonic(), folder / f"forked{n}.log"
+            times.append(
+                await _measure(await nursery.start(name=f"forked{n}", argv=["worker"], env=env, log=log), asked, log)
+            )
+    _report("forked", times, once_s=imports_s)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        asyncio.run(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 50, Path(name)))

@@ -1,0 +1,145 @@
+"""Traces of availability: read, made up, cut and counted. Lists of `Change`; no clock.
+
+`synthetic` draws for every node, independently, how long it stays up and how long it stays away, both exponential with
+the means given. So a node that is up is lost at a rate of 3600 / mean_up_s per hour, whatever its age, and a node is up
+mean_up_s / (mean_up_s + mean_down_s) of the time, from the very start. One seed gives one trace.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windfall.errors import WindfallError
+from windfall.fleet.formats import MOST_NODES, Change, check, parse, text
+
+__all__ = ["Change", "Summary", "check", "first", "parse", "read", "slots", "summary", "synthetic", "text", "window"]
+
+MOST_BYTES = 64 << 20
+MOST_CHANGES = 1_000_000
+
+
+def read(path: Path) -> list[Change]:
+    """A trace file in either format of `formats.py`, recognised by its first line."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            what = f"the trace has more than {MOST_BYTES >> 20} MiB"
+            raise WindfallError(what, where=str(path), fix="Cut out the part to be replayed.")
+        content = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise WindfallError(f"cannot read the trace: {e.strerror}", where=str(path), fix="Check the path.") from e
+    except UnicodeDecodeError as e:
+        raise WindfallError(f"the trace is no text: {e}", where=str(path), fix="Use a text file.") from e
+    return parse(content, str(path))
+
+
+def synthetic(*, nodes: int, mean_up_s: float, mean_down_s: float, seconds: float, seed: int) -> list[Change]:
+    """At least one node is up at time 0: `n1`, if the draw leaves none."""
+    if not 1 <= nodes <= MOST_NODES:
+        raise WindfallError(f"{nodes} nodes", where="synthetic trace", fix=f"Use 1 to {MOST_NODES}.")
+    for what, value in (("mean_up_s", mean_up_s), ("mean_down_s", mean_down_s), ("seconds", seconds)):
+        if not (math.isfinite(value) and value > 0):
+            raise WindfallError(f"{what} is {value}", where="synthetic trace", fix="Use a number above 0.")
+    if 2 * nodes * seconds / (mean_up_s + mean_down_s) > MOST_CHANGES:
+        raise WindfallError(
+            f"more than {MOST_CHANGES} changes", where="synthetic trace", fix="Use longer means or fewer seconds."
+        )
+    draws = [random.Random(f"{seed}/{k}") for k in range(nodes)]
+    up_at_0 = [draw.random() < mean_up_s / (mean_up_s + mean_down_s) for draw in draws]
+    if not any(up_at_0):
+        up_at_0[0] = True
+    changes: list[Change] = []
+    for k, draw in enumerate(draws):
+        at_s, up = 0.0, up_at_0[k]
+        if not up:
+            at_s, up = draw.expovariate(1 / mean_down_s), True
+        while at_s < seconds:
+            changes.append(Change(at_s=at_s, node=f"n{k + 1}", up=up))
+            at_s += draw.expovariate(1 / (mean_up_s if up else mean_down_s))
+            up = not up
+    return sorted(changes, key=lambda c: c.at_s)
+
+
+def window(changes: Sequence[Change], start_s: float, length_s: float) -> list[Change]:
+    """From `start_s` on, before `start_s + length_s`; what is up at the start comes up at time 0."""
+    up: dict[str, None] = {}
+    for change in changes:
+        if change.at_s > start_s:
+            break
+        if change.up:
+            up[change.node] = None
+        else:
+            up.pop(change.node, None)
+    later = [
+        Change(at_s=c.at_s - start_s, node=c.node, up=c.up) for c in changes if start_s < c.at_s < start_s + length_s
+    ]
+    return [Change(at_s=0.0, node=node, up=True) for node in up] + later
+
+
+def first(changes: Sequence[Change], nodes: int) -> list[Change]:
+    """Only the first so many nodes that the trace names."""
+    names = list(dict.fromkeys(c.node for c in changes))[:nodes]
+    return [c for c in changes if c.node in set(names)]
+
+
+def slots(changes: Sequence[Change], count: int) -> list[Change]:
+    """At most `count` nodes at a time, named s1, s2, ...: for traces whose nodes never come back under their name.
+
+    A node takes the lowest free slot when it comes up, and leaves it when it goes down; one that comes when none is
+    free is left out.
+    """
+    held: dict[str, int] = {}
+    free = set(range(1, count + 1))
+    taken: list[Change] = []
+    for change in changes:
+        if change.up and free:
+            slot = held[change.node] = min(free)
+            free.remove(slot)
+        elif not change.up and change.node in held:
+            slot = held.pop(change.node)
+            free.add(slot)
+        else:
+            continue
+        taken.append(Change(at_s=change.at_s, node=f"s{slot}", up=change.up))
+    return taken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a trace amounts to over its first `seconds`."""
+
+    seconds: float
+    nodes: int
+    losses: int
+    node_hours: float
+    losses_per_node_hour: float
+    mean_up: float
+    least_up: int
+    most_up: int
+
+
+def summary(changes: Sequence[Change], seconds: float) -> Summary:
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise WindfallError(f"a summary over {seconds} s", where="trace", fix="Use a number above 0.")
+    seen = [c for c in changes if c.at_s < seconds]
+    up, node_s, at_s = 0, 0.0, 0.0
+    counts: list[int] = []
+    for moment_s, step in [*((c.at_s, 1 if c.up else -1) for c in seen), (seconds, 0)]:
+        if moment_s > at_s:  # several changes at one moment are one
+            counts.append(up)
+        node_s += up * (moment_s - at_s)
+        up, at_s = up + step, moment_s
+    losses = sum(not c.up for c in seen)
+    return Summary(
+        seconds=seconds,
+        nodes=len({c.node for c in seen}),
+        losses=losses,
+        node_hours=node_s / 3600,
+        losses_per_node_hour=losses * 3600 / node_s if node_s else 0.0,
+        mean_up=node_s / seconds,
+        least_up=min(counts),
+        most_up=max(counts),
+    )

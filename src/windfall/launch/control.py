@@ -1,0 +1,268 @@
+"""The controller's process: one port, the journal, the loop. No torch.
+
+    supervisor ──starts──▶ control ◀──dial── trainer, workers
+
+It ends with status 0 when the run is finished or was stopped, 2 after an error that a person can put right. Killed, it
+is started again and goes on from its journal: workers and trainer dial again by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from windfall import algorithms, config, envs, tokenizer
+from windfall.config import Recipe
+from windfall.controller import Controller
+from windfall.errors import WindfallError
+from windfall.events import EventLog, read, tensorboard
+from windfall.launch import folder as folders
+from windfall.launch import security
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.link.base import Link
+from windfall.link.gate import Gate, Terms
+from windfall.link.socket import Port, Route
+from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.journal import Journal
+from windfall.rollout.manager import Rollout, Stopped
+from windfall.rollout.members import Patience
+from windfall.text import Text
+from windfall.train.checkpoint import State
+from windfall.train.remote import RemoteTrainer
+
+TRAINER_START_S = 600.0
+TRAINER_BEAT_S = 10.0
+SNAPSHOT_S = 1.0
+
+
+def main(folder: Path) -> int:
+    recipe = config.load(folder / "recipe.toml")
+    with folders.owned(folder, "controller", timeout_s=10.0):
+        again = (folder / "events.jsonl").is_file()
+        events = EventLog(folder / "events.jsonl")
+        if recipe.log.tensorboard:
+            events.attach(tensorboard(folder / "tensorboard"))
+        try:
+            asyncio.run(Control(recipe, folder, events, again).run())
+        except WindfallError as e:
+            folders.fail(folder, "controller", e)
+            return 2
+        finally:
+            events.close()
+    return 0
+
+
+def settings(recipe: Recipe) -> str:
+    """A fingerprint of all that decides which tokens a response gets. The journal is void when it changes."""
+    parts = [recipe.env, recipe.algorithm, recipe.rollout, recipe.train, recipe.model]
+    said = json.dumps([p.model_dump(mode="json") for p in parts] + [recipe.run.seed, recipe.run.deterministic])
+    return xxhash.xxh3_128_hexdigest(said.encode())
+
+
+class Control:
+    def __init__(self, recipe: Recipe, folder: Path, events: EventLog, again: bool) -> None:
+        f = recipe.fleet
+        self.recipe, self.folder, self.events, self._again = recipe, folder, events, again
+        self.journal = Journal(folder / "journal", settings(recipe))
+        patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
+        self.dispatch = Dispatch(events=events, journal=self.journal, patience=patience)
+        self.trainer = RemoteTrainer()
+        token = auth.read_token(folder / "token")
+        self.gate = Gate(recipe.run.name, token, log=events.instant, most_workers=f.max_workers)
+        self._stop = asyncio.Event()
+        self._counted: dict[str, int] = {}
+        self._state = State(step=0, next_task=0)
+
+    async def run(self) -> None:
+        port = await self._listen()
+        env = envs.make(self.recipe.env, self.recipe.run.seed)
+        tasks = [asyncio.create_task(self.dispatch.watch()), asyncio.create_task(self._snapshots())]
+        try:
+            with self._signals():
+                hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))
+                text = Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
+                self._announce(hello)
+                await self._loop(env, text, hello.micro_tokens)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._send_all_away()
+            await port.close()
+            self.journal.close()
+            self._snapshot(ended=True)
+
+    async def _loop(self, env: Any, text: Text, micro_tokens: int) -> None:
+        recipe = self.recipe
+        self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
+        watch_stop = asyncio.create_task(self._interrupt())
+        controller = Controller(
+            recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
+            trainer=self.trainer, rollout=self.rollout, events=self.events, connect=self._connect, offer=self._offer,
+            saved=lambda state: self.journal.rotate(state.step), counters=self._counters, micro_tokens=micro_tokens,
+            evaluated={e["step"] for e in read(self.events.path) if (e["kind"], e["name"]) == ("scalar", "eval")},
+        )  # fmt: skip
+        try:
+            reached = await controller.run()
+        finally:
+            watch_stop.cancel()
+        self.events.instant("end", step=reached.step, finished=reached.step >= recipe.run.steps)
+
+    async def _connect(self) -> State:
+        """A trainer is here: go on from the step it has, with what the journal knows of later ones."""
+        hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))
+        self._state = State(step=hello.step, next_task=hello.next_task)
+        if self._again:
+            self.events.instant("resumed", step=hello.step)
+        self._again = True
+        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
+        self.rollout.past = self.journal.begin(hello.step)
+        self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
+        self.gate.terms = Terms(model=hello.model, engine=hello.engine, heartbeat_s=self.recipe.fleet.heartbeat_s)
+        self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
+        return self._state
+
+    def _offer(self, published: m.Updated) -> None:
+        hello = self.trainer.hello
+        if hello is not None:  # else it has just been lost, and the next one says what there is
+            self._state = State(step=published.version, next_task=self._state.next_task)
+            self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
+
+    def _announce(self, hello: m.TrainerHello) -> None:
+        if not self._again:
+            self.events.instant("start", step=hello.step, steps=self.recipe.run.steps, **hello.facts)
+
+    async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
+        await self.trainer.attend(link, hello)
+        await asyncio.sleep(TRAINER_BEAT_S)
+        if self.trainer.hello is None and folders.held(self.folder, "trainer"):
+            # Its process is there and does not dial again: it is frozen. Killed, the supervisor starts another.
+            self.events.instant("trainer_frozen", pid=hello.facts["pid"])
+            os.kill(int(hello.facts["pid"]), signal.SIGKILL)
+
+    # the port
+
+    async def _listen(self) -> Port:
+        f = self.recipe.fleet
+        context = security.serving(f)
+        routes = {
+            "/worker": Route(
+                receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES,
+                attend=lambda link: self.gate.worker(link, self.dispatch.attend),
+            ),
+            "/trainer": Route(
+                receives=m.FromTrainer, most_bytes=m.MAX_TRAINER_FRAME_BYTES, heartbeat_s=TRAINER_BEAT_S,
+                attend=lambda link: self.gate.trainer(link, self._attend_trainer),
+            ),
+        }  # fmt: skip
+        before = (folders.read_json(self.folder / "address.json") or {}).get("port", 0)
+        port = Port(f.host, f.port or before, routes, context)
+        try:
+            await port.open()
+        except WindfallError:
+            if f.port or not before:
+                raise
+            port = Port(f.host, 0, routes, context)  # somebody else has taken the one of last time
+            await port.open()
+        host = "127.0.0.1" if f.host in ("0.0.0.0", "::", "") else f.host
+        url = f"{'https' if context else 'http'}://{f'[{host}]' if ':' in host else host}:{port.port}"
+        said = {"url": url, "port": port.port, "pid": os.getpid()}
+        folders.replace(self.folder / "address.json", json.dumps(said))
+        return port
+
+    async def _send_all_away(self) -> None:
+        for member in list(self.dispatch.members.here()):
+            self.dispatch.drain(member.id, "the run is over")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                while any(True for _ in self.dispatch.members.here()):
+                    await asyncio.sleep(0.02)
+
+    # what others see
+
+    def _counters(self) -> dict[str, int]:
+        c = self.dispatch.ledger.counts
+        now = {
+            "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
+            "stale": c.stale, "gaps": c.gaps, "lost_tokens": self.dispatch.ledger.lost(),
+            "workers_lost": self.dispatch.members.lost,
+        }  # fmt: skip
+        since = {k: v - self._counted.get(k, 0) for k, v in now.items()}
+        self._counted = now
+        here = sum(1 for _ in self.dispatch.members.here())
+        return {**since, "workers": here}
+
+    async def _snapshots(self) -> None:
+        while True:
+            self._snapshot()
+            await asyncio.sleep(SNAPSHOT_S)
+
+    def _snapshot(self, ended: bool = False) -> None:
+        """fleet.json: the fleet as it is, for `windfall top`; and a sign of life for the supervisor."""
+        now, ledger = asyncio.get_running_loop().time(), self.dispatch.ledger
+        workers = [
+            {
+                "worker": w.id, "kind": w.lease.kind, "device": w.lease.device, "region": w.lease.region,
+                "price_usd_per_h": w.lease.price_usd_per_h, "state": "suspect" if w.suspect else str(w.state),
+                "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
+                "tok_per_s": w.tok_per_s, "made": w.made, "moved": w.moved, "age_s": now - w.joined_s, "why": w.why,
+            }
+            for w in self.dispatch.members.all.values()
+        ]  # fmt: skip
+        said = {
+            "t": time.time(), "run": self.recipe.run.name, "step": self._state.step, "steps": self.recipe.run.steps,
+            "version": self.dispatch.offer.version if self.dispatch.offer else None, "ended": ended,
+            "queued": len(ledger.queue), "open": len(ledger), "lost": self.dispatch.members.lost,
+            "counts": asdict(ledger.counts), "workers": workers,
+        }  # fmt: skip
+        folders.replace(self.folder / "fleet.json", json.dumps(said))
+
+    # stopping
+
+    async def _or_stop(self, wait: Any) -> Any:
+        """What is waited for, unless somebody asks the run to stop first."""
+        waiting, stop = asyncio.ensure_future(wait), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([waiting, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise Stopped
+            return waiting.result()
+        finally:
+            waiting.cancel()
+            stop.cancel()
+
+    async def _interrupt(self) -> None:
+        await self._stop.wait()
+        self.rollout.interrupt()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Any:
+        """SIGTERM, from the supervisor, asks the run to stop and save."""
+        loop = asyncio.get_running_loop()
+
+        def asked() -> None:
+            if not self._stop.is_set():
+                self._stop.set()
+                self.events.instant("stopping")
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, asked)
+        try:
+            yield
+        except Stopped:  # before there was anything to save
+            self.events.instant("stopped", step=self._state.step)
+            self.events.instant("end", step=self._state.step, finished=False)
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)

@@ -1,0 +1,106 @@
+"""A run's folder: who may write to it, and what is where.
+
+runs/NAME/
+  recipe.toml  events.jsonl  checkpoints/  journal/       what the run is, and all it knows
+  token                                                   for joining; readable by its owner only
+  address.json  fleet.json                                where the controller listens; the fleet as it was last
+  controller.log  trainer.log  nursery.log  workers/*.log what the processes said
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from windfall import config
+from windfall.config import Recipe
+from windfall.errors import WindfallError
+
+
+def new_folder(recipe: Recipe) -> Path:
+    """runs/name, or runs/name-2, -3, ... when that is taken: a run never writes into another."""
+    recipe = _anchored(recipe)
+    wanted = recipe.run.folder / recipe.run.name
+    for n in range(1, 10_000):
+        folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise WindfallError(f"cannot make the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
+        write_recipe(recipe, folder)
+        return folder
+    raise WindfallError("ten thousand runs of this name exist", where=str(wanted), fix="Set run.name.")
+
+
+def write_recipe(recipe: Recipe, folder: Path) -> None:
+    """What the run goes by from now on."""
+    replace(folder / "recipe.toml", config.dump(recipe))
+
+
+def replace(path: Path, text: str) -> None:
+    """Written whole or not at all."""
+    work = path.with_name(f".{path.name}")
+    work.write_text(text, encoding="utf-8")
+    work.replace(path)
+
+
+def _anchored(recipe: Recipe) -> Recipe:
+    """Paths that exist made absolute: a run is resumed from any folder."""
+    changes: dict[str, Any] = {}
+    if Path(recipe.model.path).is_dir():
+        changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
+    if isinstance(recipe.env, config.JsonLinesEnv):
+        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve()})
+    if recipe.trace.file is not None:
+        changes["trace"] = recipe.trace.model_copy(update={"file": recipe.trace.file.resolve()})
+    if recipe.fleet.tls_cert is not None and recipe.fleet.tls_key is not None:
+        files = {"tls_cert": recipe.fleet.tls_cert.resolve(), "tls_key": recipe.fleet.tls_key.resolve()}
+        changes["fleet"] = recipe.fleet.model_copy(update=files)
+    return recipe.model_copy(update=changes)
+
+
+@contextmanager
+def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None]:
+    """Only one process at a time may be this role of a run. The lock ends with the process, however it ends."""
+    with (folder / f".{role or 'run'}.lock").open("w") as lock:
+        give_up = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= give_up:
+                    what = f"another process is this run's {role}" if role else "another process is running this"
+                    raise WindfallError(what, where=str(folder), fix="Stop it first.") from None
+                time.sleep(0.1)
+        yield
+
+
+def held(folder: Path, role: str = "") -> bool:
+    """Is there a process that is this role of the run; by default, that runs it?"""
+    try:
+        with owned(folder, role):
+            return False
+    except WindfallError:
+        return True
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None: it is not there, or not yet."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def fail(folder: Path, role: str, error: WindfallError) -> None:
+    """Leave word of what a person can put right; the supervisor shows it."""
+    said = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
+    replace(folder / f".{role}.failure", json.dumps(said))

@@ -1,0 +1,50 @@
+"""A worker's process: from its command line to an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError
+from windfall.launch import security
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.types import Lease
+from windfall.worker import notice
+from windfall.worker.agent import Agent
+
+
+def main(
+    url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
+    share: float, clouds: str, ca: Path | None, patience_s: float,
+) -> int:  # fmt: skip
+    if not url.startswith(("http://", "https://")):
+        raise WindfallError(f"{url!r} is not a controller's address", where="--join", fix="Give http://HOST:PORT.")
+    from windfall import devices  # torch from here on, which takes seconds: what can be refused was refused before
+    from windfall.weights.pull import Puller
+    from windfall.worker import build
+
+    found, _ = devices.place(device, "auto", threads)
+    lease = Lease(kind=kind, device=devices.describe(found), region=region, price_usd_per_h=price_usd_per_h)
+    pinned = os.environ.get("WINDFALL_TLS_PIN")
+    context = security.dialling(url, ca=ca, pinned=Path(pinned) if pinned else None)
+
+    def make(spec: m.Engine) -> tuple[Any, int]:
+        return build.engine_for(spec, found, share=share)
+
+    async def run() -> int:
+        agent = Agent(
+            url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease, build=make,
+            puller=Puller(key=auth.weights_key(token), ssl=context), ssl=context, patience_s=patience_s,
+        )  # fmt: skip
+        notice.on_sigterm(asyncio.get_running_loop(), agent.warned)
+        return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
+
+    code = asyncio.run(run())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the engine's thread may be in the middle of a step that nobody needs

@@ -1,0 +1,169 @@
+"""The trainer's process: model, optimizer, checkpoints, and the weight server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from windfall import algorithms, config, devices, envs, models
+from windfall.config import Recipe
+from windfall.errors import WindfallError
+from windfall.launch import folder as folders
+from windfall.launch import security
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.link.socket import Dialler
+from windfall.text import Text
+from windfall.train import checkpoint
+from windfall.train.checkpoint import State
+from windfall.train.host import TrainerHost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """What the recipe left open."""
+
+    device: str
+    dtype: str
+    micro_tokens: int
+    checkpoint_activations: bool
+    longest: int
+    """Prompt and response together, as far as the first tasks show."""
+
+
+def main(folder: Path) -> int:
+    recipe = config.load(folder / "recipe.toml")
+    with folders.owned(folder, "trainer", timeout_s=10.0):
+        try:
+            return asyncio.run(_main(recipe, folder))
+        except WindfallError as e:
+            folders.fail(folder, "trainer", e)
+            return 2
+
+
+async def _main(recipe: Recipe, folder: Path) -> int:
+    from windfall.train.trainer import TorchTrainer
+    from windfall.weights.publish import Publisher
+    from windfall.weights.serve import serve
+
+    found = checkpoint.all_in(folder / "checkpoints")
+    source = str(found[-1]) if found else recipe.model.path
+    state = checkpoint.read_state(found[-1]) if found else State(step=0, next_task=0)
+    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
+    model = models.load(source, dtype=dtype, device=device)
+    tokenizer = models.load_tokenizer(source)
+    _write_tokenizer(tokenizer, model, folder / "tokenizer")
+    derived = derive(recipe, model, device, dtype, longest_prompt(recipe, text_for(tokenizer, model)))
+    if derived.checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    reference = models.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
+    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
+    if found:
+        checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
+    token, f = auth.read_token(folder / "token"), recipe.fleet
+    publisher = Publisher(folder)
+    server = await serve(
+        publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=security.serving(f)
+    )
+    engine = spec(recipe, model.config, dtype, derived.longest)
+    parameters = sum(p.numel() for p in model.parameters())
+    hello = partial(
+        m.TrainerHello, micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine,
+        url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}",
+        facts={"parameters": parameters, "pid": os.getpid(), **asdict(derived)},
+    )  # fmt: skip
+    address = await _address(folder)
+    dialler = Dialler(
+        address, "/trainer", m.ToTrainer, ssl=security.dialling(address, pinned=f.tls_cert),
+        most=m.MAX_TRAINER_FRAME_BYTES,
+    )  # fmt: skip
+    host = TrainerHost(
+        trainer=trainer, state=state, token=token, dialler=dialler, hello=hello,
+        publish=lambda version: publisher.publish(version, model.state_dict()),
+        save=lambda now: checkpoint.save(
+            folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
+            keep=recipe.checkpoint.keep,
+        ),
+        address=lambda: (folders.read_json(folder / "address.json") or {}).get("url", address),
+    )  # fmt: skip
+    try:
+        return await host.run()
+    finally:
+        await dialler.close()
+        await server.close()
+        publisher.close()
+
+
+async def _address(folder: Path, timeout_s: float = 120.0) -> str:
+    for _ in range(int(timeout_s * 10)):
+        said = folders.read_json(folder / "address.json")
+        if said:
+            return said["url"]
+        await asyncio.sleep(0.1)
+    raise WindfallError(f"waited {timeout_s:g} s for the controller to say where it listens", where=str(folder))
+
+
+def _write_tokenizer(tokenizer: Any, model: Any, out: Path) -> None:
+    """For the controller, which reads it without torch."""
+    tokenizer.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+
+
+def text_for(tokenizer: Any, model: Any) -> Text:
+    stops = getattr(model.generation_config, "eos_token_id", None)
+    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
+
+
+def longest_prompt(recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> int:
+    env = envs.make(recipe.env, recipe.run.seed)
+    return max(len(text.prompt(env.task(first + i).prompt)) for i in range(count))
+
+
+def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engine:
+    """What a worker needs to know to build the engine."""
+    e, o = recipe.engine, recipe.rollout
+    return m.Engine(
+        model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
+        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
+        longest=longest, wanted=o.groups * o.group_size,
+    )  # fmt: skip
+
+
+def fingerprint(engine: m.Engine) -> str:
+    """Of a model's architecture and the numbers it runs in."""
+    fields = json.loads(engine.model_config)
+    for vague in ("transformers_version", "_name_or_path", "architectures"):
+        fields.pop(vague, None)
+    name = fields.get("model_type", "model")
+    digest = xxhash.xxh3_64_hexdigest(json.dumps([fields, engine.dtype], sort_keys=True).encode())
+    return f"{name}-{digest}"
+
+
+def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: int) -> Derived:
+    c, o = model.config, recipe.rollout
+    longest = prompt_tokens + o.max_tokens
+    context = getattr(c, "max_position_embeddings", None)
+    if context and longest > context:
+        raise WindfallError(
+            f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens} exceed the model's context of "
+            f"{context}",
+            where="rollout.max_tokens",
+            fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
+        )
+    micro = recipe.train.micro_tokens or max(longest, 32_768 if device == "cuda" else 4096)
+    # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.
+    kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
+    asked = recipe.train.checkpoint_activations
+    much = kept * model.dtype.itemsize > 0.3 * devices.free_bytes(device)
+    return Derived(
+        device=device, dtype=dtype, micro_tokens=micro, longest=longest,
+        checkpoint_activations=much if asked == "auto" else asked,
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""The Link seam: one connection between two parties. `tests/link/test_contract.py` says what every kind must do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class LinkClosed(Exception):
+    """The other side is not there any more, or never was. Says why, as far as is known."""
+
+
+class BadFrame(LinkClosed):
+    """The other side sent something that is no message. The link is closed."""
+
+
+class Link(Protocol):
+    peer: str
+    """Who is at the other end, for messages."""
+
+    async def send(self, message: object) -> None:
+        """Waits while the other side does not read. LinkClosed once it is gone."""
+        ...
+
+    async def receive(self) -> object:
+        """The next message, in the order in which they were sent. LinkClosed once there will be none."""
+        ...
+
+    async def close(self, why: str = "") -> None: ...

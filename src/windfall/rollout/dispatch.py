@@ -1,0 +1,347 @@
+"""Between the ledger and the workers: gives out work, takes in tokens, notices who is gone. The only part of rollout
+that waits for workers.
+
+    attend(link)   one per worker    waits for: its next message    unblocked by: the worker, or its link's end
+    _send          one per worker    waits for: something to send, room on the link (a full queue: the worker is lost)
+    watch()        one               waits for: the next tick        finds the silent ones
+
+Everything that decides is pure and elsewhere (ledger, members, balance); everything here acts in one event loop, with
+no await between a decision and what it changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from windfall.events import EventLog
+from windfall.link import messages as m
+from windfall.link.base import BadFrame, Link, LinkClosed
+from windfall.rollout import balance
+from windfall.rollout.episode import Episode
+from windfall.rollout.journal import Journal
+from windfall.rollout.ledger import Entry, Ledger, Malformed
+from windfall.rollout.members import Member, Members, Patience, State
+
+OUTBOX = 4096
+"""Messages that may wait for one worker. One that lets so many pile up does not read."""
+ALONE_S = 15.0
+"""Work without any worker for so long is worth a word, and another as long after."""
+LEAVE_S = 5.0
+"""A worker that was warned is drained so long before it is taken."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """The version that work is given out with, and where workers get it."""
+
+    version: int
+    digest: str
+    url: str
+
+
+class Dispatch:
+    def __init__(
+        self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
+        vocabulary: int = 1 << 32,
+    ) -> None:  # fmt: skip
+        self.ledger, self.members = Ledger(vocabulary), Members(patience)
+        self.offer: Offer | None = None
+        self.journal = journal
+        self._events = events
+        self._turn_ended: Callable[[str], None] = lambda id: None
+        self._rejected: Callable[[str, str], None] = lambda id, why: None
+        self._outboxes: dict[str, asyncio.Queue[Any]] = {}
+        self._links: dict[str, Link] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._releasing: set[int] = set()
+        self._settling = False
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # what rollout calls
+
+    def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
+        self._turn_ended, self._rejected = turn_ended, rejected
+
+    def open(self, episode: Episode) -> None:
+        self.ledger.open(episode)
+        self._soon()
+
+    def go_on(self, id: str) -> None:
+        self.ledger.go_on(id)
+        self._soon()
+
+    def withdraw(self, ids: list[str]) -> None:
+        for worker, handles in self.ledger.withdraw(ids).items():
+            self._tell(worker, m.Cancel(handles=tuple(handles)))
+
+    def set_offer(self, offer: Offer) -> None:
+        """From now on work is given out with this version."""
+        self.offer = offer
+        self._soon()
+
+    # workers come and go
+
+    async def attend(self, link: Link, hello: m.Hello) -> None:
+        """The whole life of one worker. Returns when it is gone."""
+        now = asyncio.get_running_loop().time()
+        member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
+        id = member.id
+        self._links[id], self._outboxes[id] = link, asyncio.Queue(OUTBOX)
+        self._events.instant("worker_joined", worker=id, kind=hello.lease.kind, device=hello.lease.device)
+        sender = asyncio.create_task(self._send(id, link))
+        self._soon()
+        why = "cancelled"
+        try:
+            while True:
+                message = await link.receive()
+                if member.state is State.GONE:
+                    return
+                self._hear(member, message)
+        except Malformed as e:
+            why = f"sent a malformed frame: {e}"
+        except BadFrame as e:
+            why = str(e)
+        except LinkClosed as e:
+            why = f"link closed ({e})"
+        finally:
+            self._lose(id, why)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+
+    def _hear(self, member: Member, message: object) -> None:
+        id = member.id
+        now = asyncio.get_running_loop().time()
+        if self.members.seen(id, now, message if isinstance(message, m.Stats) else None):
+            self._events.instant("worker_well", worker=id)
+            self._soon()
+        match message:
+            case m.Tokens():
+                self._take(member, message)
+            case m.Stats():
+                pass
+            case m.Loaded():
+                self._loaded(member, message)
+            case m.LoadFailed():
+                self._events.instant("load_failed", worker=id, version=message.version, why=message.why)
+                asyncio.get_running_loop().call_later(0.5, self._load_again, id)
+            case m.Released():
+                self._released(member, message.handles)
+            case m.Rejected():
+                entry = next((e for e in self.ledger.held(id) if e.handle == message.handle), None)
+                if entry is not None:
+                    self._rejected(entry.episode.id, message.why)
+            case m.Notice():
+                self._warned(member, message)
+            case m.Left():
+                self._lose(id, f"left: {message.why}")
+            case _:
+                raise Malformed(f"a {type(message).__name__} was not expected")
+
+    def _take(self, member: Member, frame: m.Tokens) -> None:
+        taken = self.ledger.take(member.id, frame)
+        member.made += taken.accepted
+        if self.journal is not None and taken.accepted:
+            self.journal.made(frame, None if taken.whole else taken.rows)
+        if taken.dropped:
+            self._tell(member.id, m.Cancel(handles=tuple(taken.dropped)))
+        for id in taken.turns:
+            self._turn_ended(id)
+        if taken.turns or taken.dropped:
+            self._soon()
+
+    def _loaded(self, member: Member, message: m.Loaded) -> None:
+        if message.slots < 1 or message.version < 0:
+            raise Malformed(f"loaded version {message.version} with {message.slots} slots")
+        wanted = self.offer
+        if wanted is None or (message.version, message.digest) != (wanted.version, wanted.digest):
+            member.version, member.digest, member.slots = message.version, message.digest, message.slots
+            self._load_again(member.id)
+            return
+        now = asyncio.get_running_loop().time()
+        self.members.loaded(member.id, message.version, message.digest, message.slots, now)
+        self._events.instant(
+            "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes
+        )
+        self._soon()
+
+    def _load_again(self, id: str) -> None:
+        member = self.members.all.get(id)
+        if member is not None and member.state is State.PULLING and self.offer is not None:
+            self._tell(id, m.Load(version=self.offer.version, digest=self.offer.digest, url=self.offer.url))
+
+    def _released(self, member: Member, handles: tuple[int, ...]) -> None:
+        held = {e.handle: e.episode.id for e in self.ledger.held(member.id)}
+        for handle in handles:
+            self._releasing.discard(handle)
+            if handle in held:
+                self.ledger.recall(held[handle])
+                member.moved += 1
+        self._soon()
+
+    def _warned(self, member: Member, notice: m.Notice) -> None:
+        if member.state is State.DRAINING:
+            return
+        self.members.move(member.id, State.DRAINING, f"{notice.source}: {notice.detail}")
+        self._events.instant(
+            "worker_warned", worker=member.id, source=notice.source, left_s=notice.left_s, detail=notice.detail
+        )
+        left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
+        later = asyncio.get_running_loop().call_later
+        self._timers[member.id] = later(max(0.0, left - LEAVE_S), self.drain, member.id, "warned")
+        self._soon()
+
+    def drain(self, id: str, why: str) -> None:
+        """Ask a worker to send what it has and go. Its responses move when it has."""
+        member = self.members.all.get(id)
+        if member is None or member.state is State.GONE:
+            return
+        if member.state is not State.DRAINING:
+            self.members.move(id, State.DRAINING, why)
+        self._tell(id, m.Drain(why=why))
+
+    def pause(self, id: str) -> None:
+        """Its responses go on elsewhere; it keeps its weights and waits."""
+        self.members.move(id, State.PAUSED)
+        self._tell(id, m.Pause())
+        self._give_back(id, self.ledger.held(id))
+
+    def resume(self, id: str) -> None:
+        self.members.move(id, State.READY)
+        self._tell(id, m.Resume())
+        self._soon()
+
+    def _lose(self, id: str, why: str) -> None:
+        """Whatever happened: this worker is no more, and what it held goes on elsewhere."""
+        member = self.members.all.get(id)
+        if member is None or member.state is State.GONE:
+            return
+        entries = self.ledger.held(id)
+        tokens = sum(len(e.episode.tokens) for e in entries)
+        self._releasing -= {e.handle for e in entries}
+        self.ledger.release(id)
+        member.moved += len(entries)
+        drained = member.state is State.DRAINING
+        self.members.lost += not drained
+        self.members.move(id, State.GONE, why)
+        if id in self._timers:
+            self._timers.pop(id).cancel()
+        link = self._links.pop(id)
+        del self._outboxes[id]
+        self._events.instant(
+            "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
+            s=asyncio.get_running_loop().time() - member.joined_s,
+        )  # fmt: skip
+        closing = asyncio.create_task(link.close(why))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._soon()
+
+    async def watch(self) -> None:
+        """Runs as long as the run does."""
+        loop, tick_s = asyncio.get_running_loop(), self.members.patience.tick_s
+        manned_s = told_s = loop.time()
+        while True:
+            for change in self.members.tick(loop.time()):
+                if change.what == "gone":
+                    self._lose(change.id, change.why)
+                else:
+                    self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
+            if self.ledger.queue:
+                self._soon()  # what was held back for a worker that takes too long
+            now = loop.time()
+            if not self.ledger.queue or any(True for _ in self.members.here()):
+                manned_s = now
+            elif now - max(manned_s, told_s) >= ALONE_S:
+                told_s = now
+                self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - manned_s)
+            await asyncio.sleep(tick_s)
+
+    # giving out
+
+    def _soon(self) -> None:
+        """Once per round of the event loop is enough, however many reasons there are."""
+        if not self._settling:
+            self._settling = True
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def _settle(self) -> None:
+        self._settling = False
+        if self.journal is not None:
+            self.journal.flush()
+        if self.offer is None:
+            return
+        self._bring_up_to_date()
+        ready = self.members.routable(self.offer.version, self.offer.digest)
+        loads = [balance.Load(worker=w.id, running=self.ledger.running(w.id), slots=w.slots) for w in ready]
+        if self.ledger.queue:
+            self._assign(loads)
+        elif ready and not self._releasing:
+            for worker, count in balance.even(loads):
+                # The youngest first: they have the least to compute again.
+                held = sorted(self.ledger.held(worker), key=lambda e: len(e.episode.tokens))
+                self._give_back(worker, held[:count])
+
+    def _bring_up_to_date(self) -> None:
+        """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
+        offer = self.offer
+        assert offer is not None
+        for member in list(self.members.here()):
+            current = (member.version, member.digest) == (offer.version, offer.digest)
+            idle = member.state is State.READY and not current and self.ledger.queue
+            if member.state is State.JOINING or idle:
+                self.members.pull(member.id, asyncio.get_running_loop().time())
+                self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
+
+    def _assign(self, loads: list[balance.Load]) -> None:
+        assert self.offer is not None
+        room = sum(max(0, load.slots - load.running) for load in loads)
+        first = list(islice(self.ledger.queue, room))
+        behind = len(self.ledger.queue) - len(first)
+        coming = self.members.coming(asyncio.get_running_loop().time())
+        chosen = balance.place(first, loads, behind=behind, coming=coming)
+        by_worker: dict[str, list[Entry]] = {}
+        for id, worker in chosen:
+            assert self.ledger.queue[0] == id
+            self.ledger.queue.popleft()
+            by_worker.setdefault(worker, []).append(self.ledger.assign(id, worker, self.offer.version))
+        for worker, entries in by_worker.items():
+            if self.journal is not None:
+                self.journal.assigned({e.handle: e.episode.id for e in entries})
+            self._tell(worker, m.Assign(work=tuple(map(_work, entries))))
+
+    def _give_back(self, worker: str, entries: list[Entry]) -> None:
+        handles = tuple(e.handle for e in entries)
+        if handles:
+            self._releasing |= set(handles)
+            self._tell(worker, m.Release(handles=handles))
+
+    def _tell(self, worker: str, message: object) -> None:
+        outbox = self._outboxes.get(worker)
+        if outbox is None:
+            return
+        try:
+            outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            # Not from within a decision: whoever is telling is still in the middle of one.
+            asyncio.get_running_loop().call_soon(self._lose, worker, f"does not read: {OUTBOX} messages wait for it")
+
+    async def _send(self, id: str, link: Link) -> None:
+        outbox = self._outboxes[id]
+        try:
+            while True:
+                await link.send(await outbox.get())
+        except LinkClosed as e:
+            self._lose(id, f"link closed ({e})")
+
+
+def _work(entry: Entry) -> m.Work:
+    r = entry.episode.request()
+    return m.Work(
+        handle=entry.handle, prompt=r.prompt, position=r.position, seed=r.seed, max_tokens=r.max_tokens,
+        sampling=r.sampling, stop=tuple(r.stop),
+    )  # fmt: skip

@@ -1,0 +1,311 @@
+"""Every token of every open response, each exactly once; who is making the next one; and what was refused.
+
+    response:  QUEUED ⇄ RUNNING ▶ TURN ▶ closed        TURN: a turn is over, the environment is asked; it may
+                 ▲                  │                   say something, and then the response is QUEUED again
+                 └──────────────────┘
+
+Rules, all in `check()`:
+- a position is accepted once and in order, from the worker that holds the response, of the version it was given with;
+- an assignment has a handle of its own; a frame with a handle that is over changes nothing and is counted;
+- a response that lost its worker keeps every token it has, and is queued before those that have not begun;
+- no accepted token is ever lost: accepted = in open responses + in closed ones + in those the run itself withdrew.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from windfall.link.messages import Tokens, columns
+from windfall.rollout.episode import Episode
+from windfall.types import Finish
+
+Place = Literal["queued", "running", "turn"]
+REMEMBERED = 1 << 16
+"""Handles that are over: enough to say why a late frame is late; an older one is just late."""
+
+
+class Malformed(ValueError):
+    """A worker sent what no right worker sends. Nothing of that frame was taken."""
+
+
+@dataclass(slots=True)
+class Entry:
+    episode: Episode
+    place: Place = "queued"
+    handle: int = -1
+    worker: str = ""
+    version: int = -1
+    marked: int = 0
+    """Tokens whose version has been written down; those after it are of the current assignment."""
+    moves: int = 0
+
+
+@dataclass(slots=True)
+class Counts:
+    """Tokens, unless the name says otherwise."""
+
+    accepted: int = 0
+    closed: int = 0
+    withdrawn: int = 0
+    repeated: int = 0
+    """Had been accepted before: a frame came twice."""
+    late: int = 0
+    """Came from a worker after its response had been given to another, or after it was given up."""
+    unwanted: int = 0
+    """Of responses that were cancelled."""
+    gaps: int = 0
+    """Frames, not tokens: what came before was missing. The response goes on elsewhere from its last token."""
+    stale: int = 0
+    """Of another version than the response was given out with."""
+    moved: int = 0
+    """Responses that lost their worker and went on elsewhere."""
+    prefilled_again: int = 0
+    """Tokens, prompts included, that a move made a worker compute again."""
+
+
+@dataclass(slots=True)
+class Taken:
+    accepted: int = 0
+    turns: list[str] = field(default_factory=list)
+    """Responses whose turn ended."""
+    dropped: list[int] = field(default_factory=list)
+    """Handles that the worker should forget: their responses go on elsewhere."""
+    whole: bool = True
+    """Every token of the frame was accepted."""
+    rows: list[int] = field(default_factory=list)
+    """If not `whole`: the rows of the frame that were."""
+
+
+class Ledger:
+    def __init__(self, vocabulary: int = 1 << 32) -> None:
+        self.vocabulary = vocabulary
+        self.entries: dict[str, Entry] = {}
+        self.queue: deque[str] = deque()
+        self.counts = Counts()
+        self._running: dict[int, Entry] = {}
+        self._over: dict[int, str] = {}
+        """The newest handles that are over, and how: moved, cancelled or finished."""
+        self._by_worker: dict[str, dict[int, Entry]] = {}
+        self._next_handle = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def running(self, worker: str) -> int:
+        return len(self._by_worker.get(worker, ()))
+
+    def held(self, worker: str) -> list[Entry]:
+        return list(self._by_worker.get(worker, {}).values())
+
+    def open(self, episode: Episode) -> None:
+        """With the tokens it has: a response may have begun before."""
+        if episode.id in self.entries:
+            raise ValueError(f"{episode.id} is open already")
+        self.entries[episode.id] = Entry(episode, marked=len(episode.tokens))
+        self.counts.accepted += _made(episode)
+        self._enqueue(self.entries[episode.id])
+
+    def assign(self, id: str, worker: str, version: int) -> Entry:
+        """The response `id`, which must be queued, is from now on this worker's. Take it from the queue first."""
+        entry = self.entries[id]
+        assert entry.place == "queued" and entry.episode.finish is None, f"{id} is {entry.place}"
+        self._next_handle += 1
+        entry.place, entry.handle, entry.worker, entry.version = "running", self._next_handle, worker, version
+        entry.marked = len(entry.episode.tokens)
+        self._running[entry.handle] = entry
+        self._by_worker.setdefault(worker, {})[entry.handle] = entry
+        if entry.moves:
+            self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
+        return entry
+
+    def take(self, worker: str, frame: Tokens) -> Taken:
+        """What a worker made. Raises Malformed, and has then taken nothing."""
+        try:
+            tokens, logprobs = columns(frame)
+        except ValueError as e:
+            raise Malformed(str(e)) from e
+        if tokens and max(tokens) >= self.vocabulary:
+            raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {self.vocabulary}")
+        if logprobs and not (max(logprobs) <= 1e-3 and min(logprobs) > -math.inf):  # also false for a NaN
+            raise Malformed("a log-prob is no log-prob")
+        self._check_ends(worker, frame, tokens)
+        held = self._by_worker.get(worker) or {}
+        out, counts, at, fresh = Taken(), frame.counts, 0, 0
+        version, finished, positions = frame.version, frame.finished, frame.positions
+        for row, handle in enumerate(frame.handles):
+            count = counts[row] if counts else 1
+            entry = held.get(handle)
+            if entry is None or entry.version != version or positions[row] != len(entry.episode.tokens):
+                out.whole = False
+                skip = self._unusual(entry, handle, positions[row], count, version, out)
+                if skip == count:
+                    at += count
+                    continue
+            else:
+                skip = 0
+            episode = entry.episode  # type: ignore[union-attr]
+            episode.tokens.extend(tokens[at + skip : at + count])
+            episode.logprobs.extend(logprobs[at + skip : at + count])
+            fresh += count - skip
+            at += count
+            out.rows.append(row)
+            if row in finished:
+                self._end_turn(entry, finished[row])  # type: ignore[arg-type]
+                out.turns.append(episode.id)
+        self.counts.accepted += fresh
+        out.accepted = fresh
+        return out
+
+    def _check_ends(self, worker: str, frame: Tokens, tokens: array[int]) -> None:
+        """A finish where there is none, or none where there is one, is a worker's mistake, not a token's."""
+        held, at = self._by_worker.get(worker) or {}, 0
+        for row, handle in enumerate(frame.handles):
+            count = frame.counts[row] if frame.counts else 1
+            at += count
+            entry = held.get(handle)
+            if entry is None or entry.version != frame.version:
+                continue
+            episode, end = entry.episode, frame.positions[row] + count
+            last = tokens[at - 1]
+            if count > 1 and not episode.stop.isdisjoint(tokens[at - count : at - 1]):
+                raise Malformed(f"{episode.id}: tokens after its stop token")
+            if end > episode.max_tokens:
+                raise Malformed(f"{episode.id}: {end} tokens, {episode.max_tokens} are allowed")
+            right = "stop" if last in episode.stop else "length" if end == episode.max_tokens else None
+            if frame.finished.get(row) != right:
+                raise Malformed(f"{episode.id}: finish {frame.finished.get(row)!r} after {end} tokens, not {right!r}")
+
+    def _unusual(self, entry: Entry | None, handle: int, position: int, count: int, version: int, out: Taken) -> int:
+        """How many of the `count` tokens to leave out, each of them counted."""
+        c = self.counts
+        if entry is None:
+            how = self._over.get(handle)
+            if how == "cancelled":
+                c.unwanted += count
+            elif how == "finished":
+                c.repeated += count
+            else:
+                c.late += count
+            return count
+        if entry.version != version:
+            c.stale += count
+            out.dropped.append(handle)
+            self._back(entry)
+            return count
+        have = len(entry.episode.tokens)
+        if position > have:
+            c.gaps += 1
+            out.dropped.append(handle)
+            self._back(entry)
+            return count
+        old = min(count, have - position)
+        c.repeated += old
+        return old
+
+    def _end_turn(self, entry: Entry, finish: Finish) -> None:
+        self._settle(entry, "finished")
+        entry.place = "turn"
+        entry.episode.finish = finish
+
+    def _settle(self, entry: Entry, how: str = "moved") -> None:
+        """The assignment is over."""
+        episode = entry.episode
+        episode.made_by(entry.version, len(episode.tokens) - entry.marked)
+        entry.marked = len(episode.tokens)
+        del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
+        self._over[entry.handle] = how
+        if len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]
+        entry.handle, entry.worker = -1, ""
+
+    def _back(self, entry: Entry) -> None:
+        self._settle(entry)
+        entry.moves += 1
+        self.counts.moved += 1
+        self._enqueue(entry)
+
+    def _enqueue(self, entry: Entry) -> None:
+        entry.place = "queued"
+        if entry.episode.finish is not None:
+            entry.place = "turn"
+        elif entry.episode.tokens:
+            self.queue.appendleft(entry.episode.id)
+        else:
+            self.queue.append(entry.episode.id)
+
+    def release(self, worker: str) -> list[str]:
+        """The worker is gone: what it held is queued again, with every token it has."""
+        entries = list(self._by_worker.get(worker, {}).values())
+        for entry in reversed(entries):
+            self._back(entry)
+        self._by_worker.pop(worker, None)
+        return [e.episode.id for e in entries]
+
+    def recall(self, id: str) -> int:
+        """Take a running response back to give it to another. Returns the handle that is over."""
+        entry = self.entries[id]
+        handle = entry.handle
+        self._back(entry)
+        return handle
+
+    def go_on(self, id: str) -> None:
+        """The environment has said something: the next turn."""
+        entry = self.entries[id]
+        assert entry.place == "turn" and entry.episode.finish is None, f"{id} is {entry.place}"
+        entry.marked = len(entry.episode.tokens)
+        self._enqueue(entry)
+
+    def close(self, id: str) -> None:
+        """It is finished, and its group has it."""
+        entry = self.entries.pop(id)
+        assert entry.place == "turn", f"{id} is {entry.place}"
+        self.counts.closed += _made(entry.episode)
+
+    def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
+        """The run does not want these any more. Returns the handles to cancel, by worker."""
+        handles: dict[str, list[int]] = {}
+        gone = set()
+        for id in ids:
+            entry = self.entries.pop(id, None)
+            if entry is None:
+                continue
+            gone.add(id)
+            if entry.place == "running":
+                handles.setdefault(entry.worker, []).append(entry.handle)
+                self._settle(entry, "cancelled")
+            self.counts.withdrawn += _made(entry.episode)
+        if gone:
+            self.queue = deque(i for i in self.queue if i not in gone)
+        return handles
+
+    def lost(self) -> int:
+        """Tokens that were accepted and are nowhere: none, whatever happened."""
+        inside = sum(_made(e.episode, e.marked) for e in self.entries.values())
+        return self.counts.accepted - inside - self.counts.closed - self.counts.withdrawn
+
+    def check(self) -> None:
+        """Raise AssertionError if a rule above is broken."""
+        assert self.lost() == 0, f"{self.lost()} tokens lost: {self.counts}"
+        assert len(set(self.queue)) == len(self.queue), "queued twice"
+        queued = {i for i, e in self.entries.items() if e.place == "queued"}
+        assert queued == set(self.queue), "queue and entries disagree"
+        running = {e.handle for e in self.entries.values() if e.place == "running"}
+        assert running == set(self._running) == {h for held in self._by_worker.values() for h in held}
+        assert not running & set(self._over), "a handle is over and running"
+        for id, e in self.entries.items():
+            n = len(e.episode.tokens)
+            assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: lengths"
+            assert sum(count for _, count in e.episode.runs) == e.marked <= n, f"{id}: versions"
+            assert (e.episode.finish is not None) == (e.place == "turn"), f"{id} is {e.place}"
+            assert e.place == "running" or e.marked == n, f"{id}: tokens of nobody"
+
+
+def _made(episode: Episode, marked: int | None = None) -> int:
+    """Tokens of the policy: those of its runs, and those of an assignment under way."""
+    runs = sum(count for version, count in episode.runs if version >= 0)
+    return runs + (0 if marked is None else len(episode.tokens) - marked)

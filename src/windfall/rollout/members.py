@@ -1,0 +1,184 @@
+"""The workers of a run and their states. Decides who may get work, and who is lost; acts on nothing, reads no clock.
+
+    JOINING ▶ PULLING ▶ READY ⇄ PAUSED ▶ DRAINING ▶ GONE        every state may go straight to GONE
+                 ▲────────┘  (a newer version)
+
+Rules, all in `check()`:
+- only a READY worker that is not suspect, and holds the version asked for, is given work;
+- a worker that is silent for `suspect_s` is suspect: it gets no new work. Any message makes it well again. Silent for
+  `gone_s`, or making no step for `stalled_s` though it has work, it is gone;
+- GONE is final: who comes back is a new worker with a new id;
+- the controller's own stall is not held against anybody: after a late tick every deadline is put off by the delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from windfall.link.messages import Stats
+from windfall.types import Lease
+
+
+class State(StrEnum):
+    JOINING = "joining"
+    PULLING = "pulling"
+    READY = "ready"
+    PAUSED = "paused"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+_NEXT = {
+    State.JOINING: {State.PULLING, State.DRAINING, State.GONE},
+    State.PULLING: {State.READY, State.PULLING, State.DRAINING, State.GONE},
+    State.READY: {State.PULLING, State.PAUSED, State.DRAINING, State.GONE},
+    State.PAUSED: {State.READY, State.PULLING, State.DRAINING, State.GONE},
+    State.DRAINING: {State.GONE},
+    State.GONE: set(),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long a worker may be silent, and how often the controller looks."""
+
+    suspect_s: float = 3.0
+    gone_s: float = 8.0
+    stalled_s: float = 60.0
+    tick_s: float = 0.25
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    id: str
+    name: str
+    lease: Lease
+    joined_s: float
+    seen_s: float
+    state: State = State.JOINING
+    suspect: bool = False
+    version: int = -1
+    digest: str = ""
+    slots: int = 0
+    stats: Stats | None = None
+    pulling_s: float = 0.0
+    """Since when."""
+    made: int = 0
+    """Tokens the ledger took from it."""
+    moved: int = 0
+    """Responses it lost, or gave back, unfinished."""
+    tok_per_s: float = 0.0
+    why: str = ""
+    """Why it is gone, or draining."""
+    _rate_from: tuple[float, int] = field(default=(0.0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    id: str
+    what: Literal["suspect", "well", "gone"]
+    why: str = ""
+
+
+class Members:
+    def __init__(self, patience: Patience | None = None, *, remember: int = 1000) -> None:
+        self.patience = patience or Patience()
+        self.all: dict[str, Member] = {}
+        """Those that are here, and the newest of those that are gone."""
+        self.lost = 0
+        self._remember = remember
+        self._generation: dict[str, int] = {}
+        self._ticked_s: float | None = None
+        self._pull_s = 0.0
+
+    def here(self) -> Iterator[Member]:
+        return (m for m in self.all.values() if m.state is not State.GONE)
+
+    def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
+        """A new member, also when one of this name was here before."""
+        self._generation[name] = n = self._generation.get(name, 0) + 1
+        id = name if n == 1 else f"{name}#{n}"
+        member = Member(id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest)
+        member._rate_from = (now_s, 0)
+        self.all[id] = member
+        return member
+
+    def move(self, id: str, state: State, why: str = "") -> None:
+        member = self.all[id]
+        assert state in _NEXT[member.state], f"{id}: {member.state} cannot become {state}"
+        member.state = state
+        member.why = why or member.why
+        if state is State.GONE:
+            member.suspect = False
+            self._forget()
+
+    def _forget(self) -> None:
+        gone = [i for i, m in self.all.items() if m.state is State.GONE]
+        for id in gone[: max(0, len(gone) - self._remember)]:
+            del self.all[id]
+
+    def pull(self, id: str, now_s: float) -> None:
+        self.move(id, State.PULLING)
+        self.all[id].pulling_s = now_s
+
+    def loaded(self, id: str, version: int, digest: str, slots: int, now_s: float) -> None:
+        member = self.all[id]
+        member.version, member.digest, member.slots = version, digest, slots
+        if member.state is State.PULLING:
+            self.move(id, State.READY)
+            self._pull_s = now_s - member.pulling_s
+
+    def coming(self, now_s: float) -> int:
+        """Workers that should be ready any moment, judged by how long the last pull took. Nobody waits for others."""
+        soon_s = max(0.5, 2 * self._pull_s)
+        return sum(
+            m.state is State.PULLING and not m.suspect and now_s - m.pulling_s < soon_s for m in self.all.values()
+        )
+
+    def seen(self, id: str, now_s: float, stats: Stats | None = None) -> bool:
+        """It has said something. True: it was suspect, and is well again."""
+        member = self.all[id]
+        member.seen_s = now_s
+        if stats is not None:
+            member.stats = stats
+            since_s, made = member._rate_from
+            if now_s - since_s >= 1.0:
+                member.tok_per_s = (member.made - made) / (now_s - since_s)
+                member._rate_from = (now_s, member.made)
+        was, member.suspect = member.suspect, False
+        return was
+
+    def tick(self, now_s: float) -> list[Change]:
+        """Called every `tick_s`. Who has become suspect, and who is gone (the caller then says so with `move`)."""
+        p = self.patience
+        if self._ticked_s is not None and (late_s := now_s - self._ticked_s - 2 * p.tick_s) > 0:
+            for member in self.here():  # nobody could be heard while the controller itself stood still
+                member.seen_s = min(now_s, member.seen_s + late_s)
+        self._ticked_s = now_s
+        changes = []
+        for member in self.here():
+            silent_s = now_s - member.seen_s
+            if silent_s >= p.gone_s:
+                changes.append(Change(member.id, "gone", f"silent for {silent_s:.1f} s"))
+            elif member.stats is not None and member.stats.idle_s >= p.stalled_s:
+                changes.append(Change(member.id, "gone", f"no engine step for {member.stats.idle_s:.0f} s"))
+            elif silent_s >= p.suspect_s and not member.suspect:
+                member.suspect = True
+                changes.append(Change(member.id, "suspect", f"silent for {silent_s:.1f} s"))
+        return changes
+
+    def routable(self, version: int, digest: str) -> list[Member]:
+        return [
+            m for m in self.all.values()
+            if m.state is State.READY and not m.suspect and m.version == version and m.digest == digest
+        ]  # fmt: skip
+
+    def check(self) -> None:
+        """Raise AssertionError if a rule above is broken."""
+        for id, m in self.all.items():
+            assert id == m.id
+            assert m.state is not State.READY or (m.version >= 0 and m.slots > 0), f"{id} is ready with no version"
+            assert m.state is not State.GONE or not m.suspect, f"{id} is gone and suspect"

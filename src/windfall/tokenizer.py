@@ -1,0 +1,238 @@
+"""A tokenizer read from a folder in Hugging Face format without torch or transformers: tokenizers and jinja2 alone.
+
+It has exactly what `text.Text` asks of a tokenizer, under transformers' names and with transformers' defaults, so that
+either may stand for the other. The rules it keeps:
+
+    ids       tokenizer.json decides, its post-processor included; nothing is padded or cut
+    specials  named and extra special tokens of tokenizer_config.json (special_tokens_map.json over it, unless the
+              former lists `added_tokens_decoder`) are added where tokenizer.json lacks them
+    template  chat_template.jinja, else the one in tokenizer_config.json (of several, `default`); it is run in a sandbox
+              in which it can change nothing
+
+Not read: sentencepiece or tiktoken files, Python code in the folder, templates for tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from windfall.errors import WindfallError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What a template can run into: its own refusal, and whatever its expressions raise on messages it did not expect.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Tokenizer:
+    def __init__(self, backend: Backend, specials: Mapping[str, str], chat_template: str | None, where: str) -> None:
+        self._backend = backend
+        self._specials = dict(specials)
+        self._where = where
+        eos = specials.get("eos_token")
+        self.eos_token_id: int | None = None if eos is None else backend.token_to_id(eos)
+        self.chat_template = chat_template
+        self._template = None if chat_template is None else _compile(chat_template, where)
+
+    def encode(self, words: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(words, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: Literal[False] = False,
+    ) -> str:
+        assert not clean_up_tokenization_spaces, "changes what was said; not offered"
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tokenize: Literal[False] = False,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as one string, for `encode(..., add_special_tokens=False)`."""
+        assert not tokenize, "render here, then encode"
+        if self._template is None:
+            raise WindfallError("this tokenizer has no chat template", where=self._where, fix="Encode plain text.")
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._specials,
+            )
+        except _REFUSALS as e:
+            raise WindfallError(
+                f"the chat template cannot render these messages: {e}",
+                where=self._where,
+                fix=f"Roles were: {', '.join(str(m.get('role')) for m in messages) or 'none'}.",
+            ) from e
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder. What cannot be read here is refused with the file's name."""
+    folder = Path(folder)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise WindfallError(
+            "no tokenizer.json in this folder",
+            where=str(folder),
+            fix="Write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+        )
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as e:  # the package raises nothing narrower for a file it cannot read
+        raise WindfallError(f"cannot read the tokenizer: {e}", where=str(file), fix="Fetch the file again.") from e
+    padding = backend.padding
+    backend.no_padding()
+    backend.no_truncation()
+    config = _json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _json(folder / "special_tokens_map.json")
+    if padding:
+        config.setdefault("pad_token", padding["pad_token"])  # a template may ask for it
+    where = str(folder / "tokenizer_config.json")
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    specials, extra = _special_tokens(config, where)
+    _add_missing(backend, config.get("added_tokens_decoder") or {}, [*specials.values(), *extra], where)
+    return Tokenizer(backend, specials, _chat_template(folder, config), str(folder))
+
+
+def stop_ids(folder: Path) -> list[int]:
+    """The ids that end a response by generation_config.json; none where it does not say."""
+    file = Path(folder) / "generation_config.json"
+    stops = _json(file).get("eos_token_id")
+    ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise WindfallError(f"eos_token_id is {stops!r}", where=str(file), fix="Make it an id or a list of ids.")
+    return ids
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise WindfallError(f"cannot be read: {e}", where=str(file), fix="Fetch the file again.") from e
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(_read(file))
+    except ValueError as e:
+        raise WindfallError(f"is not JSON: {e}", where=str(file), fix="Fetch the file again.") from e
+    if not isinstance(found, dict):
+        raise WindfallError("holds no JSON object", where=str(file), fix="Fetch the file again.")
+    return found
+
+
+def _special_tokens(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], list[str]]:
+    """By name, as templates see them, and those without a name. A model may name more than the usual seven."""
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    named = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and isinstance(v, str))}
+    if isinstance(more, dict):
+        named |= more
+        more = []
+    if not isinstance(more, list):
+        raise WindfallError(f"extra_special_tokens is {more!r}", where=where, fix="Make it a list of tokens.")
+    specials = {name: _content(name, token, where) for name, token in named.items() if token is not None}
+    return specials, [_content("extra_special_tokens", token, where) for token in more]
+
+
+def _content(name: str, token: Any, where: str) -> str:
+    """A token is written as its text, or as an object with its text as `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise WindfallError(f"{name} is {token!r}", where=where, fix="Make it a string.")
+    return text
+
+
+def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence[str], where: str) -> None:
+    """In the order of their ids, then of their names: a token new to the vocabulary gets the next free id."""
+    try:
+        fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+        tokens = [
+            AddedToken(**{f: token[f] for f in fields if f in token})
+            for _, token in sorted(listed.items(), key=lambda item: int(item[0]))
+        ]
+    except (AttributeError, TypeError, ValueError) as e:
+        raise WindfallError(f"added_tokens_decoder: {e}", where=where, fix="Fetch the file again.") from e
+    known = {t.content for t in backend.get_added_tokens_decoder().values()} | {t.content for t in tokens}
+    missing = dict.fromkeys(s for s in specials if s not in known)
+    backend.add_tokens([*tokens, *(AddedToken(s, special=True) for s in missing)])
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file, where = folder / "chat_template.jinja", str(folder / "tokenizer_config.json")
+    fix = f"Write the one to use into {file.name}."
+    if file.is_file():
+        return _read(file)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+    if isinstance(template, dict):
+        if "default" not in template:
+            raise WindfallError(f"chat templates {list(template)} and none called default", where=where, fix=fix)
+        template = template["default"]
+    if template is not None and not isinstance(template, str):
+        raise WindfallError(f"the chat template is a {type(template).__name__}, not text", where=where, fix=fix)
+    return template
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the policy said. Here it is a scope like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own annotation
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _compile(template: str, where: str) -> Template:
+    """With the settings and names that templates are written for: those of transformers."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return env.from_string(template)
+    except TemplateSyntaxError as e:
+        raise WindfallError(
+            f"the chat template is not valid: line {e.lineno}: {e.message}",
+            where=where,
+            fix="Write a correct one into chat_template.jinja.",
+        ) from e
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own escapes for HTML; a prompt is no page."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)

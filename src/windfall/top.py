@@ -1,0 +1,79 @@
+"""`windfall top`: the fleet of a run as a live table, or as it was when the run ended. Reads fleet.json only."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from windfall.errors import WindfallError
+from windfall.launch import folder as folders
+
+STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
+COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "made", "moved", "age", "why")
+GONE_SHOWN = 8
+
+
+def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
+    """Until the run ends or Ctrl-C; `once`, or not on a terminal: one table."""
+    said = folders.read_json(run / "fleet.json")
+    if said is None:
+        raise WindfallError("no fleet has been written down here", where=str(run), fix="Has this run been started?")
+    out = Console(highlight=False)
+    if once or not out.is_terminal:
+        out.print(table(said, live=folders.held(run)))
+        return
+    with Live(table(said, live=True), console=out, refresh_per_second=4) as screen:
+        while folders.held(run):
+            said = folders.read_json(run / "fleet.json") or said
+            screen.update(table(said, live=True))
+            time.sleep(every_s)
+        screen.update(table(folders.read_json(run / "fleet.json") or said, live=False))
+
+
+def table(said: dict[str, Any], *, live: bool) -> Group:
+    """Those that are here, then the last few that are gone."""
+    here = [w for w in said["workers"] if w["state"] != "gone"]
+    gone = [w for w in said["workers"] if w["state"] == "gone"]
+    out = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        numbers = name in ("version", "running", "tok/s", "made", "moved", "age")
+        out.add_column(name, justify="right" if numbers else "left", no_wrap=name != "why")
+    for w in here + gone[-GONE_SHOWN:]:
+        price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
+        state = w["state"]
+        out.add_row(
+            escape(w["worker"]), w["kind"] + price, escape(w["device"]), Text(state, style=STYLES.get(state, "")),
+            str(w["version"]) if w["version"] >= 0 else "-", f"{w['running']}/{w['slots']}" if state != "gone" else "-",
+            f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
+            escape(w["why"]),
+        )  # fmt: skip
+    return Group(Text(_head(said, len(here), live)), out)
+
+
+def _head(said: dict[str, Any], here: int, live: bool) -> str:
+    c = said["counts"]
+    ago = max(0.0, time.time() - said["t"])
+    when = "running" if live else "finished" if said["ended"] else "ended without a word"
+    if not live or ago > 5:
+        when += f", as of {_age(ago)} ago"
+    return (
+        f"{said['run']}: step {said['step']}/{said['steps']}, version {said['version']}, {when}\n"
+        f"{here} workers here, {said['lost']} lost; {said['open']} responses open, {said['queued']} queued, "
+        f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
+    )
+
+
+def _age(s: float) -> str:
+    """
+    >>> [_age(x) for x in (5, 125, 7300)]
+    ['5s', '2m05s', '2h01m']
+    """
+    s = int(s)
+    return f"{s}s" if s < 60 else f"{s // 60}m{s % 60:02}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02}m"

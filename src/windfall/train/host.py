@@ -1,0 +1,142 @@
+"""The trainer's process, around the trainer: dials the controller, does what it asks in one thread, publishes weights.
+
+    dial ──▶ TrainerHello(step, weights) ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again when the link ends
+
+What was accumulated for a step under way is dropped with the link: the controller sends it again, from its journal. A
+link that ends between two updates of one step leaves weights that are of no version: the process ends, and the next
+one starts from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.link.base import Link, LinkClosed
+from windfall.link.socket import Dialler
+from windfall.train.base import Trainer
+from windfall.train.checkpoint import State
+from windfall.train.remote import unpack
+
+SHAKE_S = 10.0
+
+
+@dataclass(kw_only=True)
+class TrainerHost:
+    trainer: Trainer
+    state: State
+    publish: Callable[[int], Any]
+    """Makes the trainer's weights readable as this version; returns their manifest."""
+    save: Callable[[State], Any]
+    hello: Callable[..., m.TrainerHello]
+    """Fills in what is known of the run; given protocol, nonce, proof, state, version and digest."""
+    token: str
+    dialler: Dialler
+    address: Callable[[], str]
+    """Where the controller listens now."""
+    patience_s: float = 120.0
+
+    async def run(self) -> int:
+        """Until the controller is gone for good: the exit status."""
+        self._updates = 0
+        alone_s = time.monotonic()
+        with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
+            self._threads = threads
+            self._manifest = await self._do(self.publish, self.state.step)
+            while time.monotonic() - alone_s < self.patience_s:
+                self.dialler.url = self.address()
+                try:
+                    link = await self.dialler.dial(SHAKE_S)
+                    try:
+                        await self._shake(link)
+                        await self._serve(link)
+                    finally:
+                        alone_s = time.monotonic()
+                        await link.close()
+                except LinkClosed:
+                    pass
+                if self._updates:
+                    return 4
+                await self._do(self.trainer.begin)
+                await asyncio.sleep(0.2)
+        return 1
+
+    async def _shake(self, link: Link) -> None:
+        async with asyncio.timeout(SHAKE_S):
+            challenge = await link.receive()
+            if not isinstance(challenge, m.Challenge):
+                raise LinkClosed("not a windfall controller")
+            nonce = auth.nonce()
+            proof = auth.proof(self.token, "trainer", challenge.run, challenge.nonce, nonce)
+            await link.send(
+                self.hello(
+                    protocol=m.PROTOCOL,
+                    nonce=nonce,
+                    proof=proof,
+                    step=self.state.step,
+                    next_task=self.state.next_task,
+                    version=self._manifest.version,
+                    digest=self._manifest.digest,
+                )
+            )
+
+    async def _serve(self, link: Link) -> None:
+        orders: asyncio.Queue[object] = asyncio.Queue()
+
+        async def read() -> None:
+            while True:  # also while the thread works: so that the link's heartbeat is answered
+                orders.put_nowait(await link.receive())
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                getting = asyncio.create_task(orders.get())
+                await asyncio.wait([getting, reading], return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    getting.cancel()
+                    reading.result()
+                try:
+                    reply = await self._obey(getting.result())
+                except Exception as e:  # fault boundary: the controller shows it, and this process ends with it
+                    await link.send(m.Failed(error=f"{type(e).__name__}: {e}"))
+                    raise
+                await link.send(reply)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _obey(self, order: object) -> object:
+        started = time.monotonic()
+        match order:
+            case m.Prepare():
+                fixed = await self._do(self.trainer.prepare, [unpack(s) for s in order.samples])
+                return m.Prepared(old=tuple(np.asarray(s.old, np.float64).tobytes() for s in fixed))
+            case m.Accumulate():
+                await self._do(self.trainer.accumulate, [unpack(s) for s in order.samples])
+                return m.Done(s=time.monotonic() - started)
+            case m.Update():
+                self._updates += 1  # until the step's last, the weights are of no version
+                report = await self._do(self.trainer.finish)
+                if order.step is not None and order.next_task is not None:
+                    self._manifest = await self._do(self.publish, order.step)
+                    self.state, self._updates = State(step=order.step, next_task=order.next_task), 0
+                return m.Updated(
+                    report=asdict(report),
+                    version=self._manifest.version,
+                    digest=self._manifest.digest,
+                    s=time.monotonic() - started,
+                )
+            case m.Save():
+                return m.Saved(path=str(await self._do(self.save, self.state)))
+        raise LinkClosed(f"a {type(order).__name__} was not expected")
+
+    async def _do(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

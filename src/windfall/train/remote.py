@@ -1,0 +1,113 @@
+"""The trainer as the controller sees it: a process behind a link. One thing is asked of it at a time.
+
+A trainer that goes away raises TrainerLost from whatever is being waited for; the next one to dial in takes its place,
+with the step and the weights it has. One that fails says why, and the run ends with that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from windfall.errors import WindfallError
+from windfall.link import messages as m
+from windfall.link.base import Link, LinkClosed
+from windfall.train.base import Report, TrainerLost
+from windfall.train.checkpoint import State
+from windfall.train.sample import Sample
+
+
+class RemoteTrainer:
+    def __init__(self) -> None:
+        self.hello: m.TrainerHello | None = None
+        self._link: Link | None = None
+        self._here = asyncio.Event()
+        self._replies: asyncio.Queue[object] = asyncio.Queue()
+
+    async def attend(self, link: Link, hello: m.TrainerHello) -> None:
+        """The life of one trainer's link."""
+        if self._link is not None:  # the old one may be frozen: the newcomer was started because it is
+            await self._link.close("another trainer has taken over")
+        self._link, self.hello, self._replies = link, hello, asyncio.Queue()
+        replies = self._replies
+        self._here.set()
+        try:
+            while True:
+                replies.put_nowait(await link.receive())
+        except LinkClosed as e:
+            replies.put_nowait(e)
+        finally:
+            if self._link is link:
+                self._link, self.hello = None, None
+                self._here.clear()
+
+    async def connected(self, timeout_s: float) -> m.TrainerHello:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.hello is None:
+                    await self._here.wait()
+        except TimeoutError:
+            raise WindfallError(f"waited {timeout_s:g} s for the trainer to start", fix="See trainer.log.") from None
+        return self.hello
+
+    async def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Fix the log-probs of the policy that the step started from, for steps of several updates."""
+        reply = await self._ask(m.Prepare(samples=tuple(map(pack, samples))), m.Prepared)
+        return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, reply.old, strict=True)]
+
+    async def accumulate(self, samples: Sequence[Sample]) -> float:
+        """Returns how long the trainer worked on it."""
+        return (await self._ask(m.Accumulate(samples=tuple(map(pack, samples))), m.Done)).s
+
+    async def update(self, state: State | None) -> tuple[Report, m.Updated]:
+        """One optimizer update; with `state`, the step's last: the result is published as version `state.step`."""
+        step, task = (state.step, state.next_task) if state else (None, None)
+        reply = await self._ask(m.Update(step=step, next_task=task), m.Updated)
+        return Report(**reply.report), reply  # pyright: ignore[reportArgumentType]
+
+    async def save(self) -> str:
+        return (await self._ask(m.Save(), m.Saved)).path
+
+    async def _ask(self, message: object, expected: type[Any]) -> Any:
+        link, replies = self._link, self._replies
+        if link is None:
+            raise TrainerLost("no trainer is connected")
+        try:
+            await link.send(message)
+        except LinkClosed as e:
+            raise TrainerLost(str(e)) from e
+        # No timeout of its own: a step may take as long as it takes. That the process is alive and not frozen is
+        # what the link's heartbeat says; it ends the link otherwise.
+        reply = await replies.get()
+        if isinstance(reply, m.Failed):
+            raise WindfallError(f"the trainer failed: {reply.error}", fix="See trainer.log in the run's folder.")
+        if isinstance(reply, LinkClosed):
+            raise TrainerLost(str(reply)) from reply
+        if not isinstance(reply, expected):
+            raise TrainerLost(f"it answered a {type(message).__name__} with a {type(reply).__name__}")
+        return reply
+
+
+def pack(sample: Sample) -> m.Sample:
+    s = sample
+    return m.Sample(
+        ids=s.ids, targets=s.targets, behaviour=np.asarray(s.behaviour, np.float64).tobytes(), advantage=s.advantage,
+        limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
+    )  # fmt: skip
+
+
+def unpack(sample: m.Sample) -> Sample:
+    """
+    >>> s = Sample(ids=(1, 2), targets=(1,), behaviour=np.array([-0.1]), advantage=0.5, limit=9)
+    >>> unpack(pack(s)).behaviour.tolist()
+    [-0.1]
+    """
+    s = sample
+    return Sample(
+        ids=s.ids, targets=s.targets, behaviour=np.frombuffer(s.behaviour), advantage=s.advantage, limit=s.limit,
+        old=None if s.old is None else np.frombuffer(s.old),
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""What a version of the weights consists of: tensors, where their bytes lie, and a checksum of every chunk of bytes.
+
+Rules a manifest keeps, and `decode` checks before anyone acts on one:
+
+- a tensor begins at a multiple of 64 bytes, ends inside the buffer, and is as long as its dtype and shape say;
+- two entries share all of their bytes (tied tensors: one range, several names) or none;
+- the buffer is cut into chunks of `chunk_bytes`, the last one shorter; there is one xxh3_64 for each;
+- the digest covers layout and chunk checksums but not the version: same bytes, same digest.
+
+The checksums find damage, not forgery: whoever pulls learns the digest over a link that it trusts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from windfall.errors import WindfallError
+
+ALIGN_BYTES = 64
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 1 << 30
+MAX_BYTES = 1 << 44
+"""16 TiB: no model is larger, so a number above it is an error."""
+MAX_ENTRIES = 1 << 20
+MAX_MANIFEST_BYTES = 128 << 20
+"""Enough for a million tensors; a larger answer is not read."""
+WIDTHS = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
+"""Bytes per element, by torch's name of the dtype."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: int
+    nbytes: int
+    chunk_bytes: int
+    entries: tuple[Entry, ...]
+    chunks: tuple[int, ...]
+    digest: str
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    def ranges(self) -> list[Entry]:
+        """One entry for every range of bytes, in order; tied names are left out."""
+        return sorted({e.offset: e for e in reversed(self.entries) if e.nbytes}.values(), key=lambda e: e.offset)
+
+
+class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A delta is a blob of bytes that turns the weights with digest `base` into those with `digest`."""
+
+    base: str
+    digest: str
+    nbytes: int
+    chunk_bytes: int
+    chunks: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+T = TypeVar("T", Manifest, DeltaManifest)
+
+
+def make(
+    *, version: int, entries: tuple[Entry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]
+) -> Manifest:
+    """The manifest with its digest, checked like one that was received."""
+    digest = _digest(entries, nbytes, chunk_bytes, chunks)
+    made = Manifest(
+        version=version, nbytes=nbytes, chunk_bytes=chunk_bytes, entries=entries, chunks=chunks, digest=digest
+    )
+    _check(made)
+    return made
+
+
+def decode(data: bytes) -> Manifest:
+    manifest = _decode(data, Manifest)
+    _check(manifest)
+    return manifest
+
+
+def decode_delta(data: bytes) -> DeltaManifest:
+    delta = _decode(data, DeltaManifest)
+    _check_chunks(delta)
+    return delta
+
+
+def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[Entry, ...], int]:
+    """Entries and size of the buffer for (name, dtype, shape, storage); equal storage numbers are tied.
+
+    >>> entries, nbytes = layout([("a", "float32", (3,), 0), ("b", "int8", (2, 2), 1), ("tied", "float32", (3,), 0)])
+    >>> [(e.name, e.offset, e.nbytes) for e in entries], nbytes
+    ([('a', 0, 12), ('b', 64, 4), ('tied', 0, 12)], 68)
+    """
+    entries, placed, end = [], {}, 0
+    for name, dtype, shape, storage in tensors:
+        nbytes = width(dtype, name) * math.prod(shape)
+        if storage not in placed:
+            placed[storage] = -(-end // ALIGN_BYTES) * ALIGN_BYTES if nbytes else 0
+            end = max(end, placed[storage] + nbytes)
+        entries.append(Entry(name=name, dtype=dtype, shape=shape, offset=placed[storage], nbytes=nbytes))
+    return tuple(entries), end
+
+
+def width(dtype: str, name: str) -> int:
+    if dtype not in WIDTHS:
+        raise _wrong(f"tensor {name!r} has dtype {dtype!r}", f"Known: {', '.join(WIDTHS)}.")
+    return WIDTHS[dtype]
+
+
+def chunk_count(nbytes: int, chunk_bytes: int) -> int:
+    return -(-nbytes // chunk_bytes)
+
+
+def _digest(entries: tuple[Entry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((entries, nbytes, chunk_bytes, chunks)))
+
+
+def _decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise _wrong(f"cannot be read: {e}") from e
+
+
+def _check(m: Manifest) -> None:
+    _check_chunks(m)
+    if m.version < 0:
+        raise _wrong(f"version {m.version} is negative")
+    if len(m.entries) > MAX_ENTRIES or len({e.name for e in m.entries}) != len(m.entries):
+        raise _wrong(f"{len(m.entries)} tensors, some under one name, or too many")
+    for e in m.entries:
+        if any(n < 0 or n > MAX_BYTES for n in e.shape) or e.nbytes != width(e.dtype, e.name) * math.prod(e.shape):
+            raise _wrong(f"tensor {e.name!r}: {e.nbytes} bytes are not those of {e.dtype} {list(e.shape)}")
+        if e.offset < 0 or e.offset % ALIGN_BYTES or e.offset + e.nbytes > m.nbytes:
+            raise _wrong(f"tensor {e.name!r} at {e.offset} is not aligned or not inside {m.nbytes} bytes")
+    seen: dict[int, Any] = {}
+    for e in m.entries:
+        if e.nbytes and seen.setdefault(e.offset, (e.dtype, e.shape)) != (e.dtype, e.shape):
+            raise _wrong(f"tensor {e.name!r} lies on another one")
+    end = 0
+    for e in m.ranges():
+        if e.offset < end:
+            raise _wrong(f"tensor {e.name!r} lies on another one")
+        end = e.offset + e.nbytes
+    if end != m.nbytes:
+        raise _wrong(f"tensors end at {end}, the buffer at {m.nbytes}")
+    if m.digest != _digest(m.entries, m.nbytes, m.chunk_bytes, m.chunks):
+        raise _wrong("the digest is not that of its content")
+
+
+def _check_chunks(m: Manifest | DeltaManifest) -> None:
+    if not 0 <= m.nbytes <= MAX_BYTES or not MIN_CHUNK_BYTES <= m.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise _wrong(f"{m.nbytes} bytes in chunks of {m.chunk_bytes}")
+    if len(m.chunks) != chunk_count(m.nbytes, m.chunk_bytes) or not all(0 <= c < 1 << 64 for c in m.chunks):
+        raise _wrong(f"{len(m.chunks)} checksums for {m.nbytes} bytes in chunks of {m.chunk_bytes}")
+
+
+def _wrong(what: str, fix: str = "") -> WindfallError:
+    return WindfallError(what, where="weight manifest", fix=fix or "Trainer and worker must run the same windfall.")

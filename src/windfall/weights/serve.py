@@ -1,0 +1,202 @@
+"""Serves what a publisher holds, over HTTP. Everything is a GET, and needs `Authorization: Bearer KEY`.
+
+    /weights/{version}/manifest                    the manifest
+    /weights/{version}/full                        its bytes; `Range: bytes=a-b` for a part of them
+    /weights/{version}/delta/{base}/manifest       the delta from the weights with digest `base`
+    /weights/{version}/delta/{base}                its bytes, or a part of them
+
+401: wrong key. 404: not there. 410: withdrawn, ask for a newer one. 413: a body, which no request may have. 416: a
+range that is none. Rules:
+
+- the kernel sends from the buffer to the socket (sendfile) where there is no TLS;
+- a reader that takes less than a piece in WRITE_TIMEOUT_S is cut off; it may come back and go on where it was;
+- a version that is withdrawn while it is read: its connections are cut before the next piece. What of it was on the
+  way may be mixed with newer bytes; the reader's checksums find that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import re
+import socket
+import struct
+from ssl import SSLContext
+from typing import Any
+
+from aiohttp import web
+
+from windfall.errors import WindfallError
+from windfall.weights.memory import Buffer
+from windfall.weights.publish import Published, Publisher
+
+PIECE_BYTES = 4 << 20
+TLS_PIECE_BYTES = 256 << 10
+WRITE_TIMEOUT_S = 30.0
+RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
+
+
+class Server:
+    def __init__(self, runner: web.AppRunner, port: int) -> None:
+        self.port, self._runner = port, runner
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+
+async def serve(
+    publisher: Publisher,
+    *,
+    host: str,
+    port: int,
+    key: str,
+    ssl: SSLContext | None = None,
+    write_timeout_s: float = WRITE_TIMEOUT_S,
+) -> Server:
+    """Listening when it returns. Port 0 takes a free one."""
+    if not key:
+        raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix="Give the run's token.")
+    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s)
+    app = web.Application(middlewares=[handlers.admit], client_max_size=1024)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", handlers.manifest)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/full", handlers.full)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", handlers.delta_manifest)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", handlers.delta)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=60.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=ssl, backlog=1024).start()
+    except OSError as e:
+        await runner.cleanup()
+        raise WindfallError(f"cannot listen: {e}", where=f"{host}:{port}", fix="Choose another port.") from e
+    return Server(runner, runner.addresses[0][1])
+
+
+class _Handlers:
+    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float) -> None:
+        self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
+        self.write_timeout_s = write_timeout_s
+
+    @web.middleware
+    async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self.key):
+            raise web.HTTPUnauthorized(text="wrong key\n")
+        if request.can_read_body:
+            raise web.HTTPRequestEntityTooLarge(1, request.content_length or 1, text="no request has a body\n")
+        return await handler(request)
+
+    async def manifest(self, request: web.Request) -> web.StreamResponse:
+        return _whole(self._find(request).encoded)
+
+    async def full(self, request: web.Request) -> web.StreamResponse:
+        found = self._find(request)
+        return await self._send(request, found, found.buffer)
+
+    async def delta_manifest(self, request: web.Request) -> web.StreamResponse:
+        return _whole(self._find_delta(request).delta_encoded)
+
+    async def delta(self, request: web.Request) -> web.StreamResponse:
+        found = self._find_delta(request)
+        assert found.delta_buffer is not None
+        return await self._send(request, found, found.delta_buffer)
+
+    def _find(self, request: web.Request) -> Published:
+        version = int(request.match_info["version"])
+        found = self.publisher.find(version)
+        if found is None:
+            current = self.publisher.current
+            if current and version < current.version:
+                raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
+            raise web.HTTPNotFound(
+                text=f"version {version} is not published; current is {current and current.version}\n"
+            )
+        return found
+
+    def _find_delta(self, request: web.Request) -> Published:
+        found = self._find(request)
+        if found.delta is None or found.delta.base != request.match_info["base"]:
+            raise web.HTTPNotFound(text=f"version {found.manifest.version} has no delta from there\n")
+        return found
+
+    async def _send(self, request: web.Request, found: Published, buffer: Buffer) -> web.StreamResponse:
+        start, stop = _range(request, buffer.nbytes)
+        fd = buffer.dup()
+        if fd is None:
+            raise web.HTTPGone(text=f"version {found.manifest.version} is withdrawn\n")
+        part = "Range" in request.headers
+        response = web.StreamResponse(status=206 if part else 200, headers={"Accept-Ranges": "bytes"})
+        response.content_type = "application/octet-stream"
+        response.content_length = stop - start
+        if part:
+            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{buffer.nbytes}"
+        transport = request.transport
+        try:
+            async with asyncio.timeout(self.write_timeout_s):
+                await response.prepare(request)
+            step = TLS_PIECE_BYTES if self.tls else PIECE_BYTES
+            for at in range(start, stop, step):
+                if transport is None or found not in self.publisher.readable:
+                    raise ConnectionResetError("withdrawn")
+                async with asyncio.timeout(self.write_timeout_s):
+                    await self._piece(response, transport, fd, at, min(step, stop - at))
+            await response.write_eof()
+        except (
+            OSError,
+            TimeoutError,
+            RuntimeError,
+        ):  # the reader went, is too slow, or must not go on; only it is hurt
+            _cut(transport)
+        finally:
+            os.close(fd)
+        return response
+
+    async def _piece(
+        self, response: web.StreamResponse, transport: asyncio.Transport, fd: int, at: int, count: int
+    ) -> None:
+        if self.tls:
+            await response.write(os.pread(fd, count, at))
+            return
+        file: Any = _File(fd)
+        if await asyncio.get_running_loop().sendfile(transport, file, at, count, fallback=False) != count:
+            raise ConnectionResetError("the file ended early")
+
+
+def _cut(transport: asyncio.Transport | None) -> None:
+    """Reset the connection: what is queued for it may be mixed with newer bytes, and holds memory."""
+    if transport is not None:
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+
+
+class _File:
+    """All that the event loop's sendfile asks of a file. It moves the file's position, which nobody here uses."""
+
+    mode = "rb"
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+def _whole(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/msgpack")
+
+
+def _range(request: web.Request, nbytes: int) -> tuple[int, int]:
+    header = request.headers.get("Range")
+    if header is None:
+        return 0, nbytes
+    match = RANGE.fullmatch(header)
+    start = int(match[1]) if match else 0
+    stop = int(match[2]) + 1 if match and match[2] else nbytes
+    if match is None or not start < stop <= nbytes:
+        raise web.HTTPRequestRangeNotSatisfiable(
+            headers={"Content-Range": f"bytes */{nbytes}"}, text=f"{header!r} is no range of {nbytes} bytes\n"
+        )
+    return start, stop

@@ -1,0 +1,209 @@
+"""A worker: dials the controller, shows that it may join, builds the engine, serves, dials again when the link ends.
+
+    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ build the engine (once) ──▶ session ──▶ dial again, or end
+                              └───▶ Refused: end (or later, again)
+
+It ends when the controller sends it away or refuses it, when its machine is about to be taken (Notice), or when no
+controller has answered for `patience_s`. Weights and engine outlive a link: after a glitch it is ready again at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import ssl as tls
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from windfall.errors import WindfallError
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.link.base import LinkClosed
+from windfall.link.socket import Dialler, SocketLink
+from windfall.types import Lease
+from windfall.worker import notice as notices
+from windfall.worker.host import Host
+from windfall.worker.session import Session, Weights
+
+SHAKE_S = 10.0
+LEAVE_S = 10.0
+"""After a warning, the controller has so long to send it away."""
+
+
+class Refusal(Exception):
+    def __init__(self, why: str, again: bool) -> None:
+        self.again = again
+        super().__init__(why)
+
+
+class Agent:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        name: str,
+        lease: Lease,
+        build: Callable[[m.Engine], tuple[Any, int]],
+        puller: Any,
+        ssl: tls.SSLContext | None = None,
+        patience_s: float = 300.0,
+        model: str = "",
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:
+        """`build` makes (engine, slots), in a thread; `puller` is a weights.pull.Puller."""
+        self._dialler = Dialler(url, "/worker", m.ToWorker, ssl=ssl)
+        self._token, self._name, self._lease, self._say = token, name, lease, say
+        self._build, self._puller, self._patience_s = build, puller, patience_s
+        self._model = model
+        self._host: Host | None = None
+        self._held: tuple[int, str] = (-1, "")
+        self._session: Session | None = None
+        self._end: asyncio.Future[int]
+
+    async def run(self, clouds: Any = ()) -> int:
+        """Until it ends; the exit status: 0 sent away, 1 no controller or a broken engine, 3 refused."""
+        self._end = asyncio.get_running_loop().create_future()
+        watching = asyncio.create_task(notices.watch(self.warned, clouds=clouds)) if clouds else None
+        living = asyncio.create_task(self._live())
+        try:
+            await asyncio.wait([living, self._end], return_when=asyncio.FIRST_COMPLETED)
+            return self._end.result() if self._end.done() else living.result()
+        finally:
+            for task in (living, watching):
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await task
+            await self._dialler.close()
+
+    def warned(self, notice: notices.Notice) -> None:
+        """The machine will be taken: tell the controller, which sends this worker away in time."""
+        self._say(f"warned by {notice.source}: {notice.detail}")
+        if notice.advice:
+            return
+        loop = asyncio.get_running_loop()
+        if self._session is None:
+            self._finish(0)  # nobody to tell, nothing to hand over
+            return
+        self._session.say(m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail))
+        loop.call_later((notice.left_s or 0.0) + LEAVE_S, self._finish, 0)
+
+    def _finish(self, code: int) -> None:
+        if not self._end.done():
+            self._end.set_result(code)
+
+    async def _live(self) -> int:
+        alone_s, wait_s = time.monotonic(), 0.2
+        while True:
+            try:
+                link = await self._dialler.dial(SHAKE_S)
+                try:
+                    welcome = await self._shake(link)
+                    alone_s, wait_s = time.monotonic(), 0.2
+                    why = await self._attend(link, welcome)
+                    self._say(f"sent away: {why}")
+                    return 0
+                finally:
+                    alone_s = time.monotonic()
+                    await link.close()
+            except Refusal as e:
+                if not e.again:
+                    self._say(f"refused: {e}")
+                    return 3
+                self._say(f"refused for now: {e}")
+            except LinkClosed as e:
+                self._say(f"no link: {e}; dialling again")
+            if time.monotonic() - alone_s > self._patience_s:
+                self._say(f"waited {self._patience_s:g} s for a controller at {self._dialler.url}")
+                return 1
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # not all workers of a fleet at once
+            wait_s = min(5.0, wait_s * 1.6)
+
+    async def _shake(self, link: SocketLink) -> m.Welcome:
+        try:
+            async with asyncio.timeout(SHAKE_S):
+                challenge = await link.receive()
+                if not isinstance(challenge, m.Challenge):
+                    raise LinkClosed(f"{link.peer}: not a windfall controller")
+                if challenge.protocol != m.PROTOCOL:
+                    said = f"the controller speaks protocol {challenge.protocol}, this worker {m.PROTOCOL}"
+                    raise Refusal(f"{said}: install the same version of windfall on both", again=False)
+                nonce = auth.nonce()
+                proof = auth.proof(self._token, "hello", challenge.run, challenge.nonce, nonce)
+                version, digest = self._held
+                await link.send(
+                    m.Hello(
+                        protocol=m.PROTOCOL,
+                        nonce=nonce,
+                        proof=proof,
+                        name=self._name,
+                        lease=self._lease,
+                        model=self._model,
+                        version=version,
+                        digest=digest,
+                    )
+                )
+                answer = await link.receive()
+        except TimeoutError:
+            raise LinkClosed(f"{link.peer}: waited {SHAKE_S:g} s for its Welcome") from None
+        if isinstance(answer, m.Refused):
+            raise Refusal(answer.why, answer.again)
+        if not isinstance(answer, m.Welcome) or not auth.same(
+            answer.proof, auth.proof(self._token, "welcome", challenge.run, challenge.nonce, nonce)
+        ):
+            raise Refusal("the controller does not know the token: it is not the one of this run", again=False)
+        return answer
+
+    async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
+        host = self._host or await self._make_host(link, welcome)
+        session = self._session = Session(link, host, self._pull, heartbeat_s=welcome.heartbeat_s)
+        session.held = self._held
+        self._say(f"joined as {welcome.worker}")
+        try:
+            return await session.serve()
+        finally:
+            self._held, self._session = session.held, None
+
+    async def _make_host(self, link: SocketLink, welcome: m.Welcome) -> Host:
+        """Building takes a while; the heartbeat says meanwhile that somebody is at it."""
+        building = asyncio.ensure_future(asyncio.to_thread(self._build, welcome.engine))
+        while not building.done():
+            await link.send(m.Stats(running=0, made=0, steps=0, idle_s=0.0))
+            await asyncio.wait([building], timeout=welcome.heartbeat_s)
+        try:
+            engine, slots = building.result()
+        except WindfallError as e:
+            raise Refusal(str(e), again=False) from e
+        self._model = welcome.model
+        self._host = Host(engine, slots)
+        loop = asyncio.get_running_loop()
+        self._host.start(lambda: loop.call_soon_threadsafe(self._broken) and None)
+        return self._host
+
+    def _broken(self) -> None:
+        assert self._host is not None
+        error = self._host.failed
+        self._say(f"the engine failed: {type(error).__name__}: {error}")
+        self._finish(1)
+
+    def _pull(self, load: m.Load, give_up: threading.Event) -> Weights:
+        """In a thread. The tensors are views on the puller's buffer, taken over by the engine before the next pull."""
+        before = self._puller.bytes_received
+        held = self._held[1] == load.digest
+        manifest = self._puller.pull(self._reach(load.url), load.version, load.digest, stop=give_up)
+        moved = self._puller.bytes_received - before
+        return Weights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=moved)
+
+    def _reach(self, url: str) -> str:
+        """`_` stands for the controller's host, as it was dialled."""
+        parts = urlsplit(url)
+        if parts.hostname != "_":
+            return url
+        host = urlsplit(self._dialler.url).hostname or "127.0.0.1"
+        return urlunsplit(parts._replace(netloc=f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"))

@@ -1,0 +1,168 @@
+"""One link of a worker, from Welcome to its end: orders in, frames and heartbeats out.
+
+serve()     waits for: orders from the controller      until: the link ends, or the controller says Drain
+_send       waits for: frames of the engine's thread   a bounded number may wait; then the engine does
+_beat       waits for: the next heartbeat
+_load       waits for: the weights (in a thread)       given up when a newer version is asked for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windfall.link import messages as m
+from windfall.link.base import Link, LinkClosed
+from windfall.worker.host import Host
+
+FRAMES = 64
+"""That may wait to be sent before the engine waits, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """What a pull brought: None for `tensors` means that the engine has these weights already."""
+
+    digest: str
+    tensors: Mapping[str, Any] | None
+    bytes: int = 0
+
+
+Pull = Callable[[m.Load, threading.Event], Weights]
+"""Blocking; runs in a thread. The event asks it to give up. Raises any Exception, whose text says why."""
+
+
+class Session:
+    def __init__(self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float) -> None:
+        self.link, self.host, self._pull, self._heartbeat_s = link, host, pull, heartbeat_s
+        self.held: tuple[int, str] = (-1, "")
+        """Version and digest of the weights that the engine has."""
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[object] = asyncio.Queue()
+        self._room = threading.Semaphore(FRAMES)
+        self._over, self._left = threading.Event(), asyncio.Event()
+        self._loading: asyncio.Task[None] | None = None
+        self._give_up = threading.Event()
+
+    async def serve(self) -> str:
+        """Returns why the controller sent it away. Raises LinkClosed when the link ended by itself."""
+        self.host.attach(self._emit)
+        helpers = [asyncio.create_task(self._send()), asyncio.create_task(self._beat())]
+        reading = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait([reading, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for task in (reading, *helpers):
+                if task.done():
+                    return task.result() or ""  # or its error
+            raise AssertionError("nobody ended")
+        finally:
+            self._over.set()
+            self._give_up.set()
+            self.host.detach()
+            for task in [reading, *helpers, *([self._loading] if self._loading else [])]:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, LinkClosed):
+                    await task
+
+    def say(self, message: object) -> None:
+        """From the event loop's thread."""
+        self._outbox.put_nowait(message)
+
+    def _emit(self, message: object) -> None:
+        """From the engine's thread. Waits while too much is unsent, unless the link is over."""
+        while not self._room.acquire(timeout=0.1):
+            if self._over.is_set():
+                return
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the link
+            self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    async def _send(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self.link.send(message)
+            finally:
+                if isinstance(message, m.Tokens | m.Released | m.Rejected):
+                    self._room.release()
+            if isinstance(message, m.Left):
+                self._left.set()
+
+    async def _beat(self) -> None:
+        while True:
+            self.say(self.host.stats())
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _read(self) -> str:
+        while True:
+            match message := await self.link.receive():
+                case m.Assign():
+                    self.host.add(message.work)
+                case m.Cancel():
+                    self.host.cancel(message.handles)
+                case m.Release():
+                    self.host.release(message.handles)
+                case m.Load():
+                    self._begin_loading(message)
+                case m.Pause():
+                    self.host.pause(True)
+                case m.Resume():
+                    self.host.pause(False)
+                case m.Drain():
+                    await self._leave(message.why)
+                    return message.why
+                case m.Refused():
+                    return message.why
+                case _:
+                    raise LinkClosed(f"{self.link.peer}: a {type(message).__name__} was not expected")
+
+    async def _leave(self, why: str) -> None:
+        """What was made is sent, then Left; nothing comes after that."""
+        flushed = asyncio.Event()
+        self.host.finish(lambda: self._loop.call_soon_threadsafe(flushed.set) and None)
+        await flushed.wait()  # at most one engine step
+        self.say(m.Left(why=why))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await self._left.wait()
+
+    def _begin_loading(self, load: m.Load) -> None:
+        self._give_up.set()
+        self._give_up = threading.Event()
+        before, self._loading = self._loading, None
+        self._loading = asyncio.create_task(self._load(load, self._give_up, before))
+
+    async def _load(self, load: m.Load, give_up: threading.Event, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.gather(before, return_exceptions=True)  # one pull at a time uses the buffer
+        if give_up.is_set():
+            return
+        started = time.monotonic()
+        try:
+            weights = await asyncio.to_thread(self._pull, load, give_up)
+            await self._swap(load.version, weights.tensors)
+        except Exception as e:  # fault boundary: whatever it is, the controller is told, and may ask again
+            if not give_up.is_set():
+                self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}"))
+            return
+        self.held = (load.version, weights.digest)
+        took_s = time.monotonic() - started
+        self.say(
+            m.Loaded(
+                version=load.version, digest=weights.digest, slots=self.host.slots, s=took_s, pulled_bytes=weights.bytes
+            )
+        )
+
+    async def _swap(self, version: int, tensors: Mapping[str, Any] | None) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def tell(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_exception(error) if error else done.set_result(None)
+
+        self.host.swap(version, tensors, lambda error: self._loop.call_soon_threadsafe(tell, error) and None)
+        await done

@@ -1,0 +1,258 @@
+"""What every provider keeps, with workers as processes of their own and as forks of the nursery.
+
+Not covered: workers on other machines. Times here are bounds for a busy machine, not measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.fleet import process
+from windfall.fleet.base import Handle, Lease, OnEvent, Provider, Spawn
+from windfall.fleet.local import LocalProvider
+from windfall.fleet.nursery import Nursery
+from windfall.fleet.replay import TraceProvider
+from windfall.fleet.trace import Change
+
+SLEEP = "import time; time.sleep(60)"
+FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+Make = Callable[..., Provider]
+
+
+class Heard:
+    """Everything a provider says, in order."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, name: str, /, **fields: Any) -> None:
+        self.all.append((name, fields))
+
+    def of(self, *names: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.all if name in names]
+
+    async def until(self, count: int, *names: str) -> list[dict[str, Any]]:
+        for _ in range(1000):
+            if len(self.of(*names)) >= count:
+                return self.of(*names)
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"waited 10 s for {count} of {names}: {self.all}")
+
+
+def _local(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:
+    return LocalProvider(spawn, workers, on_event=on_event, grace_s=0.5)
+
+
+def _trace(spawn: Spawn, *, on_event: OnEvent, workers: int = 3) -> Provider:
+    changes = [Change(at_s=0.0, node=f"n{k + 1}", up=True) for k in range(workers)]
+    return TraceProvider(spawn, changes, speedup=10.0, repeat=False, on_event=on_event, grace_s=0.5)
+
+
+@pytest.fixture(params=[_local, _trace], ids=["local", "trace"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return request.param
+
+
+@pytest.fixture(params=["process", "nursery"])
+def spawning(request: pytest.FixtureRequest, tmp_path: Path, toy_env: dict[str, str]) -> Callable[..., Any]:
+    """`async with spawning(code) as spawn`."""
+
+    @asynccontextmanager
+    async def open_(code: str) -> AsyncIterator[Spawn]:
+        nursery = Nursery(entry="toy:main", modules=["json"], log=tmp_path / "nursery.log", env=toy_env)
+
+        async def spawn(name: str, lease: Lease) -> Handle:
+            assert lease.worker == name
+            log = tmp_path / "workers" / f"{name}.log"
+            if request.param == "nursery":
+                return await nursery.start(name=name, argv=["x", code], env=toy_env, log=log)
+            return await process.start(name=name, argv=[sys.executable, "-S", "-c", code], env=toy_env, log=log)
+
+        async with nursery:
+            yield spawn
+
+    return open_
+
+
+@asynccontextmanager
+async def running(provider: Provider) -> AsyncIterator[None]:
+    task = asyncio.create_task(provider.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 10)
+
+
+def test_cancel_ends_all_and_waits(
+    make: Make, spawning: Callable[..., Any], gone: Callable[..., bool], alive: Callable[[int], bool]
+) -> None:
+    heard = Heard()
+
+    async def go() -> Provider:
+        async with spawning(FAMILY + "time.sleep(60)") as spawn:
+            provider = make(spawn, on_event=heard)
+            async with running(provider):
+                started = await heard.until(3, "started")
+                assert len({f["worker"] for f in started}) == 3
+            # The workers have ended. Their children have had SIGKILL, and are gone as soon as the system gets to it.
+            assert all(not alive(f["pid"]) for f in started)
+            left = [pid for f in started for pid in _group(f["pid"])]
+            assert not left or gone(left)
+            return provider
+
+    provider = asyncio.run(go())
+    assert (provider.started, provider.lost) == (3, 0)
+    assert [f["by"] for f in heard.of("exited")] == ["stopped"] * 3
+
+
+def _group(pgid: int) -> list[int]:
+    """The processes of a group that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, _, group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(group) == pgid and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_worker_that_is_killed_is_replaced_by_a_new_one(make: Make, spawning: Callable[..., Any]) -> None:
+    heard = Heard()
+
+    async def go() -> Provider:
+        async with spawning(SLEEP) as spawn:
+            provider = make(spawn, on_event=heard)
+            async with running(provider):
+                victim = (await heard.until(3, "started"))[1]
+                os.kill(victim["pid"], signal.SIGKILL)
+                (new,) = await heard.until(1, "restarted")
+                assert new["instead_of"] == victim["worker"]
+                assert new["worker"] == victim["worker"].removesuffix("1") + "2"
+                assert new["pid"] != victim["pid"]
+            return provider
+
+    provider = asyncio.run(go())
+    assert (provider.started, provider.lost) == (4, 1)
+    assert heard.of("exited")[0]["code"] == -signal.SIGKILL
+    assert heard.of("exited")[0]["by"] == "itself"
+
+
+def test_one_that_keeps_dying_is_started_ever_later(make: Make, spawning: Callable[..., Any]) -> None:
+    heard = Heard()
+
+    async def go() -> float:
+        async with spawning("raise SystemExit(1)") as spawn:
+            began = time.monotonic()
+            async with running(make(spawn, on_event=heard, workers=1)):
+                await heard.until(2, "restarted")
+                return time.monotonic() - began
+
+    assert asyncio.run(go()) >= 0.2 + 0.4
+    assert [f["after_s"] for f in heard.of("restarted")] == [0.2, 0.4]
+
+
+def test_one_that_is_refused_is_not_started_again(make: Make, spawning: Callable[..., Any]) -> None:
+    heard = Heard()
+
+    async def go() -> Provider:
+        async with spawning("raise SystemExit(3)") as spawn:
+            provider = make(spawn, on_event=heard)
+            async with running(provider):
+                await heard.until(3, "refused")
+                await asyncio.sleep(0.3)
+            return provider
+
+    provider = asyncio.run(go())
+    assert (provider.started, provider.lost) == (3, 0)
+
+
+def test_a_deaf_worker_is_killed_after_its_grace(make: Make, spawning: Callable[..., Any], tmp_path: Path) -> None:
+    heard = Heard()
+
+    async def go() -> None:
+        deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('x', flush=True); " + SLEEP
+        async with spawning(deaf) as spawn, running(make(spawn, on_event=heard, workers=1)):
+            (started,) = await heard.until(1, "started")
+            while not (tmp_path / "workers" / f"{started['worker']}.log").read_text():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(go())
+    (exited,) = heard.of("exited")
+    assert (exited["code"], exited["by"]) == (-signal.SIGKILL, "stopped")
+    assert exited["lived_s"] >= 0.5
+
+
+def test_what_may_work_later_is_tried_again(make: Make, spawning: Callable[..., Any]) -> None:
+    heard = Heard()
+
+    async def go() -> Provider:
+        async with spawning(SLEEP) as real:
+            tries: list[str] = []
+
+            async def spawn(name: str, lease: Lease) -> Handle:
+                tries.append(name)
+                if len(tries) <= 2:
+                    raise OSError("no memory to fork")
+                return await real(name, lease)
+
+            provider = make(spawn, on_event=heard, workers=1)
+            async with running(provider):
+                await heard.until(1, "started")
+            return provider
+
+    assert asyncio.run(go()).started == 1
+    assert len(heard.of("spawn_failed")) == 2
+
+
+def test_what_a_person_must_put_right_ends_the_provider_and_its_workers(
+    make: Make, spawning: Callable[..., Any], gone: Callable[..., bool]
+) -> None:
+    heard = Heard()
+
+    async def go() -> None:
+        async with spawning(SLEEP) as real:
+
+            async def spawn(name: str, lease: Lease) -> Handle:
+                if name[1] == "3":
+                    await heard.until(2, "started")
+                    raise WindfallError("no such model")
+                return await real(name, lease)
+
+            with pytest.raises(WindfallError, match="no such model"):
+                await asyncio.wait_for(make(spawn, on_event=heard).run(), 10)
+
+    asyncio.run(go())
+    assert len(heard.of("exited")) == 2
+    assert gone(f["pid"] for f in heard.of("started"))
+
+
+def test_target_is_taken_at_any_time(make: Make, spawning: Callable[..., Any]) -> None:
+    """What it does is the provider's own; that it may be called is the contract."""
+    heard = Heard()
+
+    async def go() -> None:
+        async with spawning(SLEEP) as spawn:
+            provider = make(spawn, on_event=heard)
+            provider.target(2)
+            async with running(provider):
+                provider.target(1)
+                await heard.until(1, "started")
+            provider.target(0)
+
+    asyncio.run(go())

@@ -1,0 +1,206 @@
+"""What networks do to a pull: cut, damage, stall, vanish. Nothing is fetched twice in vain, nothing wrong is used."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from windfall.weights.pull import PullDamaged, PullFailed
+
+HEAD = 400
+"""More than the server's answer to a request has before the bytes."""
+CHUNK = 1 << 16
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"big": torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))}
+
+
+def ranges(asked: list[str]) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for x in asked for a, b in re.findall(r"Range: bytes=(\d+)-(\d+)", x)]
+
+
+def test_goes_on_at_the_byte_where_it_broke(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+
+    def cut(number: int, sent: int, data: bytes) -> bytes | None:
+        return None if sent > 300_000 else data
+
+    proxy = proxied(s, cut)
+    p = s.puller(parallel=1)
+    p.pull(proxy.url, 0, m.digest)
+    assert torch.equal(p.tensors()["big"], w["big"])
+    assert p.retries >= 4_000_000 // 330_000
+    assert p.bytes_received == m.nbytes + len(m.encode())  # every byte once, though the connection broke many times
+    assert proxy.passed <= p.bytes_received + HEAD * len(proxy.asked)
+    starts = [a for a, _ in ranges(proxy.asked)]
+    assert starts == sorted(set(starts))
+    assert any(a % CHUNK for a in starts)  # in the middle of a chunk
+
+
+def test_breaks_on_several_connections(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+    proxy = proxied(s, lambda number, sent, data: None if sent > 100_000 + 7_777 * (number % 5) else data)
+    p = s.puller(parallel=4)
+    p.pull(proxy.url, 0, m.digest)
+    assert torch.equal(p.tensors()["big"], w["big"])
+    assert p.bytes_received == m.nbytes + len(m.encode())
+
+
+def test_a_damaged_chunk_is_fetched_again(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+    damaged = []
+
+    def damage(number: int, sent: int, data: bytes) -> bytes:
+        if sent > 500_000 and len(damaged) < 3 and number not in damaged:
+            damaged.append(number)
+            return data[:-1] + bytes([data[-1] ^ 0x10])
+        return data
+
+    proxy = proxied(s, damage)
+    p = s.puller(parallel=1)
+    p.pull(proxy.url, 0, m.digest)
+    assert len(damaged) == 3
+    assert torch.equal(p.tensors()["big"], w["big"])
+    assert m.nbytes < p.bytes_received <= m.nbytes + len(m.encode()) + 3 * CHUNK  # no more than the damaged chunks
+
+
+def test_what_is_always_damaged_is_never_used(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+
+    def damage(number: int, sent: int, data: bytes) -> bytes:
+        return data[:-1] + bytes([data[-1] ^ 1]) if len(data) == 1 << 14 and sent else data
+
+    p = s.puller(parallel=1, tries=3)
+    with pytest.raises(PullDamaged, match=r"chunk 0 of /weights/0/full came wrong .* 3 times"):
+        p.pull(proxied(s, damage).url, 0, m.digest)
+    assert p.held is None
+    p.pull(s.url, 0, m.digest)
+    assert torch.equal(p.tensors()["big"], w["big"])
+
+
+def test_a_damaged_delta_falls_back_to_the_full_copy(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    on = threading.Event()
+
+    def damage(number: int, sent: int, data: bytes) -> bytes:
+        inside = on.is_set() and any("/delta/" in x and "manifest" not in x for x in proxy.asked[-3:])
+        return data[:-1] + bytes([data[-1] ^ 1]) if inside and sent else data
+
+    proxy = proxied(s, damage)
+    p = s.puller(parallel=1, tries=2)
+    p.pull(proxy.url, 0, s.publisher.publish(0, w).digest)
+    on.set()
+    w["big"][::50] += 1
+    p.pull(proxy.url, 1, s.publisher.publish(1, w).digest)
+    assert p.delta_used == 0
+    assert torch.equal(p.tensors()["big"], w["big"])
+
+
+def test_a_stalled_server_is_left_and_asked_again(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+    free = threading.Event()
+
+    def stall(number: int, sent: int, data: bytes) -> bytes:
+        if number == 1 and sent > 200_000:
+            free.wait(10)
+        return data
+
+    p = s.puller(parallel=1, timeout_s=0.4)
+    began = time.monotonic()
+    p.pull(proxied(s, stall).url, 0, m.digest)
+    free.set()
+    assert 0.4 <= time.monotonic() - began < 3
+    assert p.retries == 1
+    assert p.bytes_received == m.nbytes + len(m.encode())
+    assert torch.equal(p.tensors()["big"], w["big"])
+
+
+def test_server_gone_ends_in_time_and_the_next_pull_goes_on(
+    serving: Callable[..., Any], proxied: Callable[..., Any]
+) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+    p = s.puller(parallel=1, tries=3)
+    proxy = proxied(s, lambda number, sent, data: None if proxy.passed > 2_000_000 else data)
+    began = time.monotonic()
+    with pytest.raises(PullFailed, match=r"/weights/0/full at byte .* 3 tries brought no byte"):
+        p.pull(proxy.url, 0, m.digest)
+    assert time.monotonic() - began < 3
+    assert p.held is None
+    before = p.bytes_received
+    assert before > 1_900_000
+    p.pull(s.url, 0, m.digest)
+    assert p.bytes_received - before <= m.nbytes - before + 2 * len(m.encode()) + CHUNK  # only what was missing
+    assert torch.equal(p.tensors()["big"], w["big"])
+
+
+def test_a_pull_that_broke_off_leaves_nothing_held(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    """The buffer is half one version and half another."""
+    s, w = serving(), weights()
+    p = s.puller(tries=2)
+    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    m = s.publisher.publish(1, {"big": w["big"] + 1})
+    proxy = proxied(s, lambda number, sent, data: None if proxy.passed > 1_000_000 else data)
+    with pytest.raises(PullFailed):
+        p.pull(proxy.url, 1, m.digest)
+    assert p.held is None
+    p.pull(s.url, 1, m.digest)
+    assert torch.equal(p.tensors()["big"], w["big"] + 1)
+
+
+def test_nobody_listens(serving: Callable[..., Any]) -> None:
+    s = serving()
+    m = s.publisher.publish(0, weights())
+    s.close()
+    with pytest.raises(PullFailed, match=r"connecting to 127\.0\.0\.1"):
+        s.puller(tries=3).pull(s.url, 0, m.digest)
+
+
+def test_stop_ends_a_pull_soon(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    s = serving()
+    m = s.publisher.publish(0, weights())
+    stop, free = threading.Event(), threading.Event()
+
+    def stall(number: int, sent: int, data: bytes) -> bytes:
+        if number and sent > 200_000:
+            free.wait(10)
+        return data
+
+    threading.Timer(0.2, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(PullFailed, match="stopped"):
+        s.puller().pull(proxied(s, stall).url, 0, m.digest, stop=stop)
+    assert time.monotonic() - began < 1.5
+    free.set()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 503 later\r\nContent-Length: 0\r\n\r\n",
+        b"x" * 100_000,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n",
+    ],
+)
+def test_something_else_answers(serving: Callable[..., Any], proxied: Callable[..., Any], answer: bytes) -> None:
+    s = serving()
+    m = s.publisher.publish(0, weights())
+    p = s.puller(tries=2, timeout_s=1)
+    with pytest.raises(PullFailed):
+        p.pull(proxied(s, lambda number, sent, data: answer if not sent else None).url, 0, m.digest)
+    assert p.held is None

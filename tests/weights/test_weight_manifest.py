@@ -1,0 +1,105 @@
+"""A manifest comes back as it was, and one that is wrong in any way is refused before anyone acts on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.weights import manifest
+from windfall.weights.manifest import DeltaManifest, Entry, Manifest
+
+
+def made(version: int = 3) -> Manifest:
+    rows = [
+        ("a", "float32", (5, 7), 0),
+        ("b", "bfloat16", (), 1),
+        ("tied", "float32", (5, 7), 0),
+        ("c", "int64", (9,), 2),
+    ]
+    entries, nbytes = manifest.layout(rows)
+    chunks = tuple(range(manifest.chunk_count(nbytes, 128)))
+    return manifest.make(version=version, entries=entries, nbytes=nbytes, chunk_bytes=128, chunks=chunks)
+
+
+def forged(**changes: Any) -> bytes:
+    """Changed, with the digest that belongs to the change: only the other checks can refuse it."""
+    m = msgspec.structs.replace(made(), **changes)
+    digest = manifest._digest(m.entries, m.nbytes, m.chunk_bytes, m.chunks)
+    return msgspec.structs.replace(m, digest=digest).encode()
+
+
+def entry(at: int, **changes: Any) -> dict[str, Any]:
+    entries = list(made().entries)
+    entries[at] = msgspec.structs.replace(entries[at], **changes)
+    return {"entries": tuple(entries)}
+
+
+def test_round_trip() -> None:
+    m = made()
+    assert manifest.decode(m.encode()) == m
+    assert m.nbytes == 192 + 64 + 72
+    assert [e.offset for e in m.entries] == [0, 192, 0, 256]
+    assert [e.name for e in m.ranges()] == ["a", "b", "c"]
+
+
+def test_digest_is_of_the_bytes_not_of_the_version() -> None:
+    assert made(1).digest == made(2).digest
+    other = msgspec.structs.replace(made(), chunks=(9, *made().chunks[1:]))
+    with pytest.raises(WindfallError, match="digest"):
+        manifest.decode(other.encode())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"version": -1}, "negative"),
+        ({"nbytes": 1 << 50}, "bytes in chunks"),
+        ({"nbytes": -1}, "bytes in chunks"),
+        ({"chunk_bytes": 0}, "bytes in chunks"),
+        ({"chunk_bytes": 1 << 40}, "bytes in chunks"),
+        ({"chunks": (1,)}, "1 checksums"),
+        ({"chunks": (0, 1, -2)}, "checksums"),
+        ({"entries": made().entries[:3]}, "tensors end at"),
+        ({"entries": (*made().entries, made().entries[0])}, "under one name"),
+        (entry(0, nbytes=136), "bytes are not those"),
+        (entry(0, shape=(-5, -7)), "bytes are not those"),
+        (entry(0, shape=(1 << 60,)), "bytes are not those"),
+        (entry(0, dtype="float31"), "dtype 'float31'"),
+        (entry(1, offset=190), "not aligned"),
+        (entry(1, offset=-64), "not aligned"),
+        (entry(3, offset=320), "not inside"),
+        (entry(1, offset=128), "lies on another"),
+        (entry(1, offset=0), "lies on another"),
+        (entry(2, shape=(7, 5)), "lies on another"),
+    ],
+)
+def test_what_is_inconsistent_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(WindfallError, match=says):
+        manifest.decode(forged(**changes))
+
+
+def test_what_is_no_manifest_is_refused() -> None:
+    good = made().encode()
+    for bad in (b"", b"\x00", good[:-1], good + b"\x00", msgspec.msgpack.encode({"version": "3"}), b"<html>"):
+        with pytest.raises(WindfallError, match="cannot be read"):
+            manifest.decode(bad)
+    unknown = {**msgspec.to_builtins(made()), "more": 1}
+    with pytest.raises(WindfallError, match="more"):
+        manifest.decode(msgspec.msgpack.encode(unknown))
+
+
+def test_delta_manifest() -> None:
+    d = DeltaManifest(base="0" * 32, digest="1" * 32, nbytes=130, chunk_bytes=64, chunks=(1, 2, 3))
+    assert manifest.decode_delta(d.encode()) == d
+    with pytest.raises(WindfallError, match="checksums"):
+        manifest.decode_delta(msgspec.structs.replace(d, chunks=(1, 2)).encode())
+
+
+def test_an_entry_without_elements() -> None:
+    entries, nbytes = manifest.layout([("none", "float32", (0, 4), 0), ("a", "int8", (3,), 1)])
+    assert entries[0] == Entry(name="none", dtype="float32", shape=(0, 4), offset=0, nbytes=0)
+    m = manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=64, chunks=(7,))
+    assert [e.name for e in m.ranges()] == ["a"]

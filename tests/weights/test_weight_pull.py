@@ -1,0 +1,405 @@
+"""Publish, serve and pull over real sockets on loopback: what arrives is what was published, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from windfall.errors import WindfallError
+from windfall.weights import memory
+from windfall.weights.publish import Publisher
+from windfall.weights.pull import Puller, PullFailed, PullGone
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(seed: int = 0, count: int = 200_000) -> Tensors:
+    g = torch.Generator().manual_seed(seed)
+    tied = torch.randn(100, 300, generator=g)
+    return {
+        "embed": tied,
+        "big": torch.randn(count // 100, 100, generator=g),
+        "half": torch.randn(333, generator=g).bfloat16(),
+        "turned": torch.randn(30, 50, generator=g).T,
+        "steps": torch.tensor(7),
+        "none": torch.empty(0, 3),
+        "head": tied,
+    }
+
+
+def moved(old: Tensors, share: float) -> Tensors:
+    """The same tensors with a share of `big` changed."""
+    big = old["big"].clone()
+    big.view(-1)[torch.rand(big.numel(), generator=torch.Generator().manual_seed(1)) < share] += 1.0
+    return {**old, "big": big}
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def test_full_copy(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(4, w)
+    p = s.puller()
+    assert p.pull(s.url, 4, m.digest) == m == p.held == s.publisher.current
+    assert same(p.tensors(), w)
+    assert p.bytes_received == m.nbytes + len(m.encode())
+    assert (p.retries, p.delta_used) == (0, 0)
+
+
+def test_tied_tensors_are_sent_once_and_come_tied(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+    assert m.nbytes < sum(t.nbytes for t in w.values()) - w["head"].nbytes + 64 * len(w)
+    p = s.puller()
+    p.pull(s.url, 0, m.digest)
+    got = p.tensors()
+    assert got["embed"].data_ptr() == got["head"].data_ptr()
+
+
+def test_views_not_copies(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    p = s.puller()
+    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    p.tensors()["steps"].fill_(9)
+    assert int(p.tensors()["steps"]) == 9
+
+
+def test_cast(serving: Callable[..., Any]) -> None:
+    s, w = serving(dtype="bfloat16"), weights()
+    p = s.puller()
+    m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    got = p.tensors()
+    assert m.nbytes < 0.51 * sum(t.nbytes for k, t in w.items() if k != "head")
+    assert same(got, {k: t.bfloat16() if t.is_floating_point() else t for k, t in w.items()})
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_delta(serving: Callable[..., Any], dtype: str | None) -> None:
+    s, w = serving(dtype=dtype), weights()
+    p = s.puller()
+    first = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    before, new = p.bytes_received, moved(w, 0.02)
+    second = s.publisher.publish(1, new)
+    assert p.pull(s.url, 1, second.digest) == second
+    assert p.delta_used == 1
+    assert p.bytes_received - before < 0.1 * first.nbytes
+    late = s.puller()
+    late.pull(s.url, 1, second.digest)
+    assert late.delta_used == 0
+    assert same(late.tensors(), p.tensors())
+    assert torch.equal(p.tensors()["big"], new["big"].bfloat16() if dtype else new["big"])
+
+
+def test_no_delta_when_everything_changed(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    p = s.puller()
+    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    new = {k: t + 1 for k, t in w.items()}
+    p.pull(s.url, 1, s.publisher.publish(1, new).digest)
+    assert p.delta_used == 0
+    assert all(torch.equal(t, new[k]) for k, t in p.tensors().items())
+
+
+def test_chunks_that_did_not_change_are_not_fetched(serving: Callable[..., Any]) -> None:
+    s, w = serving(delta=False), weights()
+    p = s.puller()
+    m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    before, new = p.bytes_received, {**w, "steps": torch.tensor(8)}
+    m = s.publisher.publish(1, new)
+    p.pull(s.url, 1, m.digest)
+    assert p.bytes_received - before == len(m.encode()) + m.nbytes % m.chunk_bytes
+    assert same(p.tensors(), new)
+
+
+def test_same_bytes_move_nothing(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    p = s.puller()
+    m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    again = s.publisher.publish(1, w)
+    assert again.digest == m.digest
+    s.close()
+    assert p.pull(s.url, 1, again.digest).version == 1
+    assert p.held is not None
+    assert p.held.version == 1
+
+
+def test_a_delta_that_leads_elsewhere_is_made_good(serving: Callable[..., Any]) -> None:
+    """The blob is intact by its own checksums and changes a value it should not: only the result can tell."""
+    s, w = serving(), weights()
+    p = s.puller()
+    p.pull(s.url, 0, s.publisher.publish(0, w).digest)
+    new = moved(w, 0.02)
+    m = s.publisher.publish(1, new)
+    found = s.publisher.readable[0]
+    found.delta_buffer.data[-1] ^= 1
+    hashes = s.publisher._hashes(found.delta_buffer.data)
+    wrong = msgspec.structs.replace(found.delta, chunks=hashes)
+    object.__setattr__(found, "delta_encoded", wrong.encode())
+    before = p.bytes_received
+    p.pull(s.url, 1, m.digest)
+    assert p.delta_used == 0
+    assert same(p.tensors(), new)
+    assert p.bytes_received - before < 0.5 * m.nbytes  # what the delta got right stays
+
+
+def test_eight_readers_at_once(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights(count=500_000)
+    m = s.publisher.publish(0, w)
+    pullers = [s.puller() for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert {x.digest for x in pool.map(lambda p: p.pull(s.url, 0, m.digest), pullers)} == {m.digest}
+    assert all(same(p.tensors(), w) for p in pullers)
+
+
+def _hanging(s: Any, path: str) -> socket.socket:
+    c = socket.socket()
+    c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    c.connect(("127.0.0.1", s.port))
+    c.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {s.key}\r\n\r\n".encode())
+    assert c.recv(1000).startswith(b"HTTP/1.1 200")
+    return c
+
+
+def _read_all(c: socket.socket) -> None:
+    c.settimeout(5)
+    while c.recv(1 << 20):
+        pass
+
+
+def test_readers_that_die_or_stall_disturb_nobody(serving: Callable[..., Any]) -> None:
+    s, w = serving(server={"write_timeout_s": 0.3}), weights(count=4_000_000)
+    m = s.publisher.publish(0, w)
+    for _ in range(5):
+        _hanging(s, "/weights/0/full").close()
+    slow = _hanging(s, "/weights/0/full")
+    p = s.puller()
+    p.pull(s.url, 0, m.digest)
+    assert same(p.tensors(), w)
+    time.sleep(0.6)
+    with pytest.raises(ConnectionResetError):  # cut off before the end, not waited for
+        _read_all(slow)
+    for version in (1, 2, 3):
+        s.publisher.publish(version, w)
+    slow.close()
+
+
+def test_wrong_key_is_refused_at_once(serving: Callable[..., Any]) -> None:
+    s = serving()
+    m = s.publisher.publish(0, weights())
+    began = time.monotonic()
+    with pytest.raises(PullFailed, match="401 wrong key"):
+        s.puller(key="another").pull(s.url, 0, m.digest)
+    assert time.monotonic() - began < 1
+    for path in ("manifest", "full", f"delta/{'0' * 32}/manifest", f"delta/{'0' * 32}"):
+        assert s.ask(f"/weights/0/{path}", key="").startswith(b"HTTP/1.1 401")
+    assert s.ask("/elsewhere", key="x").startswith(b"HTTP/1.1 401")
+
+
+def test_requests_that_are_not_ours_are_refused(serving: Callable[..., Any]) -> None:
+    s = serving()
+    m = s.publisher.publish(0, weights())
+    n = m.nbytes
+    for bad in ("bytes=5-4", f"bytes={n}-", f"bytes=0-{n}", "bytes=-5", "bytes=0-1,3-4", "lines=0-1", "bytes=a-b"):
+        assert s.ask("/weights/0/full", f"Range: {bad}").startswith(b"HTTP/1.1 416"), bad
+    assert s.ask("/weights/0/full", f"Range: bytes={n - 3}-").endswith(
+        b"\r\n\r\n" + bytes(s.publisher.readable[0].buffer.data[-3:])
+    )
+    assert s.ask("/weights/0/full", "Range: bytes=0-0").startswith(b"HTTP/1.1 206")
+    assert s.ask("/weights/0/manifest", "Content-Length: 5", body=b"hello").startswith(b"HTTP/1.1 413")
+    assert s.ask("/weights/0/full", method="POST").startswith(b"HTTP/1.1 405")
+    assert s.ask("/weights/x/full").startswith(b"HTTP/1.1 404")
+    assert s.ask(f"/weights/0/delta/{'0' * 32}").startswith(b"HTTP/1.1 404")
+
+
+def test_withdrawn_and_unknown_versions(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    digests = [s.publisher.publish(v, moved(w, 0.01 * v)).digest for v in range(3)]
+    began = time.monotonic()
+    with pytest.raises(PullGone, match="withdrawn; current is 2"):
+        s.puller().pull(s.url, 0, digests[0])
+    with pytest.raises(PullGone, match="not published"):
+        s.puller().pull(s.url, 9, digests[0])
+    assert time.monotonic() - began < 1
+    for v in (1, 2):
+        p = s.puller()
+        p.pull(s.url, v, digests[v])
+        assert same(p.tensors(), moved(w, 0.01 * v))
+
+
+def test_another_digest_than_the_one_told_is_refused(serving: Callable[..., Any]) -> None:
+    s, w = serving(), weights()
+    m = s.publisher.publish(0, w)
+    p = s.puller(tries=2)
+    with pytest.raises(PullFailed, match=f"{m.digest}, not 0, {'0' * 32}"):
+        p.pull(s.url, 0, "0" * 32)
+    assert p.held is None
+    with pytest.raises(WindfallError, match="no whole version"):
+        p.tensors()
+
+
+def test_publishing_while_readers_read(serving: Callable[..., Any]) -> None:
+    """A reader of an old version ends right or is told; it never holds a mixture."""
+    s, done = serving(), threading.Event()
+    said: dict[int, str] = {}
+    tensors = {v: {"big": torch.full((1_000_000,), float(v))} for v in range(12)}
+
+    def publish() -> None:
+        for v, t in tensors.items():
+            said[v] = s.publisher.publish(v, t).digest
+            time.sleep(0.02)
+        done.set()
+
+    def read(_: int) -> tuple[int, int]:
+        p, right, told = s.puller(parallel=2), 0, 0
+        while not done.is_set():
+            current = s.publisher.current
+            if current is None or current.version not in said:
+                continue
+            try:
+                got = p.pull(s.url, current.version, current.digest)
+            except PullGone:
+                told += 1
+                continue
+            assert torch.equal(p.tensors()["big"], tensors[got.version]["big"])
+            right += 1
+        return right, told
+
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(read, i) for i in range(3)]
+        pool.submit(publish).result(30)
+        outcomes = [r.result(30) for r in readers]
+    assert all(right for right, _ in outcomes)
+
+
+def test_what_is_withdrawn_mid_read_is_cut(serving: Callable[..., Any]) -> None:
+    s, w = serving(), {"big": torch.zeros(8_000_000)}
+    s.publisher.publish(0, w)
+    c = _hanging(s, "/weights/0/full")
+    for v in (1, 2):
+        s.publisher.publish(v, {"big": torch.full((8_000_000,), float(v))})
+    with pytest.raises(ConnectionResetError):
+        _read_all(c)
+    c.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout key.pem"
+    command += " -out cert.pem -subj /CN=test -addext subjectAltName=IP:127.0.0.1"
+    try:
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True, timeout=30)
+    except FileNotFoundError:
+        pytest.skip("no openssl command to make a certificate with")
+    return folder
+
+
+def test_tls(serving: Callable[..., Any], certificate: Path) -> None:
+    inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    inside.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    s, w = serving(server={"ssl": inside}), weights(count=500_000)
+    m = s.publisher.publish(0, w)
+    trusted = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+    p = s.puller(ssl=trusted)
+    p.pull(s.url, 0, m.digest)
+    assert same(p.tensors(), w)
+    m = s.publisher.publish(1, moved(w, 0.01))
+    p.pull(s.url, 1, m.digest)
+    assert p.delta_used == 1
+    with pytest.raises(PullFailed, match="not trusted"):
+        s.puller().pull(s.url, 1, m.digest)
+    with pytest.raises(WindfallError, match="TLS is set up"):
+        p.pull(f"http://127.0.0.1:{s.port}", 2, "0" * 32)
+
+
+def test_publisher_keeps_order_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    for free in (1e12, 0.0):  # in memory; then in files of the folder
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        p, w = Publisher(tmp_path), weights()
+        for v in range(6):
+            p.publish(v, moved(w, 0.01 * v))
+            assert os.listdir(tmp_path) == []
+        assert [x.manifest.version for x in p.readable] == [5, 4]
+        assert p.readable[0].buffer.in_memory == (free > 0)
+        with pytest.raises(WindfallError, match="not newer"):
+            p.publish(5, w)
+        with pytest.raises(WindfallError, match="no tensors"):
+            p.publish(6, {})
+        with pytest.raises(WindfallError, match="no values"):
+            p.publish(6, {"x": torch.empty(3, device="meta")})
+        with pytest.raises(WindfallError, match="complex64"):
+            p.publish(6, {"x": torch.zeros(3, dtype=torch.complex64)})
+        p.publish(6, {"x": torch.ones(5)})  # another layout
+        p.publish(7, {"y": torch.ones(5, dtype=torch.int32)})
+        p.publish(8, {"x": torch.ones(3), "y": torch.ones(2)})
+        p.close()
+        p.close()
+        assert p.current is None
+        with pytest.raises(WindfallError, match="closed"):
+            p.publish(9, w)
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_tensors_may_change_once_copied() -> None:
+    p, w = Publisher(), {"a": torch.zeros(1000)}
+
+    def go_on() -> None:
+        w["a"].fill_(1.0)
+
+    m = p.publish(0, w, copied=go_on)
+    assert not np.frombuffer(p.readable[0].buffer.data, np.float32).any()
+    assert m.digest != p.publish(1, w).digest
+    p.close()
+
+
+def test_an_old_version_is_withdrawn_before_its_buffer_is_written() -> None:
+    p, seen = Publisher(), []
+    for v in range(3):
+        p.publish(v, {"a": torch.full((1000,), float(v))}, copied=lambda: seen.append(p.readable))
+    assert [[x.manifest.version for x in at] for at in seen] == [[], [0], [1]]
+    assert [x.manifest.version for x in p.readable] == [2, 1]
+    p.close()
+
+
+def test_what_lay_in_a_buffer_before_changes_no_digest() -> None:
+    """Bytes between tensors are zero, also where another layout had a tensor."""
+    p, w = Publisher(), {"a": torch.ones(3), "b": torch.ones(13)}
+    for v in range(2):
+        p.publish(v, {"a": torch.ones(29)})
+    used, fresh = p.publish(2, w), Publisher()
+    assert used.nbytes == 29 * 4
+    assert used.digest == fresh.publish(0, w).digest
+    p.close()
+    fresh.close()
+
+
+def test_what_no_puller_can_use_is_refused() -> None:
+    for options in ({"key": ""}, {"key": "a\r\nb"}, {"key": "k", "parallel": 0}, {"key": "k", "timeout_s": 0}):
+        with pytest.raises(WindfallError):
+            Puller(**options)
+    for url in ("ftp://a:1", "http://", "127.0.0.1:9", "http://a:99999", "http://a:1/path"):
+        with pytest.raises(WindfallError, match="address"):
+            Puller(key="k").pull(url, 0, "0" * 32)
+
+
+def test_only_the_ends_need_torch() -> None:
+    code = "import sys; from windfall.weights import publish, pull, serve; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

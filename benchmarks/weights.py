@@ -149,63 +149,51 @@ def _plain(view: memoryview, port: int, connections: int) -> None:
 
 
 def full(out: Console, mib: int, readers: list[int], repeats: int, parallel: int, device: str) -> None:
-    nbytes, plain, server = mib << 20, Child("plain", "--mib", str(mib)), None
-    table = Table(title=f"full pull, {mib} MiB of float32, {parallel} connections, {os.cpu_count()} cores, GB/s")
+    cores = len(os.sched_getaffinity(0))
+    table = Table(title=f"full pull, float32, {parallel} connections per reader, {cores} cores, GB/s")
     for column in ("readers (processes)", "MiB each", "plain, 1 conn.", f"plain, {parallel} conn.", "pull", "of plain"):
         table.add_column(column, justify="right")
-    try:
-        port = plain.answer()["port"]
-        for count in readers:
-            each = min(mib, ALL_READERS_MIB // count)
-            if server is None or each != mib:
-                if server:
-                    server.close()
-                server = Child("serve", "--mib", str(each), "--device", device)
-                told = server.answer()
-                if each == mib:
-                    rates = [each / 953.67 / told[k] for k in ("first_s", "then_s", "copied_s")]
-                    out.print(
-                        f"publish {each} MiB from {device}: {rates[0]:.2f} GB/s the first time, then {rates[1]:.2f} "
-                        f"(the tensors may change again after {told['copied_s']:.3f} of {told['then_s']:.3f} s)"
-                    )
-            figures = _readers(count, each << 20, port, told, repeats, parallel)
-            for name, f in figures.items():
-                one, several, pulled = (
-                    count * (each << 20) / 1e9 / statistics.median(f[k]) for k in ("one", "several", "pull")
+    for count in readers:
+        each = min(mib, ALL_READERS_MIB // count)
+        plain, server = Child("plain", "--mib", str(each)), Child("serve", "--mib", str(each), "--device", device)
+        try:
+            port, told = plain.answer()["port"], server.answer()
+            if each == mib and count == readers[0]:
+                first, then = (each / 953.67 / told[k] for k in ("first_s", "then_s"))
+                out.print(
+                    f"publish {each} MiB from {device}: {first:.2f} GB/s the first time, then {then:.2f} "
+                    f"(the tensors may change again after {told['copied_s']:.3f} of {told['then_s']:.3f} s)"
                 )
-                share = f"{pulled / one:.0%} / {pulled / several:.0%}"
-                table.add_row(f"{count}{name}", str(each), f"{one:.2f}", f"{several:.2f}", f"{pulled:.2f}", share)
-    finally:
-        plain.close()
-        if server:
+            for name, took in _readers(count, each << 20, port, told, repeats, parallel).items():
+                rates = {k: count * (each << 20) / 1e9 / statistics.median(v) for k, v in took.items()}
+                shares = f"{rates['pull'] / rates['one']:.0%} / {rates['pull'] / rates['several']:.0%}"
+                table.add_row(f"{count}{name}", str(each), *(f"{r:.2f}" for r in rates.values()), shares)
+        finally:
+            plain.close()
             server.close()
-    assert nbytes
     out.print(table)
 
 
 def _readers(
     count: int, nbytes: int, plain: int, told: dict[str, Any], repeats: int, parallel: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds from the word go to the last reader's end, by what was done."""
-    warm: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
+    """Seconds from the word go to the last reader's end, by what was done; first into fresh memory, then again."""
+    again: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
     fresh: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
     versions = list(told["versions"].items())
-    for outer in range(3 if count == 1 else 1):
+    for _ in range(3 if count == 1 else 1):
         children = [Child("read", "--parallel", str(parallel)) for _ in range(count)]
         _all(children, op="nothing")
         for i in range(repeats + 1):
+            copy = {"op": "plain", "port": plain, "nbytes": nbytes, "fresh": i == 0}
             version, digest = versions[i % 2]
-            keep = warm if i else fresh
-            first = i == 0
-            keep["one"].append(_all(children, op="plain", port=plain, nbytes=nbytes, connections=1, fresh=first))
+            keep = again if i else fresh
+            keep["one"].append(_all(children, **copy, connections=1))
             keep["pull"].append(_all(children, op="pull", port=told["port"], version=int(version), digest=digest))
-            keep["several"].append(
-                _all(children, op="plain", port=plain, nbytes=nbytes, connections=parallel, fresh=first)
-            )
+            keep["several"].append(_all(children, **copy, connections=parallel))
         for c in children:
             c.close()
-        del outer
-    return {"": warm, ", first pull": fresh} if count == 1 else {"": warm}
+    return {"": again, ", first pull": fresh} if count == 1 else {"": again}
 
 
 def _all(children: list[Child], **what: Any) -> float:
@@ -298,24 +286,16 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
 
 
 def _pull_both(port: int, publisher: Any) -> tuple[float, float]:
-    """Seconds for the version before as a full copy into a buffer in use, and for the step to the current one."""
+    """Seconds for a full copy of the version before, from the current one, and for the step forward again."""
     new, old = (p.manifest for p in publisher.readable)
-    figures: dict[str, list[float]] = {"full": [], "step": []}
+    took: dict[int, list[float]] = {old.version: [], new.version: []}
     reader = Child("read", "--parallel", "4")
-    spoiled = Child("read", "--parallel", "4")
-    for _ in range(5):
-        for what, made, child in (("-", old, reader), ("step", new, reader)):
-            child.ask(op="pull", port=port, version=made.version, digest=made.digest)
-            answer = child.answer()
-            if what == "step":
-                figures["step"].append(answer["s"])
-        spoiled.close()
-        spoiled = Child("read", "--parallel", "4")
-        spoiled.ask(op="pull", port=port, version=new.version, digest=new.digest)
-        figures["full"].append(spoiled.answer()["s"])
+    for _ in range(6):
+        for made in (old, new):
+            reader.ask(op="pull", port=port, version=made.version, digest=made.digest)
+            took[made.version].append(reader.answer()["s"])
     reader.close()
-    spoiled.close()
-    return statistics.median(figures["full"]), statistics.median(figures["step"])
+    return statistics.median(took[old.version][1:]), statistics.median(took[new.version][1:])
 
 
 def main() -> None:

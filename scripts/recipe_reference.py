@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall import config
+from windfall.config import file, sections
 
 HEAD = """# Recipes
 
@@ -17,9 +17,9 @@ any work starts. This page is written by `scripts/recipe_reference.py`.
 def rows(section: Any) -> list[str]:
     out = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in section.model_fields.items():
-        if section is not config.Recipe and name == "name" and field.is_required():
+        if section is not sections.Recipe and name == "name" and field.is_required():
             continue  # an environment's own name
-        shown = "-" if field.default is None else f"`{config._toml(_plain(field.default))}`"
+        shown = "-" if field.default is None else f"`{file._toml(_plain(field.default))}`"
         default = "required" if field.is_required() else shown
         out.append(f"| `{name}` | {default} | {' '.join((field.description or '').split())} |")
     return out
@@ -37,9 +37,9 @@ def _plain(value: Any) -> Any:
 
 def page() -> str:
     parts = [HEAD]
-    for name, field in config.Recipe.model_fields.items():
+    for name, field in sections.Recipe.model_fields.items():
         if name == "env":
-            for kind in get_args(get_args(config.Env)[0]):
+            for kind in get_args(get_args(sections.Env)[0]):
                 label = get_args(kind.model_fields["name"].annotation)[0]
                 parts.append("\n".join([f'## [env] with name = "{label}"', "", *rows(kind), ""]))
         else:

@@ -13,8 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from windfall import __version__, cli, config, launch
+from windfall import __version__, cli, config
 from windfall.errors import WindfallError
+from windfall.launch import supervisor, training
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -30,7 +31,7 @@ def commands(group: typer.core.TyperGroup, *path: str) -> Iterator[tuple[str, ..
     for name, command in group.commands.items():
         if isinstance(command, typer.core.TyperGroup):
             yield from commands(command, *path, name)
-        else:
+        elif not command.hidden:
             yield (*path, name)
 
 
@@ -107,7 +108,7 @@ def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "train", interrupted)
+    monkeypatch.setattr(supervisor, "train", interrupted)
     code, _, err = windfall("train", "small.toml")
     assert code == 130
     assert "Traceback" not in err
@@ -118,4 +119,4 @@ def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None
 
     recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
-        launch.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", 20)
+        training.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", 20)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall import config
-from windfall.config import Recipe, dump, load, parse
+from windfall.config import Recipe, dump, load, parse, sections
 from windfall.errors import WindfallError
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").rglob("*.toml"))
@@ -119,9 +118,9 @@ def test_bad_toml(tmp_path: Path, content: bytes) -> None:
 
 
 def test_every_environment_can_be_named() -> None:
-    union = get_args(config.Env)[0]
-    assert set(config._ENVS.values()) == set(get_args(union))
-    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in config._ENVS.items())
+    union = get_args(sections.Env)[0]
+    assert set(sections.ENVS.values()) == set(get_args(union))
+    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in sections.ENVS.items())
 
 
 def again(recipe: Recipe, folder: Path) -> Recipe:

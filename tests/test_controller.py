@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,28 @@ from windfall.config import parse
 from windfall.controller import HELD_OUT, Controller
 from windfall.events import EventLog, read
 from windfall.rollout.manager import Stopped
-from windfall.train.base import Report
+from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import State
 from windfall.types import Group, Response, Sampling, Task
 
 
 class World:
-    """Engine, trainer and rollout in one, writing down in `done` what it was asked for."""
+    """Fleet, trainer and rollout in one, writing down in `done` what it was asked for."""
 
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
-        self.made = self.missing = 0
+        self.made = self.restored = self.missing = 0
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
+        self.deaths: list[str] = []
+        """At which requests the trainer dies, in this order."""
+        self.kept = State(step=0, next_task=0)
+        """What a new trainer starts from."""
         self._rewards, self._stop_at, self._updates = rewards, stop_at, 0
 
     async def groups(
-        self, tasks: range, *, size: int, sampling: Sampling, in_order: bool = False
-    ) -> AsyncIterator[Group]:
+        self, tasks: range, *, size: int, sampling: Sampling, in_order: bool = False, scope: str = ""
+    ) -> AsyncGenerator[Group]:
         held_out = tasks[0] >= HELD_OUT
         self.done.append(("eval", len(tasks)) if held_out else ("draw", tasks[0], len(tasks)))
         for index in tasks:
@@ -45,25 +48,43 @@ class World:
                          versions=(0,) * len(t), finish="stop", reward=r)
                 for i, (t, r) in enumerate(zip(rows, self._rewards(index), strict=False))))  # fmt: skip
 
-    def prepare(self, samples: Sequence[Any]) -> list[Any]:
+    def _live(self, request: str) -> None:
+        if self.deaths and self.deaths[0] == request:
+            self.deaths.pop(0)
+            self.done.append(("died", request))
+            raise TrainerLost(request)
+
+    async def prepare(self, samples: Sequence[Any]) -> list[Any]:
+        self._live("prepare")
         self.done.append(("prepare", len(samples)))
         return list(samples)
 
-    def accumulate(self, samples: Sequence[Any]) -> None:
+    async def accumulate(self, samples: Sequence[Any]) -> float:
+        self._live("accumulate")
         self.done.append(("accumulate", len(samples)))
+        return 0.0
 
-    def finish(self) -> Report:
-        self.done.append(("finish",))
+    async def update(self, state: State | None) -> tuple[Report, int | None]:
+        self._live("update")
+        self.done.append(("update",))
         self._updates += 1
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": self._updates - 1 in self.skip}
-        return Report(**values)  # pyright: ignore
+        return Report(**values), state.step if state else None  # pyright: ignore
 
-    def swap(self, version: int) -> None:
-        self.done.append(("swap", version))
+    async def connect(self) -> State:
+        self.done.append(("connect", self.kept.step))
+        return self.kept
 
-    def save(self, state: State) -> str:
-        self.done.append(("save", state.step, state.next_task))
+    def offer(self, version: int) -> None:
+        self.done.append(("offer", version))
+
+    async def save(self) -> str:
+        self._live("save")
         return "somewhere"
+
+    def saved(self, state: State) -> None:
+        self.kept = state
+        self.done.append(("save", state.step, state.next_task))
 
     def run(self, folder: Path, start: State | None = None, **sections: Any) -> State:
         defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
@@ -71,12 +92,12 @@ class World:
         algorithm = algorithms.make(recipe.algorithm.name)
         it: Any = self
         events = EventLog(folder / "events.jsonl")
-        with ThreadPoolExecutor(1) as threads:
-            controller = Controller(
-                recipe=recipe, algorithm=algorithm, engine=it, trainer=it, rollout=it, events=events, threads=threads,
-                save=self.save, micro_tokens=1000, state=start or State(step=0, next_task=0),
-            )  # fmt: skip
-            reached = asyncio.run(controller.run())
+        self.kept = start or self.kept
+        controller = Controller(
+            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, events=events, connect=self.connect,
+            offer=self.offer, saved=self.saved, micro_tokens=1000,
+        )  # fmt: skip
+        reached = asyncio.run(controller.run())
         events.close()
         return reached
 
@@ -91,12 +112,12 @@ def mixed(index: int) -> list[float | None]:
 def test_what_is_done_when(tmp_path: Path) -> None:
     world = World(mixed)
     reached = world.run(tmp_path, run={"steps": 5}, eval={"tasks": 4, "every": 2}, checkpoint={"every": 2})
-    step = lambda first, n: [("draw", first, 2), ("accumulate", 4), ("finish",), ("swap", n)]  # noqa: E731
+    step = lambda first, n: [("draw", first, 2), ("accumulate", 4), ("update",), ("offer", n)]  # noqa: E731
     save = lambda n: [("save", n, 2 * n)]  # noqa: E731
-    test = lambda n: [("eval", 4), ("swap", n)]  # noqa: E731  # an evaluation leaves no page behind
+    test = [("eval", 4)]
     assert world.done == [
-        *test(0), *step(0, 1), *step(2, 2), *save(2), *test(2), *step(4, 3), *step(6, 4), *save(4), *test(4),
-        *step(8, 5), *save(5), *test(5)]  # fmt: skip
+        ("connect", 0), *test, *step(0, 1), *step(2, 2), *save(2), *test, *step(4, 3), *step(6, 4), *save(4), *test,
+        *step(8, 5), *save(5), *test]  # fmt: skip
     assert reached == State(step=5, next_task=10)
 
 
@@ -104,7 +125,7 @@ def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:
     world = World(mixed)
     world.run(tmp_path, start=State(step=2, next_task=9))
     assert world.only("draw", "eval", "save") == [("draw", 9, 2), ("save", 3, 11), ("eval", 4)]
-    assert world.only("swap") == [("swap", 3), ("swap", 3)]
+    assert world.only("offer") == [("offer", 3)]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +137,7 @@ def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tup
     world = World(mixed, stop_at)
     reached = world.run(tmp_path)
     assert world.done[-1] == ("save", *saved)
-    evaluated = stop_at != HELD_OUT
-    assert world.only("swap") == [("swap", n) for n in range(0 if evaluated else 1, saved[0] + 1)]
+    assert world.only("offer") == [("offer", n) for n in range(1, saved[0] + 1)]
     assert world.only("eval") == [("eval", 4)]
     assert reached == State(step=saved[0], next_task=saved[1])
     assert read(tmp_path / "events.jsonl")[-1]["name"] == "stopped"
@@ -148,8 +168,8 @@ def test_several_updates_of_one_step(tmp_path: Path) -> None:
     world.skip = {0}
     world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2}, eval={"tasks": 0})
     assert world.done == [
-        ("draw", 0, 2), ("prepare", 2), ("prepare", 2), ("accumulate", 2), ("finish",), ("accumulate", 2), ("finish",),
-        ("swap", 1), ("save", 1, 2)]  # fmt: skip
+        ("connect", 0), ("draw", 0, 2), ("prepare", 2), ("prepare", 2), ("accumulate", 2), ("update",),
+        ("accumulate", 2), ("update",), ("offer", 1), ("save", 1, 2)]  # fmt: skip
     events = {e["name"]: e for e in read(tmp_path / "events.jsonl")}
     assert events["update_skipped"]["step"] == 1
     assert events["step"]["trained"] == 6
@@ -161,3 +181,28 @@ def test_response_without_a_reward_is_not_trained_on(tmp_path: Path) -> None:
     assert world.only("accumulate") == [("accumulate", 1)]
     step = next(e for e in read(tmp_path / "events.jsonl") if e["name"] == "step")
     assert (step["reward"], step["responses"], step["mean_length"]) == (1.0, 4, 1.5)
+
+
+def test_lost_trainer_is_waited_for_and_its_steps_are_done_again(tmp_path: Path) -> None:
+    world = World(mixed)
+    world.deaths = ["accumulate"]
+    reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": 1})
+    assert reached == State(step=2, next_task=4)
+    first = [("draw", 0, 2), ("accumulate", 4), ("update",), ("offer", 1), ("save", 1, 2)]
+    assert world.done == [
+        ("connect", 0), ("eval", 4), ("draw", 0, 2), ("died", "accumulate"), ("connect", 0), *first,
+        ("draw", 2, 2), ("accumulate", 4), ("update",), ("offer", 2), ("save", 2, 4), ("eval", 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize("death", ["accumulate", "update", "save", "prepare"])
+def test_steps_since_the_checkpoint_are_done_again(tmp_path: Path, death: str) -> None:
+    world = World(mixed)
+    end = world.run(tmp_path, run={"steps": 3}, checkpoint={"every": 2}, train={"minibatches": 2})
+    again = World(mixed)
+    again.deaths = [death, death]
+    assert again.run(tmp_path / "again", run={"steps": 3}, checkpoint={"every": 2}, train={"minibatches": 2}) == end
+    assert len(again.only("died")) == 2
+    assert again.only("save")[-1] == world.only("save")[-1]
+    assert again.only("eval") == world.only("eval")  # none is made twice
+    lost = [e["name"] for e in read(tmp_path / "again" / "events.jsonl")].count("trainer_lost")
+    assert lost == 2

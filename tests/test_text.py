@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from windfall.launch import text_for
+from windfall.launch.training import text_for
+from windfall.models import load_tokenizer
 from windfall.text import Text
 
 CHATML = (
@@ -115,4 +116,4 @@ def test_stop_ids(eos: str | None, extra: list[str], stop: set[str]) -> None:
 @pytest.mark.parametrize(("configured", "stop"), [(None, {2}), (2, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
 def test_stop_ids_of_the_model_count_too(configured: Any, stop: set[int]) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
-    assert text_for("tiny", model).stop == stop
+    assert text_for(load_tokenizer("tiny"), model).stop == stop

@@ -67,7 +67,7 @@ class Console:
                 if self._task is not None:
                     self._bar.update(self._task, completed=event["step"])
             case "worker_joined":
-                self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['kind']}, {event['device']})")
+                self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['lease']}, {event['device']})")
             case "worker_lost":
                 self._out.print(
                     f"[red]-[/] {escape(event['worker'])} lost: {escape(event['why'])}; {event['moved']} responses go "

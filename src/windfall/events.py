@@ -59,6 +59,7 @@ class EventLog:
             self._write("span", name, {**fields, "s": time.monotonic() - start})
 
     def _write(self, kind: str, name: str, fields: dict[str, Any]) -> None:
+        assert not {"t", "m", "kind", "name"} & fields.keys(), f"{name}: a field would hide one that every event has"
         event = _plain({"t": time.time(), "m": time.monotonic(), "kind": kind, "name": name} | fields)
         self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
         self._file.flush()

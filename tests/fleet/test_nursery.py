@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -177,6 +178,25 @@ def test_a_request_that_is_cancelled_leaves_no_worker(within: Callable[..., None
         os.kill(nursery.pid, signal.SIGCONT)
         assert await (await start("b", "pass")).wait() == 0  # so the request before it was answered
         children = Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children")
+        while children.read_text():
+            await asyncio.sleep(0.01)
+
+    within(test)
+
+
+def test_a_request_cancelled_as_its_answer_comes_leaves_no_worker(within: Callable[..., None]) -> None:
+    async def test(nursery: Nursery, start: Start) -> None:
+        await nursery.ready()
+        children = Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children")
+        request = asyncio.ensure_future(start("a", SLEEP))
+        await asyncio.sleep(0)
+        while not children.read_text():  # without letting the loop run
+            pass
+        time.sleep(0.1)  # now the answer lies in the socket
+        loop = asyncio.get_running_loop()
+        loop.call_later(0, lambda: loop.call_soon(request.cancel))
+        with pytest.raises(asyncio.CancelledError):
+            await request
         while children.read_text():
             await asyncio.sleep(0.01)
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +196,26 @@ def test_a_deaf_worker_is_killed_after_its_grace(make: Make, spawning: Callable[
     (exited,) = heard.of("exited")
     assert (exited["code"], exited["by"]) == (-signal.SIGKILL, "stopped")
     assert exited["lived_s"] >= 0.5
+
+
+def test_a_spawn_that_forgets_its_cancellation_leaves_no_worker(make: Make, spawning: Callable[..., Any]) -> None:
+    heard = Heard()
+
+    async def go() -> None:
+        async with spawning(SLEEP) as real:
+            began = asyncio.Event()
+
+            async def spawn(name: str, lease: Lease) -> Handle:
+                began.set()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+                return await real(name, lease)
+
+            async with running(make(spawn, on_event=heard, workers=1)):
+                await began.wait()
+
+    asyncio.run(go())
+    assert [f["by"] for f in heard.of("exited")] == ["stopped"]
 
 
 def test_what_may_work_later_is_tried_again(make: Make, spawning: Callable[..., Any]) -> None:

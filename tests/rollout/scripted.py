@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from windfall.config import Rollout as Options
 from windfall.events import EventLog
-from windfall.rollout.manager import Rollout
+from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.manager import Rollout, seed_of
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
+from windfall.worker.inside import inside
 
 STOP = 0
+SEED = 3
+NAMES = {seed_of(SEED, task, sibling): f"{task}/{sibling}" for task in range(100) for sibling in range(8)}
+"""A worker knows a response by a handle only; a script goes by its name."""
 
 
 class Words:
@@ -32,12 +37,11 @@ class Words:
 
 
 class Scripted:
-    """Keeps to the Engine seam. `script(request)` is all that a request will get if nothing cuts it."""
+    """Keeps to the Engine seam. `script(request)` is all that a request will get if nothing cuts it. Requests have the
+    names of their responses here."""
 
-    def __init__(self, script: Callable[[Request], str], longest: int = 10**9) -> None:
+    def __init__(self, script: Callable[[Request], str]) -> None:
         self.version = 0
-        self.longest = longest
-        """Prompt and response together: an engine may have a limit of its own."""
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.stepped: Callable[[], object] = lambda: None
@@ -50,27 +54,28 @@ class Scripted:
 
     def add(self, request: Request) -> None:
         assert request.id not in self._running, f"{request.id} was added twice"
+        handle, request = request.id, replace(request, id=NAMES.get(request.seed, request.id))
         self.requests.append(request)
-        self._running[request.id] = (request, [*map(ord, self._script(request)), STOP][::-1])
+        self._running[handle] = (request, [*map(ord, self._script(request)), STOP][::-1])
 
     def cancel(self, id: str) -> None:
-        if self._running.pop(id, None):
-            self.cancelled.append(id)
+        found = self._running.pop(id, None)
+        if found:
+            self.cancelled.append(found[0].id)
 
     def step(self) -> list[Chunk]:
-        chunks = [self._next(request, left) for request, left in list(self._running.values())]
+        chunks = [self._next(handle, request, left) for handle, (request, left) in list(self._running.items())]
         self.stepped()
         return chunks
 
-    def _next(self, request: Request, left: list[int]) -> Chunk:
+    def _next(self, handle: str, request: Request, left: list[int]) -> Chunk:
         made = len(self._script(request)) + 1 - len(left)
         token = left.pop()
-        limit = min(request.max_tokens, self.longest - len(request.prompt))
-        finish: Finish | None = "stop" if token == STOP else "length" if made + 1 == limit else None
+        finish: Finish | None = "stop" if token == STOP else "length" if made + 1 == request.max_tokens else None
         if finish:
-            del self._running[request.id]
+            del self._running[handle]
         return Chunk(
-            id=request.id, position=request.position + made, tokens=(token,), logprobs=(-token / 256,),
+            id=handle, position=request.position + made, tokens=(token,), logprobs=(-token / 256,),
             version=self.version, finish=finish,
         )  # fmt: skip
 
@@ -94,20 +99,25 @@ class Asks:
 
 
 @asynccontextmanager
-async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> AsyncIterator[tuple[Rollout, asyncio.Event]]:
-    """A Rollout over these, and the event that stops it."""
-    events, stop = EventLog(folder / "events.jsonl"), asyncio.Event()
-    with ThreadPoolExecutor(1) as threads:
-        options = {"max_tokens": 100, "reward_tries": 1, "reward_timeout_s": 20.0} | options
-        text: Any = Words()
-        yield Rollout(engine, env, text, Options(**options), seed=3, events=events, threads=threads, stop=stop), stop
+async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> AsyncIterator[Rollout]:
+    """A Rollout over these, with a single worker in this process."""
+    events = EventLog(folder / "events.jsonl")
+    dispatch = Dispatch(events=events)
+    options = {"max_tokens": 100, "reward_tries": 1, "reward_timeout_s": 20.0} | options
+    text: Any = Words()
+    rollout = Rollout(dispatch, env, text, Options(**options), seed=SEED, events=events)
+    async with inside(dispatch, engine, slots=256, on_failure=rollout.interrupt):
+        dispatch.set_offer(Offer(version=engine.version, digest="as it is", url=""))
+        yield rollout
+        dispatch.ledger.check()
+        dispatch.members.check()
     events.close()
 
 
 def run(engine: Any, env: Asks, folder: Path, *, tasks: Sequence[int], size: int = 1, in_order: bool = False,
         **options: Any) -> tuple[list[Any], Rollout]:  # fmt: skip
     async def all_groups() -> tuple[list[Any], Rollout]:
-        async with rolling(engine, env, folder, **options) as (rollout, _):
+        async with rolling(engine, env, folder, **options) as rollout:
             groups = rollout.groups(tasks, size=size, sampling=Sampling(top_k=9), in_order=in_order)
             return [g async for g in groups], rollout
 

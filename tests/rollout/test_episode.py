@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.rollout.episode import Episode
-from windfall.types import Chunk, Finish, Sampling
+from windfall.types import Finish, Sampling
 
 STOP = 0
 
@@ -18,17 +18,16 @@ def episode(max_tokens: int = 10) -> Episode:
     )
 
 
-def chunk(position: int, *tokens: int, finish: Finish | None = None, version: int = 2) -> Chunk:
-    logprobs = tuple(-0.5 * t for t in tokens)
-    return Chunk(id="3/1", position=position, tokens=tokens, logprobs=logprobs, version=version, finish=finish)
+def take(e: Episode, position: int, *tokens: int, finish: Finish | None = None, version: int = 2) -> None:
+    e.take(position, tokens, [-0.5 * t for t in tokens], version, finish)
 
 
 def test_goes_on_from_the_last_token() -> None:
     e = episode()
     first = e.request()
     assert (first.prompt, first.position, first.max_tokens) == ((7, 8), 0, 10)
-    e.take(chunk(0, 4, 5))
-    e.take(chunk(2, 6))
+    take(e, 0, 4, 5)
+    take(e, 2, 6)
     then = e.request()
     assert (then.prompt, then.position, then.max_tokens) == ((7, 8, 4, 5, 6), 3, 7)
     assert (then.id, then.seed, then.sampling, then.stop) == (first.id, first.seed, first.sampling, first.stop)
@@ -37,43 +36,43 @@ def test_goes_on_from_the_last_token() -> None:
 @pytest.mark.parametrize("position", [0, 1, 3])
 def test_repeat_and_gap_are_refused(position: int) -> None:
     e = episode()
-    e.take(chunk(0, 4, 5))
+    take(e, 0, 4, 5)
     with pytest.raises(ValueError, match=f"3/1: expected position 2, got {position}"):
-        e.take(chunk(position, 6))
-    assert e.tokens == [4, 5]
+        take(e, position, 6)
+    assert e.tokens.tolist() == [4, 5]
 
 
 def test_nothing_is_taken_after_the_end() -> None:
     e = episode()
-    e.take(chunk(0, 4, STOP, finish="stop"))
+    take(e, 0, 4, STOP, finish="stop")
     with pytest.raises(ValueError, match="3/1: tokens came after its end"):
-        e.take(chunk(2, 6))
+        take(e, 2, 6)
     assert e.close(1.0).tokens == (4, STOP)
 
 
 def test_every_token_comes_with_its_logprob() -> None:
     e = episode()
     with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
-        e.take(Chunk(id="3/1", position=0, tokens=(4, 5), logprobs=(-1.0,), version=0))
-    assert e.tokens == e.logprobs == []
+        e.take(0, (4, 5), (-1.0,), 0, None)
+    assert len(e.tokens) == len(e.logprobs) == 0
 
 
 def test_unfinished_response_cannot_be_closed() -> None:
     e = episode()
-    e.take(chunk(0, 4))
+    take(e, 0, 4)
     with pytest.raises(AssertionError, match="3/1 is still being generated"):
         e.close(1.0)
 
 
 def test_turns() -> None:
     e = episode()
-    e.take(chunk(0, 4, STOP, finish="stop", version=2))
+    take(e, 0, 4, STOP, finish="stop", version=2)
     assert e.turn_tokens == [4, STOP]
     assert e.observe([20, 21])
     assert e.turn_tokens == []
     with pytest.raises(ValueError, match="expected position 4, got 2"):  # an engine that did not see the observation
-        e.take(chunk(2, 5))
-    e.take(chunk(4, 5, STOP, finish="stop", version=3))
+        take(e, 2, 5)
+    take(e, 4, 5, STOP, finish="stop", version=3)
     assert e.turn_tokens == [5, STOP]
     r = e.close(None)
     assert r.tokens == (4, STOP, 20, 21, 5, STOP)
@@ -86,13 +85,13 @@ def test_turns() -> None:
 @pytest.mark.parametrize(("words", "fits"), [(6, True), (7, True), (8, False), (20, False)])
 def test_observation_needs_room_for_an_answer(words: int, fits: bool) -> None:
     e = episode(max_tokens=10)
-    e.take(chunk(0, 4, STOP, finish="stop"))
+    take(e, 0, 4, STOP, finish="stop")
     assert e.observe([20] * words) is fits
     if fits:
         assert e.request().max_tokens == 8 - words >= 1
     else:
         assert e.close(0.0).finish == "length"
-        assert e.tokens == [4, STOP]
+        assert e.tokens.tolist() == [4, STOP]
 
 
 @settings(deadline=None)
@@ -106,11 +105,13 @@ def test_chunks_make_no_difference(turns: list[tuple[list[int], list[int]]], dat
         said = [*said, STOP]
         cuts = sorted(data.draw(st.sets(st.integers(1, len(said) - 1))))
         for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True):
-            e.take(chunk(len(want) + start, *said[start:end], finish="stop" if end == len(said) else None))
-            assert len(e.tokens) == len(e.logprobs) == len(e.sampled) == len(e.versions)
+            take(e, len(want) + start, *said[start:end], finish="stop" if end == len(said) else None)
+            assert len(e.tokens) == len(e.logprobs) == sum(count for _, count in e.runs)
         e.observe(heard)
         want += [*said, *heard]
         mask += [True] * len(said) + [False] * len(heard)
-    assert e.tokens == want
-    assert e.sampled == mask
-    assert [v == -1 for v in e.versions] == [not m for m in mask]
+    e.finish = "stop"
+    r = e.close(None)
+    assert r.tokens == tuple(want)
+    assert r.sampled == tuple(mask)
+    assert [v == -1 for v in r.versions] == [not m for m in mask]

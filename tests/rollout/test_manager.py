@@ -109,7 +109,6 @@ async def twice(task: Task, turns: Sequence[Turn]) -> Feedback:
 
 def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
     engine, env = Scripted(lambda request: "ab" if request.position == 0 else "c"), Asks(twice)
-    engine.stepped = lambda: engine.swap(engine.version + 1)
     groups, rollout = run(engine, env, tmp_path, tasks=[7], max_tokens=9)
     first, second = engine.requests
     assert second.prompt == (*first.prompt, ord("a"), ord("b"), STOP, ord("n"), ord("o"))
@@ -118,7 +117,7 @@ def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
     assert r.tokens == (ord("a"), ord("b"), STOP, ord("n"), ord("o"), ord("c"), STOP)
     assert r.sampled == (True, True, True, False, False, True, True)
     assert r.logprobs == (-ord("a") / 256, -ord("b") / 256, 0.0, 0.0, 0.0, -ord("c") / 256, 0.0)
-    assert r.versions == (0, 1, 2, -1, -1, 3, 4)
+    assert r.versions == (0, 0, 0, -1, -1, 0, 0)
     assert (r.reward, r.turns, r.finish, r.made, rollout.made) == (0.75, 2, "stop", 5, 5)
     assert env.heard[-1][1] == (Turn(text="ab", observation="no"), Turn(text="c"))
 
@@ -139,10 +138,3 @@ def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str
     assert r.tokens == tuple(map(ord, tokens))
     assert (r.reward, r.finish) == (reward, "stop" if max_tokens == 7 else "length")
     assert rollout.missing == (reward is None)
-
-
-def test_turn_that_the_engine_cut_has_no_next_one(tmp_path: Path) -> None:
-    engine = Scripted(lambda request: "ab", longest=4)
-    groups, _ = run(engine, Asks(twice), tmp_path, tasks=[7], max_tokens=50)
-    assert groups[0].responses[0].tokens == (ord("a"), ord("b"))
-    assert (groups[0].responses[0].reward, len(engine.requests)) == (None, 1)

@@ -199,6 +199,18 @@ def test_readers_that_die_or_stall_disturb_nobody(serving: Callable[..., Any]) -
     slow.close()
 
 
+def test_many_stalled_readers_take_no_thread(serving: Callable[..., Any]) -> None:
+    s, w = serving(), {"big": torch.randn(3_000_000)}
+    m = s.publisher.publish(0, w)
+    stalled = [_hanging(s, "/weights/0/full") for _ in range(60)]
+    p, began = s.puller(), time.monotonic()
+    p.pull(s.url, 0, m.digest)
+    assert time.monotonic() - began < 3
+    assert same(p.tensors(), w)
+    for c in stalled:
+        c.close()
+
+
 def test_wrong_key_is_refused_at_once(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())

@@ -73,7 +73,7 @@ class Crew:
     def take_down(self, name: str, grace_s: float) -> None:
         """With grace its worker may leave in order; with 0 its process group gets SIGKILL, and it counts as lost."""
         stay = self._up.pop(name)
-        stay.grace_s = grace_s
+        stay.grace_s, stay.over = grace_s, True
         if stay.task:
             stay.task.cancel()
 
@@ -113,6 +113,7 @@ class _Stay:
     """One time that a node is up."""
 
     grace_s: float = 0.0
+    over: bool = False
     task: asyncio.Task[None] | None = None
 
 
@@ -147,6 +148,8 @@ class _Node:
     async def _attend(self, handle: Handle, began: float, stay: _Stay) -> int:
         """Until the worker ends: by itself, or because the node went down."""
         try:
+            if stay.over:  # a spawn that uses wait_for may forget that it was cancelled (Python 3.11)
+                raise asyncio.CancelledError
             code = await handle.wait()
         except asyncio.CancelledError:
             try:

@@ -139,7 +139,8 @@ class _Link:
 
     async def come_up(self, timeout_s: float, log: Path) -> None:
         try:
-            failed = await asyncio.wait_for(self._up, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                failed = await self._up
         except TimeoutError:
             failed = f"waited {timeout_s:g} s for the imports"
         if failed:
@@ -155,10 +156,16 @@ class _Link:
         asked = self._asked[name] = asyncio.get_running_loop().create_future()
         self._send(**request)
         try:
-            return await asyncio.wait_for(asked, FORK_TIMEOUT_S)
-        except TimeoutError:
-            what = f"waited {FORK_TIMEOUT_S:g} s for the nursery (pid {self.process.pid}) to fork {name}"
-            raise TimeoutError(what) from None
+            # Not wait_for: Python 3.11's forgets that it was cancelled when the answer comes at the same moment.
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                return await asked
+        except (TimeoutError, asyncio.CancelledError) as e:
+            if asked.done() and not asked.cancelled() and not asked.exception():
+                asked.result().kill()  # it came too late: nobody will hold it
+            if isinstance(e, TimeoutError):
+                what = f"waited {FORK_TIMEOUT_S:g} s for the nursery (pid {self.process.pid}) to fork {name}"
+                raise TimeoutError(what) from None
+            raise
 
     async def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -191,9 +198,9 @@ class _Link:
 
     def _take(self, answer: dict[str, Any]) -> None:
         match answer:
-            case {"ready": _}:
+            case {"ready": _} if not self._up.done():
                 self._up.set_result("")
-            case {"failed": why}:
+            case {"failed": why} if not self._up.done():
                 self._up.set_result(why)
             case {"pid": pid, "exit": code}:
                 self._workers.pop(pid).ended(code)

@@ -37,6 +37,7 @@ from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
 from windfall.text import Text
+from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import State
 from windfall.train.remote import RemoteTrainer
 
@@ -79,9 +80,12 @@ class Control:
         self.trainer = RemoteTrainer()
         token = auth.read_token(folder / "token")
         self.gate = Gate(recipe.run.name, token, log=events.instant, most_workers=f.max_workers)
+        self.rollout: Rollout | None = None
         self._stop = asyncio.Event()
         self._counted: dict[str, int] = {}
         self._state = State(step=0, next_task=0)
+        self._end: dict[str, Any] | None = None
+        """The log's last word; none when the run ends by an error."""
 
     async def run(self) -> None:
         port = await self._listen()
@@ -101,6 +105,8 @@ class Control:
             await port.close()
             self.journal.close()
             self._snapshot(ended=True)
+            if self._end is not None:
+                self.events.instant("end", **self._end)
 
     async def _loop(self, env: Any, text: Text, micro_tokens: int) -> None:
         recipe = self.recipe
@@ -116,7 +122,7 @@ class Control:
             reached = await controller.run()
         finally:
             watch_stop.cancel()
-        self.events.instant("end", step=reached.step, finished=reached.step >= recipe.run.steps)
+        self._end = {"step": reached.step, "finished": reached.step >= recipe.run.steps}
 
     async def _connect(self) -> State:
         """A trainer is here: go on from the step it has, with what the journal knows of later ones."""
@@ -126,6 +132,7 @@ class Control:
             self.events.instant("resumed", step=hello.step)
         self._again = True
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
+        assert self.rollout is not None, "connected before there is a loop"
         self.rollout.past = self.journal.begin(hello.step)
         self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
         self.gate.terms = Terms(model=hello.model, engine=hello.engine, heartbeat_s=self.recipe.fleet.heartbeat_s)
@@ -143,12 +150,18 @@ class Control:
             self.events.instant("start", step=hello.step, steps=self.recipe.run.steps, **hello.facts)
 
     async def _attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
+        if self.rollout is not None:
+            # The run goes on from what this one has. Nobody else may have the weights of the step under way any more.
+            self.rollout.interrupt(TrainerLost("another trainer has taken its place"))
         await self.trainer.attend(link, hello)
         await asyncio.sleep(TRAINER_BEAT_S)
         if self.trainer.hello is None and folders.held(self.folder, "trainer"):
             # Its process is there and does not dial again: it is frozen. Killed, the supervisor starts another.
-            self.events.instant("trainer_frozen", pid=hello.facts["pid"])
-            os.kill(int(hello.facts["pid"]), signal.SIGKILL)
+            pid = int(hello.facts["pid"])
+            with contextlib.suppress(ProcessLookupError):  # it has died: its successor holds the lock, and starts up
+                os.kill(pid, 0)
+                self.events.instant("trainer_frozen", pid=pid)
+                os.kill(pid, signal.SIGKILL)
 
     # the port
 
@@ -243,7 +256,8 @@ class Control:
 
     async def _interrupt(self) -> None:
         await self._stop.wait()
-        self.rollout.interrupt()
+        if self.rollout is not None:
+            self.rollout.interrupt()
 
     @contextlib.contextmanager
     def _signals(self) -> Any:
@@ -262,7 +276,7 @@ class Control:
             yield
         except Stopped:  # before there was anything to save
             self.events.instant("stopped", step=self._state.step)
-            self.events.instant("end", step=self._state.step, finished=False)
+            self._end = {"step": self._state.step, "finished": False}
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)

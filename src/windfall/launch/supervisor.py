@@ -41,6 +41,8 @@ QUICK_DEATHS = 8
 QUICK_S = 5.0
 FROZEN_S = 30.0
 """A controller that gives no sign of life for so long is killed, and so started again."""
+MISSING_S = 15.0
+"""So is a worker of ours that runs and is not in the fleet for so long: frozen, it would hold its place for ever."""
 TRACE_S = 24 * 3600.0
 
 
@@ -95,6 +97,8 @@ class Supervisor:
         self._end: dict[str, Any] | None = None
         self._stopping = False
         self._controller: Handle | None = None
+        self._workers: dict[str, tuple[Handle, float]] = {}
+        """Those that this run started, and when each was last known to be in the fleet."""
         self._error: WindfallError | None = None
 
     async def run(self) -> bool:
@@ -176,16 +180,30 @@ class Supervisor:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
 
     async def _thaw(self) -> None:
-        """A controller that stands still is as bad as a dead one."""
+        """A controller or a worker that stands still is as bad as a dead one."""
         while True:
             await asyncio.sleep(1.0)
             handle, said = self._controller, folders.read_json(self.folder / "fleet.json")
+            self._look_for_workers(said)
             if handle and handle.running and said and said["t"] and not said["ended"]:
                 seen = max(said["t"], (self.folder / "address.json").stat().st_mtime)
                 if time.time() - seen > FROZEN_S:
                     self._say(f"the controller gave no sign of life for {FROZEN_S:g} s")
                     handle.kill()
                     await asyncio.sleep(FROZEN_S)
+
+    def _look_for_workers(self, said: dict[str, Any] | None) -> None:
+        """`said`: what the controller last said of the fleet. While it is silent, nobody is held to be missing."""
+        now, live = time.monotonic(), said is not None and said["version"] is not None and time.time() - said["t"] < 3.0
+        here = {w["worker"].partition("#")[0] for w in said["workers"] if w["state"] != "gone"} if said else set()
+        for name, (handle, seen_s) in list(self._workers.items()):
+            if not handle.running:
+                del self._workers[name]
+            elif not live or name in here:
+                self._workers[name] = (handle, now)
+            elif now - seen_s > MISSING_S:
+                self._say(f"worker {name} runs, but has not been in the fleet for {MISSING_S:g} s; it is killed")
+                handle.kill()
 
     async def _providers(self, nursery: Nursery, environment: dict[str, str]) -> list[Provider]:
         f, t = self.recipe.fleet, self.recipe.trace
@@ -196,9 +214,11 @@ class Supervisor:
                 "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
                 "--device", self.recipe.run.device,
             ]  # fmt: skip
-            return await nursery.start(
+            handle = await nursery.start(
                 name=name, argv=argv, env=environment, log=self.folder / "workers" / f"{name}.log"
             )
+            self._workers[name] = (handle, time.monotonic())
+            return handle
 
         out: list[Provider] = []
         if f.workers:

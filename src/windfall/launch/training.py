@@ -49,6 +49,8 @@ def main(folder: Path) -> int:
 
 
 async def _main(recipe: Recipe, folder: Path) -> int:
+    import torch
+
     from windfall.train.trainer import TorchTrainer
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
@@ -66,6 +68,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     reference = models.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
+    torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
     if found:
         checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
     token, f = auth.read_token(folder / "token"), recipe.fleet

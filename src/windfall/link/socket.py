@@ -6,6 +6,8 @@ Frames are bounded; one that is no message closes the link with the reason, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket as sockets
 import ssl as tls
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp import WSMsgType, web
+from aiohttp import WebSocketError, WSMsgType, web
 
 from windfall.errors import WindfallError
 from windfall.link.base import BadFrame, LinkClosed
@@ -33,20 +35,26 @@ class SocketLink:
             await self._socket.send_bytes(encode(message))
         except (ConnectionError, RuntimeError, aiohttp.ClientError) as e:
             raise LinkClosed(f"{self.peer}: {e or type(e).__name__}") from e
+        except asyncio.CancelledError:
+            # All who wait for room share one future in aiohttp: a close that is given up cancels it under a sender.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise LinkClosed(f"{self.peer}: closed while sending") from None
 
     async def receive(self) -> object:
         frame = await self._socket.receive()
         if frame.type is WSMsgType.BINARY:
             try:
                 return self._decode(frame.data)
-            except (msgspec.DecodeError, msgspec.ValidationError) as e:
+            except (ValueError, RecursionError) as e:  # also text that is none, and nesting without end
                 await self.close(f"not a message: {e}")
                 raise BadFrame(f"{self.peer}: not a message: {e}") from e
         if frame.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
             why = frame.extra or getattr(self._socket, "exception", lambda: None)()
             raise LinkClosed(f"{self.peer}: closed{f': {why}' if why else ''}")
         if frame.type is WSMsgType.ERROR:
-            raise LinkClosed(f"{self.peer}: {frame.data}")
+            kind = BadFrame if isinstance(frame.data, WebSocketError) else LinkClosed
+            raise kind(f"{self.peer}: {frame.data}")
         await self.close("only binary frames are messages")
         raise BadFrame(f"{self.peer}: a {frame.type.name} frame")
 
@@ -54,7 +62,7 @@ class SocketLink:
         # A closing handshake with somebody who is frozen would wait; nobody here needs its answer.
         try:
             async with asyncio.timeout(1.0):
-                await self._socket.close(message=why.encode()[:120])
+                await self._socket.close(message=why.encode()[:120].decode(errors="ignore").encode())
         except (TimeoutError, ConnectionError, RuntimeError):
             pass
         self._drop()
@@ -144,8 +152,15 @@ class Dialler:
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             said = f"no answer in {timeout_s:g} s" if isinstance(e, TimeoutError) else str(e) or type(e).__name__
             raise LinkClosed(f"{self.url}: {said}") from e
-        return SocketLink(socket, self._receives, self.url)
+        raw = socket.get_extra_info("socket")
+        return SocketLink(socket, self._receives, self.url, lambda: _cut(raw))
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _cut(raw: Any) -> None:
+    """However much is unsent: whoever waits to send it learns that it never will be."""
+    with contextlib.suppress(OSError):
+        raw.shutdown(sockets.SHUT_RDWR)

@@ -58,7 +58,8 @@ class Dispatch:
         self._outboxes: dict[str, asyncio.Queue[Any]] = {}
         self._links: dict[str, Link] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._releasing: set[int] = set()
+        self._releasing: dict[int, str] = {}
+        """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
         self._settling = False
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -92,7 +93,7 @@ class Dispatch:
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
         self._links[id], self._outboxes[id] = link, asyncio.Queue(OUTBOX)
-        self._events.instant("worker_joined", worker=id, kind=hello.lease.kind, device=hello.lease.device)
+        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device)
         sender = asyncio.create_task(self._send(id, link))
         self._soon()
         why = "cancelled"
@@ -177,7 +178,7 @@ class Dispatch:
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
         held = {e.handle: e.episode.id for e in self.ledger.held(member.id)}
         for handle in handles:
-            self._releasing.discard(handle)
+            self._releasing.pop(handle, None)
             if handle in held:
                 self.ledger.recall(held[handle])
                 member.moved += 1
@@ -222,7 +223,7 @@ class Dispatch:
             return
         entries = self.ledger.held(id)
         tokens = sum(len(e.episode.tokens) for e in entries)
-        self._releasing -= {e.handle for e in entries}
+        self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
         self.ledger.release(id)
         member.moved += len(entries)
         drained = member.state is State.DRAINING
@@ -251,6 +252,8 @@ class Dispatch:
                     self._lose(change.id, change.why)
                 else:
                     self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
+            if self.journal is not None:
+                self.journal.flush()  # tokens of turns that take long: killed now, this is all that is made again
             if self.ledger.queue:
                 self._soon()  # what was held back for a worker that takes too long
             now = loop.time()
@@ -317,7 +320,7 @@ class Dispatch:
     def _give_back(self, worker: str, entries: list[Entry]) -> None:
         handles = tuple(e.handle for e in entries)
         if handles:
-            self._releasing |= set(handles)
+            self._releasing |= dict.fromkeys(handles, worker)
             self._tell(worker, m.Release(handles=handles))
 
     def _tell(self, worker: str, message: object) -> None:

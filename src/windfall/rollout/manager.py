@@ -97,6 +97,8 @@ class Rollout:
                     done = opened.pop(index)
                     rows = tuple(done.responses[i] for i in range(size))
                     ready[index] = Group(index=index, task=done.task, responses=rows)
+                if ready and self.dispatch.journal is not None:
+                    self.dispatch.journal.flush()  # whoever gets a group may build on it
                 while ready and (not in_order or order[0] in ready):
                     index = order[0] if in_order else next(iter(ready))
                     order.remove(index)

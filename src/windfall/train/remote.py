@@ -25,6 +25,8 @@ class RemoteTrainer:
     def __init__(self) -> None:
         self.hello: m.TrainerHello | None = None
         self._link: Link | None = None
+        self._asked: Link | None = None
+        """Whose step and weights the run goes on from: nothing is asked of another."""
         self._here = asyncio.Event()
         self._replies: asyncio.Queue[object] = asyncio.Queue()
 
@@ -52,6 +54,7 @@ class RemoteTrainer:
                     await self._here.wait()
         except TimeoutError:
             raise WindfallError(f"waited {timeout_s:g} s for the trainer to start", fix="See trainer.log.") from None
+        self._asked = self._link
         return self.hello
 
     async def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -76,6 +79,8 @@ class RemoteTrainer:
         link, replies = self._link, self._replies
         if link is None:
             raise TrainerLost("no trainer is connected")
+        if link is not self._asked:  # it has come back, or another has: not with what was accumulated, nor this step
+            raise TrainerLost("another trainer has taken its place")
         try:
             await link.send(message)
         except LinkClosed as e:

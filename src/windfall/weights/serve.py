@@ -8,9 +8,9 @@
 401: wrong key. 404: not there. 410: withdrawn, ask for a newer one. 413: a body, which no request may have. 416: a
 range that is none. Rules:
 
-- the kernel sends from the buffer to the socket (sendfile) where there is no TLS;
-- a reader that takes less than a piece in WRITE_TIMEOUT_S is cut off; it may come back and go on where it was;
-- a version that is withdrawn while it is read: its connections are cut before the next piece. What of it was on the
+- the kernel sends from the buffer to the socket where there is no TLS (send.py);
+- a reader that takes nothing for WRITE_TIMEOUT_S is cut off; it may come back and go on where it was;
+- a version that is withdrawn while it is read: its connections are reset before the next piece. What of it was on the
   way may be mixed with newer bytes; the reader's checksums find that.
 """
 
@@ -22,6 +22,7 @@ import os
 import re
 import socket
 import struct
+from collections.abc import Callable
 from ssl import SSLContext
 from typing import Any
 
@@ -30,19 +31,20 @@ from aiohttp import web
 from windfall.errors import WindfallError
 from windfall.weights.memory import Buffer
 from windfall.weights.publish import Published, Publisher
+from windfall.weights.send import Sender
 
-PIECE_BYTES = 4 << 20
 TLS_PIECE_BYTES = 256 << 10
 WRITE_TIMEOUT_S = 30.0
 RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 class Server:
-    def __init__(self, runner: web.AppRunner, port: int) -> None:
-        self.port, self._runner = port, runner
+    def __init__(self, runner: web.AppRunner, port: int, sender: Sender) -> None:
+        self.port, self._runner, self._sender = port, runner, sender
 
     async def close(self) -> None:
         await self._runner.cleanup()
+        self._sender.close()
 
 
 async def serve(
@@ -70,13 +72,13 @@ async def serve(
     except OSError as e:
         await runner.cleanup()
         raise WindfallError(f"cannot listen: {e}", where=f"{host}:{port}", fix="Choose another port.") from e
-    return Server(runner, runner.addresses[0][1])
+    return Server(runner, runner.addresses[0][1], handlers.sender)
 
 
 class _Handlers:
     def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float) -> None:
         self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
-        self.write_timeout_s = write_timeout_s
+        self.write_timeout_s, self.sender = write_timeout_s, Sender()
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -132,35 +134,36 @@ class _Handlers:
         if part:
             response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{buffer.nbytes}"
         transport = request.transport
+
+        def go_on() -> bool:
+            return transport is not None and not transport.is_closing() and found in self.publisher.readable
+
         try:
             async with asyncio.timeout(self.write_timeout_s):
                 await response.prepare(request)
-            step = TLS_PIECE_BYTES if self.tls else PIECE_BYTES
-            for at in range(start, stop, step):
-                if transport is None or found not in self.publisher.readable:
-                    raise ConnectionResetError("withdrawn")
-                async with asyncio.timeout(self.write_timeout_s):
-                    await self._piece(response, transport, fd, at, min(step, stop - at))
+                while transport is not None and transport.get_write_buffer_size():  # the head, on a full socket
+                    await asyncio.sleep(0.01)
+            if self.tls or transport is None:
+                await self._write(response, fd, start, stop, go_on)
+            else:
+                out, file, fd = os.dup(transport.get_extra_info("socket").fileno()), fd, -1
+                await self.sender.send(out, file, start, stop, timeout_s=self.write_timeout_s, go_on=go_on)
             await response.write_eof()
-        except (
-            OSError,
-            TimeoutError,
-            RuntimeError,
-        ):  # the reader went, is too slow, or must not go on; only it is hurt
+        except (OSError, TimeoutError):  # the reader went, stands still, or must not go on; only it is hurt
             _cut(transport)
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         return response
 
-    async def _piece(
-        self, response: web.StreamResponse, transport: asyncio.Transport, fd: int, at: int, count: int
+    async def _write(
+        self, response: web.StreamResponse, fd: int, start: int, stop: int, go_on: Callable[[], bool]
     ) -> None:
-        if self.tls:
-            await response.write(os.pread(fd, count, at))
-            return
-        file: Any = _File(fd)
-        if await asyncio.get_running_loop().sendfile(transport, file, at, count, fallback=False) != count:
-            raise ConnectionResetError("the file ended early")
+        for at in range(start, stop, TLS_PIECE_BYTES):
+            if not go_on():
+                raise ConnectionResetError("withdrawn")
+            async with asyncio.timeout(self.write_timeout_s):
+                await response.write(os.pread(fd, min(TLS_PIECE_BYTES, stop - at), at))
 
 
 def _cut(transport: asyncio.Transport | None) -> None:
@@ -170,18 +173,6 @@ def _cut(transport: asyncio.Transport | None) -> None:
         if sock is not None and sock.fileno() >= 0:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-
-
-class _File:
-    """All that the event loop's sendfile asks of a file. It moves the file's position, which nobody here uses."""
-
-    mode = "rb"
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        return self._fd
 
 
 def _whole(body: bytes) -> web.Response:

@@ -1,21 +1,17 @@
-"""The recipe: everything a run depends on, in one TOML file, checked whole before any work starts.
+"""The sections of a recipe: every key, its type, its default and what it means (docs/recipes.md is made from this).
 
-Unknown keys are refused with the nearest known one. What can be derived is no knob: a value of 0 or "auto" means that
-launch.py works it out from the model, the device and the memory.
+What can be derived is no knob: a value of 0 or "auto" means that it is worked out from the model, the device and the
+memory.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from windfall.errors import WindfallError, nearest
+from windfall.errors import WindfallError
 from windfall.types import Sampling
 
 Count = Annotated[int, Field(ge=1)]
@@ -105,7 +101,7 @@ class CustomEnv(Section):
 
 
 Env = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | CustomEnv, Field(discriminator="name")]
-_ENVS: dict[str, type[Section]] = {
+ENVS: dict[str, type[Section]] = {
     "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv, "custom": CustomEnv,
 }  # fmt: skip
 
@@ -286,120 +282,3 @@ class Recipe(Section):
                 f"{self.train.minibatches} equal parts. Make the first a multiple of the second."
             )
         return self
-
-
-_DATES = (datetime.date, datetime.time)  # a datetime is a date
-
-
-def load(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe file, apply `a.b=value` overrides, and check the whole."""
-    if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise WindfallError("no such recipe file", where=str(path), fix=near or "Recipes are TOML files: see recipes/.")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise WindfallError(f"not valid TOML: {e}", where=str(path)) from e
-    for text in overrides or []:
-        _override(data, text)
-    return parse(data, where=str(path))
-
-
-def parse(data: dict[str, Any], where: str) -> Recipe:
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as e:
-        raise WindfallError("\n".join(_explain(e.errors(), data)), where=where) from None
-
-
-def _override(data: dict[str, Any], text: str) -> None:
-    """
-    >>> data = {}; _override(data, "train.lr=3e-4"); data
-    {'train': {'lr': 0.0003}}
-    """
-    key, equals, value = text.partition("=")
-    *sections, last = [part.strip() for part in key.split(".")]
-    if not equals or not all([*sections, last]):
-        raise WindfallError(f"cannot read {text!r}", where="--set", fix="Write it as --set section.key=value.")
-    try:
-        parsed = tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a bare word is a string
-    if isinstance(parsed, _DATES):
-        parsed = value.strip()  # so is a date: somebody's name for a run
-    for section in sections:
-        data = data.setdefault(section, {})
-        if not isinstance(data, dict):
-            raise WindfallError(f"{section!r} in {text!r} is a value, not a section", where="--set")
-    data[last] = parsed
-
-
-def _explain(errors: Iterable[Any], data: dict[str, Any]) -> list[str]:
-    """One line per wrong key: where it is, what is wrong, and the nearest right one."""
-    lines: dict[str, str] = {}
-    for error in errors:
-        path = _path(error, data)
-        name = ".".join(path)
-        # A value that may be of several types has one error for each.
-        lines[name] = f"{lines[name]}, or {error['msg']}" if name in lines else _line(error, path, data)
-    return list(lines.values())
-
-
-def _path(error: Any, data: Any) -> list[str]:
-    """The keys that lead to the error, without the names of the types that were tried on the way."""
-    path: list[str] = []
-    for part in error["loc"]:
-        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
-        if part in keys:
-            data = data[part]
-        elif error["type"] != "missing" or part != error["loc"][-1]:
-            continue
-        path.append(str(part))
-    return path
-
-
-def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
-    name, message = ".".join(path), error["msg"].removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            return f"unknown key '{name}'. {nearest(path[-1], _keys(path[:-1], data))}"
-        case "union_tag_invalid":
-            said = data["env"]["name"]
-            return f"env.name = {said!r} is not an environment. {nearest(str(said), _ENVS)}"
-        case "union_tag_not_found":
-            return f"'env.name' is missing. {nearest('', _ENVS)}"
-        case "missing":
-            return f"'{name}' is missing"
-        case "model_type" | "model_attributes_type":
-            message = "it is a section, with keys of its own"
-    return f"'{name}' = {error['input']!r}: {message}" if path else message
-
-
-def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
-    if not sections:
-        return Recipe.model_fields
-    section: Any = _ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
-    return section.model_fields
-
-
-def dump(recipe: Recipe) -> str:
-    """The resolved recipe as TOML that `load` reads back to the same recipe."""
-    lines: list[str] = []
-    for section, values in recipe.model_dump(exclude_none=True).items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str | Path):
-        # JSON's escapes are TOML's, but for the delete character, which JSON leaves as it is.
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return value.isoformat() if isinstance(value, _DATES) else repr(value)

@@ -1,0 +1,357 @@
+"""A run whose processes are killed and frozen at random, beside the same run left alone: both must end the same.
+
+    python benchmarks/soak.py --kills 100 --controller 5 --trainer 5 --seed 0        about six minutes on two cores
+    python benchmarks/soak.py --kills 10 --controller 1 --trainer 1 --steps 14       about a minute
+
+`windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). The second time random
+workers get SIGKILL, or SIGSTOP and some seconds later SIGCONT, or SIGSTOP for good; controller and trainer get SIGKILL.
+The signals are spread over the steps. Then all of this must hold, or the exit status is 1:
+
+- the run ended by itself with status 0, and every step is in the log once, with the reference's tokens and rewards;
+- no token was lost, and no token that was accepted before a kill was generated again;
+- the last checkpoint, optimizer included, is bit for bit the reference's;
+- no process of it is left over.
+
+Signals go only to descendants of the `windfall train` that was started here, by pidfd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windfall import events
+from windfall.fleet import guard
+
+MARK = "WINDFALL_SOAK"
+RECIPE = """
+[run]
+name = "{name}"
+folder = "{folder}"
+steps = {steps}
+seed = {seed}
+threads = 1
+device = "cpu"
+deterministic = true
+[model]
+path = "tiny"
+[rollout]
+groups = 4
+group_size = 4
+max_tokens = 96
+[train]
+lr = 1e-3
+[checkpoint]
+every = 4
+[eval]
+tasks = 4
+every = 10
+[fleet]
+workers = {workers}
+heartbeat_s = 0.3
+suspect_s = 1.0
+gone_s = 2.5
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    kills: int
+    """Signals to workers."""
+    controller: int
+    trainer: int
+    nursery: int
+    seed: int
+    steps: int
+    workers: int
+    gap_s: float
+    """Between two signals, at most."""
+    patience_s: float
+    """A run without a new step for so long is stuck."""
+
+    @property
+    def signals(self) -> int:
+        return self.kills + self.controller + self.trainer + self.nursery
+
+
+@dataclass(kw_only=True, slots=True)
+class Dealt:
+    """What was sent."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    frozen: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """pidfd: when it is to go on, and the process. Those that never do are not here."""
+
+    def add(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+# processes
+
+
+def family(root: int) -> dict[int, str]:
+    """The live descendants of `root`, each with the name of the log it writes to: controller, trainer, w1.2, ..."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(path.name)] = int(parent)
+    out: dict[int, str] = {}
+    for pid in parents:
+        up = pid
+        while up in parents and up != root:
+            up = parents[up]
+        if up == root and pid != root:
+            try:
+                out[pid] = Path(os.readlink(f"/proc/{pid}/fd/1")).stem
+            except OSError:
+                continue
+    return out
+
+
+def marked(mark: str) -> list[int]:
+    """Every process that was started, however indirectly, with this mark in its environment."""
+    found = []
+    for path in Path("/proc").iterdir():
+        try:
+            if path.name.isdigit() and f"{MARK}={mark}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+@contextmanager
+def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`windfall train`, which dies with us."""
+    recipe = folder / f"{name}.toml"
+    recipe.write_text(RECIPE.format(name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers))
+    command = [sys.executable, "-m", "windfall.cli", "train", str(recipe)]
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+    with (folder / f"{name}.out").open("wb") as out:
+        child = subprocess.Popen(
+            guarded, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+# the two runs
+
+
+def progress(run: Path) -> tuple[int, int]:
+    """The last step in the log, and how many were logged, also those that a trainer's death made void."""
+    log = run / "events.jsonl"
+    lines = log.read_text().splitlines() if log.is_file() else []
+    found = [line for line in lines if '"kind":"scalar","name":"step"' in line and line.endswith("}")]
+    return (json.loads(found[-1])["step"] if found else 0), len(found)
+
+
+class Watch:
+    """Says how far a run is, and gives up on one that makes no progress."""
+
+    def __init__(self, run: Path, patience_s: float) -> None:
+        self._run, self._patience_s = run, patience_s
+        self._logged, self._since_s = -1, time.monotonic()
+
+    def step(self) -> int:
+        step, logged = progress(self._run)
+        if logged != self._logged:
+            self._logged, self._since_s = logged, time.monotonic()
+        if time.monotonic() - self._since_s > self._patience_s:
+            raise SystemExit(f"stuck: waited {self._patience_s:g} s for the step after {step}: see {self._run}")
+        return step
+
+
+def alone(plan: Plan, folder: Path) -> None:
+    watch = Watch(folder / "alone", plan.patience_s)
+    with training(plan, "alone", folder, uuid.uuid4().hex) as child:
+        while child.poll() is None:
+            watch.step()
+            time.sleep(0.1)
+
+
+def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
+    """The run under fire: its exit status, and what was sent."""
+    rng, dealt, watch = random.Random(plan.seed), Dealt(), Watch(folder / "hunted", plan.patience_s)
+    targets = ["worker"] * plan.kills + ["controller"] * plan.controller
+    targets += ["trainer"] * plan.trainer + ["nursery"] * plan.nursery
+    rng.shuffle(targets)
+    with training(plan, "hunted", folder, mark) as child:
+        while child.poll() is None:
+            thaw(dealt)
+            due = plan.signals * watch.step() / (0.85 * plan.steps) - (plan.signals - len(targets))
+            if targets and due > 0 and strike(child.pid, targets[-1], rng, dealt):
+                targets.pop()
+                # On a machine that makes steps quickly the signals come quicker, too.
+                time.sleep(rng.uniform(0.2, 1.8) * plan.gap_s * min(1.0, 3 / due))
+            else:
+                time.sleep(0.05)
+    if targets:
+        raise SystemExit(f"the run ended before {len(targets)} of {plan.signals} signals were sent: give more --steps")
+    return child.returncode, dealt
+
+
+def strike(root: int, target: str, rng: random.Random, dealt: Dealt) -> bool:
+    """One signal to a random process of this kind. False: there is none right now."""
+    frozen = {pid for _, pid in dealt.frozen.values()}
+    there = [
+        (pid, name) for pid, name in family(root).items()
+        if (name == target or (target == "worker" and name.startswith("w"))) and pid not in frozen
+    ]  # fmt: skip
+    if not there:
+        return False
+    pid, name = rng.choice(sorted(there))
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    if family(root).get(pid) != name:  # it ended before we held it: the number may be another's by now
+        os.close(fd)
+        return False
+    kind = "kill" if target != "worker" else rng.choices(["kill", "pause", "freeze"], [6, 3, 1])[0]
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    except ProcessLookupError:
+        os.close(fd)
+        return False
+    dealt.add(f"{target} {kind}")
+    if kind == "pause":
+        dealt.frozen[fd] = (time.monotonic() + rng.choice([0.3, 1.5, 4.0]), pid)
+    else:
+        os.close(fd)
+    return True
+
+
+def thaw(dealt: Dealt) -> None:
+    for fd, (due, _) in list(dealt.frozen.items()):
+        if time.monotonic() >= due:
+            del dealt.frozen[fd]
+            with suppress(ProcessLookupError):  # killed while it was frozen
+                signal.pidfd_send_signal(fd, signal.SIGCONT)
+            os.close(fd)
+
+
+# what must hold
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return [e for e in events.read(run / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "step")]
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Of every file of the last checkpoint."""
+    last = max((run / "checkpoints").glob("step-*"))
+    files = sorted(p for p in last.rglob("*") if p.is_file())
+    return {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def wrongs(plan: Plan, folder: Path, status: int, mark: str) -> list[str]:
+    """Every rule that does not hold."""
+    left, right = folder / "alone", folder / "hunted"
+    out = [] if status == 0 else [f"exit status {status}: see {folder}/hunted.out"]
+    before, after = steps(left), steps(right)
+    if [e["step"] for e in after] != list(range(1, plan.steps + 1)):
+        out.append(f"steps in the log: {[e['step'] for e in after]}")
+    for a, b in zip(before, after, strict=False):
+        differ = [k for k in ("reward", "made", "responses", "trained", "missing") if a[k] != b[k]]
+        if differ:
+            out.append(f"step {a['step']}: {', '.join(f'{k} {a[k]} alone, {b[k]} hunted' for k in differ)}")
+    if lost := sum(e["lost_tokens"] for e in after):
+        out.append(f"{lost} tokens lost")
+    raw = [json.loads(line) for line in (right / "events.jsonl").read_text().splitlines() if line.startswith("{")]
+    fresh = sum(e["made"] - e["restored"] for e in raw if (e["kind"], e["name"]) == ("scalar", "step"))
+    if fresh > sum(e["made"] for e in before):
+        out.append(f"{fresh} tokens were generated for {sum(e['made'] for e in before)}")
+    counts = json.loads((right / "fleet.json").read_text())
+    c = counts["counts"]
+    if counts["open"] or c["accepted"] != c["closed"] + c["withdrawn"]:
+        out.append(f"the ledger does not add up: {counts['open']} open, {c}")
+    if digests(left) != digests(right):
+        files = [name for name, digest in digests(left).items() if digests(right).get(name) != digest]
+        out.append(f"the last checkpoints differ in {', '.join(files) or 'their files'}")
+    give_up = time.monotonic() + 5.0
+    while (pids := marked(mark)) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    return out + [f"process {pid} is left over" for pid in pids]
+
+
+def table(plan: Plan, folder: Path, dealt: Dealt, alone_s: float, hunted_s: float) -> None:
+    run = folder / "hunted"
+    raw = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.startswith("{")]
+    names = [e["name"] for e in raw]
+    done = steps(run)
+    rows = {
+        "signals sent": ", ".join(f"{n} {what}" for what, n in sorted(dealt.counts.items())),
+        "steps": f"{len(done)} of {plan.steps}; {names.count('step') - len(done)} trained again",
+        "workers": f"{names.count('worker_joined')} joined, {names.count('worker_lost')} lost",
+        "responses moved": sum(e["moved"] for e in raw if e["name"] in ("worker_lost", "worker_left")),
+        "tokens": f"{sum(e['made'] for e in done)} trained on, 0 lost",
+        "late, repeated, stale": ", ".join(str(sum(e[k] for e in done)) for k in ("late", "repeated", "stale")),
+        "time": f"{alone_s:.0f} s alone, {hunted_s:.0f} s hunted",
+        "last checkpoint": "bit for bit the same",
+    }
+    for what, value in rows.items():
+        print(f"  {what:22} {value}")
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kills", type=int, default=100, help="signals to workers")
+    p.add_argument("--controller", type=int, default=5, help="SIGKILLs")
+    p.add_argument("--trainer", type=int, default=5, help="SIGKILLs")
+    p.add_argument("--nursery", type=int, default=0, help="SIGKILLs of the process that forks trainer and workers")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--steps", type=int, default=0, help="default: enough for the signals")
+    p.add_argument("--workers", type=int, default=3)
+    p.add_argument("--gap-s", type=float, default=0.7, help="between two signals, on average")
+    p.add_argument("--patience-s", type=float, default=90.0, help="a run without a step for so long is stuck")
+    p.add_argument("--keep", type=Path, help="write the runs to this folder and leave them there")
+    a = vars(p.parse_args())
+    keep = a.pop("keep")
+    a["steps"] = a["steps"] or 10 + a["kills"] // 2
+    plan = Plan(**a)
+    with tempfile.TemporaryDirectory(prefix="windfall-soak-") as temporary:
+        folder = (keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        mark, began = uuid.uuid4().hex, time.monotonic()
+        alone(plan, folder)
+        alone_s = time.monotonic() - began
+        status, dealt = hunted(plan, folder, mark)
+        wrong = wrongs(plan, folder, status, mark)
+        if not wrong:
+            table(plan, folder, dealt, alone_s, time.monotonic() - began - alone_s)
+    for line in wrong:
+        print(f"wrong: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The recipe: everything a run depends on, in one TOML file."""
+
+from windfall.config.file import dump, load, parse
+from windfall.config.sections import (
+    Algorithm,
+    ArithmeticEnv,
+    Checkpoint,
+    CustomEnv,
+    Engine,
+    Eval,
+    Fleet,
+    GuessEnv,
+    GymEnv,
+    JsonLinesEnv,
+    Log,
+    Model,
+    Recipe,
+    Rollout,
+    Run,
+    Section,
+    Trace,
+    Train,
+)
+
+__all__ = [
+    "Algorithm",
+    "ArithmeticEnv",
+    "Checkpoint",
+    "CustomEnv",
+    "Engine",
+    "Eval",
+    "Fleet",
+    "GuessEnv",
+    "GymEnv",
+    "JsonLinesEnv",
+    "Log",
+    "Model",
+    "Recipe",
+    "Rollout",
+    "Run",
+    "Section",
+    "Trace",
+    "Train",
+    "dump",
+    "load",
+    "parse",
+]

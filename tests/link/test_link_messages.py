@@ -1,0 +1,213 @@
+"""Every message comes out as it went in; what is no message is refused, whatever it is, and closes that link alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from array import array
+from collections.abc import Callable
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from windfall.link import messages as m
+from windfall.link.base import BadFrame, LinkClosed
+from windfall.types import Lease, Sampling
+
+KINDS: list[Any] = [k for k in vars(m).values() if isinstance(k, type) and issubclass(k, m.Message) and k != m.Message]
+UNIONS = {"FromWorker": m.FromWorker, "ToWorker": m.ToWorker, "FromTrainer": m.FromTrainer, "ToTrainer": m.ToTrainer}
+NUMBER = st.integers(-(2**63), 2**63 - 1)
+TEXT, BYTES = st.text(max_size=20), st.binary(max_size=20)
+REAL = st.floats(allow_nan=False)
+LEASES = st.builds(Lease, kind=st.sampled_from(["reserved", "spot", "borrowed"]), device=TEXT, price_usd_per_h=REAL)
+SAMPLING = st.builds(Sampling, temperature=REAL, top_p=REAL, top_k=NUMBER)
+FINISHED = st.dictionaries(st.integers(0, 9), st.sampled_from(["stop", "length"]), max_size=3)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: NUMBER, float: REAL, str: TEXT, bytes: BYTES, Lease: LEASES, Sampling: SAMPLING,
+}  # fmt: skip
+
+
+def of(kind: Any) -> st.SearchStrategy[Any]:
+    """Any instance of a struct, made from its fields' types."""
+    return st.builds(kind, **{f.name: _field(f.type) for f in msgspec.structs.fields(kind)})
+
+
+def _field(type_: Any) -> st.SearchStrategy[Any]:
+    args = get_args(type_)
+    if type_ in BY_TYPE:
+        return BY_TYPE[type_]
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        return of(type_)
+    if getattr(type_, "__origin__", None) is tuple:
+        return st.lists(_field(args[0]), max_size=3).map(tuple)
+    if getattr(type_, "__origin__", None) is dict:
+        return FINISHED if args[0] is int else st.dictionaries(TEXT, _field(args[1]), max_size=3)
+    if type_ in (bool, type(None)):
+        return st.booleans() if type_ is bool else st.none()
+    return st.one_of(*map(_field, args))  # a union
+
+
+MESSAGES = st.one_of(*map(of, KINDS))
+
+
+def unions(kind: Any) -> list[Any]:
+    return [union for union in UNIONS.values() if kind in get_args(union)]
+
+
+def test_every_message_travels_somewhere_and_has_a_tag_of_its_own() -> None:
+    assert set(KINDS) == {kind for union in UNIONS.values() for kind in get_args(union)}
+    assert len({k.__struct_config__.tag for k in KINDS}) == len(KINDS)
+
+
+@given(message=MESSAGES)
+@settings(max_examples=400, deadline=None)
+def test_round_trip(message: Any) -> None:
+    for union in unions(type(message)):
+        back = msgspec.msgpack.decode(m.encode(message), type=union)
+        assert type(back) is type(message)
+        assert back == message
+
+
+WRONG: dict[Any, list[Any]] = {
+    int: ["text", 1.5, None, b"1", []], float: ["text", None, [1.0]], str: [1, None, ["text"], {}],
+    bytes: [1, None, [0, 1], {}], bool: [1, 0, "true", None], Lease: [1, "spot", None, {"kind": "gift"}],
+    Sampling: [1, None, {"temperature": "hot"}], tuple: [1, "text", None, [["x"]]], dict: [1, [], {"a": b"\0"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_a_field_that_lacks_or_is_of_another_type_is_refused(kind: Any, data: st.DataObject) -> None:
+    plain = msgspec.msgpack.decode(m.encode(data.draw(of(kind))))
+    fields = msgspec.structs.fields(kind)
+    bad: list[Any] = [plain[: 1 + n] for n in range(sum(f.required for f in fields))]
+    bad += [[99, *plain[1:]], [None, *plain[1:]], dict(enumerate(plain)), plain[0], []]
+    for at, field in enumerate(fields, 1):
+        for wrong in WRONG.get(getattr(field.type, "__origin__", field.type), []):
+            bad.append([*plain[:at], wrong, *plain[at + 1 :]])
+    for wrong in bad:
+        for union in unions(kind):
+            with pytest.raises(msgspec.ValidationError):
+                msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=union)
+
+
+@given(message=of(m.Tokens), data=st.data())
+@settings(max_examples=300, deadline=None)
+@example(message=None, data=None)
+def test_columns_fit_or_are_refused(message: m.Tokens | None, data: Any) -> None:
+    if message is None:  # one by hand that is right
+        right = _tokens(handles=(7, 8), positions=(0, 3), counts=(2, 1), tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0])
+        tokens, logprobs = m.columns(right)
+        assert (tokens.tolist(), logprobs.tolist()) == ([1, 2, 3], [-1.0, -2.0, -3.0])
+        return
+    try:
+        tokens, logprobs = m.columns(message)
+    except ValueError:
+        return
+    rows = len(message.handles)
+    assert len(message.positions) == rows
+    assert len(tokens) == len(logprobs) == (sum(message.counts) if message.counts else rows)
+    assert all(0 <= i < rows for i in message.finished)
+
+
+def _tokens(*, tokens: list[int], logprobs: list[float], **fields: Any) -> m.Tokens:
+    packed = {"tokens": array("I", tokens).tobytes(), "logprobs": array("f", logprobs).tobytes()}
+    return m.Tokens(**{"version": 1, "counts": (), "finished": {}} | packed | fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"positions": (0,)}, {"positions": (0, 0, 0)}, {"handles": (7,)}, {"counts": (2,)}, {"counts": (3, 0)},
+        {"counts": (4, -1)}, {"counts": (2, 2)}, {"counts": (2**62, 2**62)}, {"tokens": b"\0" * 11},
+        {"tokens": b"\0" * 8}, {"logprobs": b""}, {"logprobs": b"\0" * 13}, {"finished": {2: "stop"}},
+        {"finished": {-1: "stop"}}, {"counts": ()}, {"handles": (), "positions": (), "counts": ()},
+    ],
+)  # fmt: skip
+def test_columns_that_do_not_fit(change: dict[str, Any]) -> None:
+    right = _tokens(handles=(7, 8), positions=(0, 3), counts=(2, 1), tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0])
+    m.columns(right)
+    with pytest.raises(ValueError, match=r"."):
+        m.columns(msgspec.structs.replace(right, **change))
+
+
+STATS = m.encode(m.Stats(running=1, made=2, steps=3, idle_s=0.5))
+NO_MESSAGES = {
+    "nothing": b"",
+    "noise": bytes(range(256)),
+    "torn": STATS[:-3],
+    "more behind it": STATS + b"\0",
+    "another's message": m.encode(m.Assign(work=())),
+    "unknown tag": b"\x92\x63\xa1x",
+    "text that is none": b"\x92\x11\xa1\xff",
+    "nesting without end": b"\x93\x11\xa1x" + b"\x91" * 50_000,
+    "four billion handles": b"\x98\x0b\x01\xdd\xff\xff\xff\xff",
+    "four billion fields": b"\xdd\xff\xff\xff\xff\x0b",
+    "a map": b"\x81\xa1a\x01",
+    "too long": m.encode(m.Left(why="x" * (1 << 20))),
+}
+
+
+@pytest.mark.parametrize("frame", list(NO_MESSAGES.values()), ids=list(NO_MESSAGES))
+def test_what_is_no_message_closes_that_link_alone(sockets: Callable[[], Any], frame: bytes) -> None:
+    async def run() -> None:
+        async with sockets() as (ours, theirs), sockets() as (other, others):
+            theirs._decode = msgspec.msgpack.Decoder(m.FromWorker).decode
+            await ours.send(m.Left(why="before"))
+            await ours._socket.send_bytes(frame)
+            with pytest.raises(LinkClosed):  # the sender is told, and can send no more
+                await asyncio.wait_for(_until_closed(ours, theirs), 5)
+            with pytest.raises(LinkClosed):
+                await theirs.send(m.Left(why="after"))
+            await other.send(m.Left(why="still here"))
+            assert await others.receive() == m.Left(why="still here")
+
+    asyncio.run(run())
+
+
+async def _until_closed(ours: Any, theirs: Any) -> None:
+    assert await theirs.receive() == m.Left(why="before")
+    reading = asyncio.create_task(ours.receive())
+    with pytest.raises(BadFrame) as caught:
+        await theirs.receive()
+    assert "127.0.0.1" in str(caught.value)
+    assert "not a message" in str(caught.value) or "Message size" in str(caught.value)
+    await reading
+
+
+def test_random_damage_never_gets_past_the_link() -> None:
+    """Bytes of good frames changed, cut or doubled: it is a message of the right type, or an error the link knows."""
+    rng, decode = random.Random(0), msgspec.msgpack.Decoder(m.FromWorker).decode
+    frames = [STATS, m.encode(_tokens(handles=(1, 2), positions=(0, 0), tokens=[1, 2], logprobs=[-1.0, -1.0]))]
+    frames.append(
+        m.encode(m.Hello(protocol=1, nonce=b"n" * 32, proof=b"p" * 32, name="wörker", lease=Lease(device="x")))
+    )
+    refused = 0
+    for _ in range(20_000):
+        frame = bytearray(rng.choice(frames))
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(frame) or 1)
+            match rng.randrange(3):
+                case 0:
+                    frame[at : at + 1] = bytes([rng.randrange(256)])
+                case 1:
+                    del frame[at : at + rng.randint(1, 4)]
+                case _:
+                    frame[at:at] = frame[at : at + rng.randint(1, 9)]
+        try:
+            assert isinstance(decode(bytes(frame)), get_args(m.FromWorker))
+        except (ValueError, RecursionError):  # what SocketLink.receive turns into BadFrame
+            refused += 1
+    assert 5_000 < refused < 20_000
+
+
+def test_numbers_that_are_none_travel_as_they_are() -> None:
+    """The link does not judge; the ledger does."""
+    frame = _tokens(handles=(1,), positions=(0,), tokens=[1], logprobs=[math.nan])
+    back = msgspec.msgpack.decode(m.encode(frame), type=m.FromWorker)
+    assert math.isnan(m.columns(back)[1][0])

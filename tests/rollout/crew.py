@@ -1,0 +1,398 @@
+"""A whole fleet in one event loop that runs in virtual time and can be stopped between any two of its callbacks.
+
+Everything is the product's (Rollout, Dispatch, Journal, Session, Host, links in memory) except three things: the loop's
+clock, the engine (its tokens are a hash of seed and context), and the engine's thread, whose steps the loop takes
+itself. So a run is the same every time, callback by callback, and "lose a worker at callback k" means one moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import selectors
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from windfall.config import Rollout as Options
+from windfall.events import EventLog
+from windfall.link import messages as m
+from windfall.link.base import LinkClosed
+from windfall.link.memory import MemoryLink, pair
+from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.journal import Journal
+from windfall.rollout.manager import Rollout
+from windfall.rollout.members import Member, State
+from windfall.types import Chunk, Feedback, Finish, Lease, Request, Response, Sampling, Task, Turn
+from windfall.worker.host import Host
+from windfall.worker.inside import has_it
+from windfall.worker.session import Session
+
+STOP = 0
+TASKS = (0, 1, 2, 3)
+SIZE = 2
+MOST_CALLBACKS = 200_000
+
+
+class _Jump(selectors.SelectSelector):
+    """Waiting takes no time: the clock jumps."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise RuntimeError("everybody waits and nothing is scheduled")
+        self.now_s += max(timeout, 0.0)
+        return super().select(0)
+
+
+class _Ready(deque[Any]):
+    """The loop's callbacks that are due. `before` is called before each is taken."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    def popleft(self) -> Any:
+        self.before()
+        return super().popleft()
+
+
+class StepLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+        self._ready = _Ready()
+        self.errors: list[str] = []
+        """What callbacks and forgotten tasks raised: an event loop only logs it."""
+        self.set_exception_handler(lambda _, said: self.errors.append(f"{said['message']}: {said.get('exception')!r}"))
+
+    def time(self) -> float:
+        return self._jump.now_s
+
+    def between(self, call: Callable[[], None] | None) -> None:
+        """Call this between any two callbacks, from now on."""
+        self._ready.before = call or (lambda: None)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        done = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as e:  # it is for whoever waits, as from a thread
+            done.set_exception(e)
+        return done
+
+
+def said(seed: int, context: Sequence[int]) -> tuple[int, float]:
+    """The token that follows, and its log-prob. Another context, however slightly, gives another token."""
+    bits = xxhash.xxh3_64_intdigest(f"{seed}/{list(context)}".encode())
+    return STOP if bits % 9 == 0 else 65 + bits // 9 % 26, -(bits % 1024) / 1024
+
+
+class Hashing:
+    """Keeps to the Engine seam. Counts in `made` how often each (seed, position) was made, over all engines."""
+
+    def __init__(self, made: Counter[tuple[int, int]]) -> None:
+        self.version, self.made = 0, made
+        self._running: dict[str, tuple[Request, list[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        assert request.id not in self._running, f"{request.id} was added twice"
+        self._running[request.id] = (request, list(request.prompt))
+
+    def cancel(self, id: str) -> None:
+        self._running.pop(id, None)
+
+    def step(self) -> list[Chunk]:
+        return [self._next(request, context) for request, context in list(self._running.values())]
+
+    def _next(self, request: Request, context: list[int]) -> Chunk:
+        token, logprob = said(request.seed, context)
+        context.append(token)
+        new = len(context) - len(request.prompt)
+        position = request.position + new - 1
+        self.made[request.seed, position] += 1
+        finish: Finish | None = "stop" if token in request.stop else "length" if new == request.max_tokens else None
+        if finish:
+            del self._running[request.id]
+        return Chunk(
+            id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
+        )
+
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        self.version = version
+
+
+class Words:
+    """One character, one id."""
+
+    stop = frozenset({STOP})
+
+    def prompt(self, words: str) -> tuple[int, ...]:
+        return tuple(map(ord, words))
+
+    observation = prompt
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i != STOP)
+
+
+class Asking:
+    """Odd tasks take up to three turns; some rewards take their time, some never come. All follow from what was said."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[tuple[str, tuple[str, ...]]] = Counter()
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"n/{index}", prompt=f"{index}=", answer=index)
+
+    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        texts = tuple(t.text for t in turns)
+        self.asked[task.id, texts] += 1
+        bits = xxhash.xxh3_64_intdigest("/".join(texts).encode())
+        await asyncio.sleep(0.11 * (bits % 3))
+        if task.answer % 2 and len(turns) < 3:
+            return Feedback(observation=f"+{len(turns)}")
+        if bits % 5 == 0:
+            raise ConnectionError("the judge is away")
+        return Feedback(reward=float(len(texts[-1])))
+
+
+class _Bell(queue.SimpleQueue[Any]):
+    """Orders for a host, and something that hears them."""
+
+    heard: Callable[[], None] = staticmethod(lambda: None)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        self.heard()
+
+
+class LoopHost(Host):
+    """The product's host without its thread."""
+
+    def __init__(self, engine: Any, slots: int, step_s: float) -> None:
+        super().__init__(engine, slots)
+        self._step_s, self._wake = step_s, asyncio.Event()
+        bell = self._orders = _Bell()
+        bell.heard = self._wake.set
+
+    async def live(self, awake: asyncio.Event) -> None:
+        while True:
+            await awake.wait()
+            self._obey()
+            if self._paused or not len(self.engine):
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            await asyncio.sleep(self._step_s)
+            self._obey()
+            if awake.is_set() and not self._paused and len(self.engine):
+                self._step()
+
+    def _obey(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                order = self._orders.get_nowait()
+                assert order is not None
+                order()
+
+
+class _Valve:
+    """A link that stands still while the worker is frozen."""
+
+    def __init__(self, link: MemoryLink, awake: asyncio.Event) -> None:
+        self.peer, self._link, self._awake = link.peer, link, awake
+
+    async def send(self, message: object) -> None:
+        await self._awake.wait()
+        await self._link.send(message)
+
+    async def receive(self) -> object:
+        await self._awake.wait()
+        message = await self._link.receive()
+        await self._awake.wait()
+        return message
+
+    async def close(self, why: str = "") -> None:
+        await self._link.close(why)
+
+
+class Hand:
+    """One worker."""
+
+    def __init__(self, crew: Crew, name: str, slots: int) -> None:
+        self.crew, self.name = crew, name
+        self._ours, self._theirs = pair("controller", name)
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.engine = Hashing(crew.made)
+        host = LoopHost(self.engine, slots, crew.step_s)
+        session = Session(_Valve(self._theirs, self.awake), host, has_it, heartbeat_s=0.5)
+        hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease())
+        there = set(crew.dispatch.members.all)
+        self.attended = asyncio.create_task(crew.dispatch.attend(self._ours, hello))
+        self.work = [asyncio.create_task(session.serve()), asyncio.create_task(host.live(self.awake))]
+        self._before = there
+
+    @property
+    def member(self) -> Member | None:
+        """As the controller knows it."""
+        return next(
+            (w for id, w in self.crew.dispatch.members.all.items() if w.name == self.name and id not in self._before), None
+        )
+
+    @property
+    def dead(self) -> bool:
+        return self.work[0].done() or self.work[0].cancelling() > 0
+
+    def kill(self, *, lossy: bool = False) -> None:
+        """As SIGKILL: nothing more is made or sent, and the link ends. `lossy`: what was on its way is gone, too."""
+        for task in self.work:
+            task.cancel()
+        self._theirs._wire.why = "killed"
+        self._theirs._wire.cut.set()
+        while lossy and not self._ours._inbox.empty():
+            self._ours._inbox.get_nowait()
+
+    def freeze(self) -> None:
+        self.awake.clear()
+
+    def thaw(self) -> None:
+        self.awake.set()
+
+
+@dataclass(kw_only=True)
+class Crew:
+    """The controller's side and its workers, for one rollout of TASKS."""
+
+    dispatch: Dispatch
+    rollout: Rollout
+    env: Asking
+    loop: StepLoop
+    made: Counter[tuple[int, int]] = field(default_factory=Counter)
+    hands: list[Hand] = field(default_factory=list)
+    groups: dict[int, tuple[Response, ...]] = field(default_factory=dict)
+    callbacks: int = 0
+    step_s: float = 0.02
+    main: asyncio.Task[None] | None = None
+
+    def hire(self, name: str, slots: int = 8) -> Hand:
+        self.hands.append(Hand(self, name, slots))
+        return self.hands[-1]
+
+    @property
+    def responses(self) -> dict[str, Response]:
+        return {r.id: r for rows in self.groups.values() for r in rows}
+
+    def check(self) -> None:
+        self.dispatch.ledger.check()
+        self.dispatch.members.check()
+        held = {e.worker for e in self.dispatch.ledger.entries.values() if e.place == "running"}
+        here = {w.id for w in self.dispatch.members.here()}
+        assert held <= here, f"{held - here} are gone and hold responses"
+
+    async def roll(self) -> None:
+        for name in ("a", "b", "c"):
+            self.hire(name)
+        watching = asyncio.create_task(self.dispatch.watch())
+        try:
+            async with asyncio.timeout(600):  # virtual
+                async for g in self.rollout.groups(TASKS, size=SIZE, sampling=Sampling()):
+                    self.groups[g.index] = g.responses
+        finally:
+            self.loop.between(None)
+            watching.cancel()
+            for hand in self.hands:
+                hand.kill()
+            work = [t for hand in self.hands for t in hand.work]
+            ended = await asyncio.gather(watching, *work, return_exceptions=True)
+            attended = await asyncio.gather(*(hand.attended for hand in self.hands), return_exceptions=True)
+        wrong = [e for e in ended if e and not isinstance(e, str | LinkClosed | asyncio.CancelledError)]
+        wrong += [e for e in attended if e]
+        assert not wrong, wrong
+
+
+Moment = Callable[[Crew], object]
+"""Called between any two callbacks of the loop, once the workers are there."""
+
+
+def roll(
+    folder: Path, moment: Moment = lambda crew: None, *, journal: Path | None = None, check_from: int = 0
+) -> Crew:  # fmt: skip
+    """One rollout, from its first callback to its last group; the rules are checked between any two callbacks
+    (`check_from` this one on: what comes before is the same in every run)."""
+    with asyncio.Runner(loop_factory=StepLoop) as runner:
+        loop: Any = runner.get_loop()
+
+        async def main() -> Crew:
+            events = EventLog(folder / "events.jsonl")
+            written = Journal(journal, "settings") if journal else None
+            dispatch, env, text = Dispatch(events=events, journal=written), Asking(), Words()
+            options = Options(max_tokens=24, reward_tries=2, reward_timeout_s=20.0)
+            rollout = Rollout(dispatch, env, text, options, seed=3, events=events)  # pyright: ignore
+            crew = Crew(dispatch=dispatch, rollout=rollout, env=env, loop=loop)
+            if written is not None:
+                rollout.past = written.begin(0)
+            dispatch.set_offer(Offer(version=0, digest="d0", url=""))
+
+            def between() -> None:
+                if not crew.hands:
+                    return
+                crew.callbacks += 1
+                assert crew.callbacks < MOST_CALLBACKS, "the rollout does not come to an end"
+                if crew.callbacks >= check_from:
+                    crew.check()
+                moment(crew)
+
+            loop.between(between)
+            crew.main = asyncio.create_task(crew.roll())
+            try:
+                await asyncio.wait([crew.main])
+                if not crew.main.cancelled():
+                    crew.main.result()
+            finally:
+                loop.between(None)
+                events.close()
+                if written is not None:
+                    written.close()
+            return crew
+
+        try:
+            crew = runner.run(main())
+        finally:
+            loop.between(None)
+    assert not loop.errors, loop.errors
+    return crew
+
+
+@dataclass
+class Once:
+    """A Moment: does `then` the first time that `when` holds."""
+
+    when: Callable[[Crew], object]
+    then: Callable[[Crew], object]
+    happened: bool = False
+
+    def __call__(self, crew: Crew) -> None:
+        if not self.happened and self.when(crew):
+            self.happened = True
+            self.then(crew)
+
+
+def at(callback: int, then: Callable[[Crew], object]) -> Once:
+    return Once(lambda crew: crew.callbacks >= callback, then)
+
+
+def state_of(hand: Hand) -> State | None:
+    return hand.member.state if hand.member else None
+
+
+def later(crew: Crew, delay_s: float, call: Callable[[], object]) -> None:
+    crew.loop.call_later(delay_s, call)

@@ -69,12 +69,13 @@ class Console:
             case "worker_joined":
                 self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['lease']}, {event['device']})")
             case "worker_lost":
+                went = f"; {event['moved']} responses go on elsewhere, with their {event['kept_tokens']:,} tokens"
                 self._out.print(
-                    f"[red]-[/] {escape(event['worker'])} lost: {escape(event['why'])}; {event['moved']} responses go "
-                    f"on elsewhere, with their {event['kept_tokens']:,} tokens"
+                    f"[red]-[/] {escape(event['worker'])} lost: {escape(event['why'])}{went if event['moved'] else ''}"
                 )
             case "worker_left":
-                self._out.print(f"[yellow]-[/] {escape(event['worker'])} left; {event['moved']} responses move")
+                went = f"; {event['moved']} responses go on elsewhere" if event["moved"] else ""
+                self._out.print(f"[yellow]-[/] {escape(event['worker'])} left{went}")
             case "worker_warned":
                 self._out.print(f"[yellow]![/] {escape(event['worker'])} will be taken ({event['source']})")
             case "worker_suspect":

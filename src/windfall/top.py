@@ -44,7 +44,7 @@ def table(said: dict[str, Any], *, live: bool) -> Group:
     out = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         numbers = name in ("version", "running", "tok/s", "made", "moved", "age")
-        out.add_column(name, justify="right" if numbers else "left", no_wrap=name != "why")
+        out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis")
     for w in here + gone[-GONE_SHOWN:]:
         price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
         state = w["state"]

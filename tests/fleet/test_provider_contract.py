@@ -19,11 +19,12 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
-from windfall.fleet.base import Handle, Lease, OnEvent, Provider, Spawn
+from windfall.fleet.base import Handle, OnEvent, Provider, Spawn
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
 from windfall.fleet.replay import TraceProvider
 from windfall.fleet.trace import Change
+from windfall.types import Lease
 
 SLEEP = "import time; time.sleep(60)"
 FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
@@ -73,7 +74,6 @@ def spawning(request: pytest.FixtureRequest, tmp_path: Path, toy_env: dict[str, 
         nursery = Nursery(entry="toy:main", modules=["json"], log=tmp_path / "nursery.log", env=toy_env)
 
         async def spawn(name: str, lease: Lease) -> Handle:
-            assert lease.worker == name
             log = tmp_path / "workers" / f"{name}.log"
             if request.param == "nursery":
                 return await nursery.start(name=name, argv=["x", code], env=toy_env, log=log)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import selectors
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
+from hashing import Asking, Hashing, Words
+from step_loop import StepLoop
 
 from windfall.config import Rollout as Options
 from windfall.events import EventLog
@@ -28,140 +28,14 @@ from windfall.rollout.dispatch import Dispatch, Offer
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout
 from windfall.rollout.members import Member, State
-from windfall.types import Chunk, Feedback, Finish, Lease, Request, Response, Sampling, Task, Turn
+from windfall.types import Lease, Response, Sampling
 from windfall.worker.host import Host
 from windfall.worker.inside import has_it
 from windfall.worker.session import Session
 
-STOP = 0
 TASKS = (0, 1, 2, 3)
 SIZE = 2
 MOST_CALLBACKS = 200_000
-
-
-class _Jump(selectors.SelectSelector):
-    """Waiting takes no time: the clock jumps."""
-
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        if timeout is None:
-            raise RuntimeError("everybody waits and nothing is scheduled")
-        self.now_s += max(timeout, 0.0)
-        return super().select(0)
-
-
-class _Ready(deque[Any]):
-    """The loop's callbacks that are due. `before` is called before each is taken."""
-
-    before: Callable[[], None] = staticmethod(lambda: None)
-
-    def popleft(self) -> Any:
-        self.before()
-        return super().popleft()
-
-
-class StepLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-        self._ready = _Ready()
-        self.errors: list[str] = []
-        """What callbacks and forgotten tasks raised: an event loop only logs it."""
-        self.set_exception_handler(lambda _, said: self.errors.append(f"{said['message']}: {said.get('exception')!r}"))
-
-    def time(self) -> float:
-        return self._jump.now_s
-
-    def between(self, call: Callable[[], None] | None) -> None:
-        """Call this between any two callbacks, from now on."""
-        self._ready.before = call or (lambda: None)
-
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        done = self.create_future()
-        try:
-            done.set_result(func(*args))
-        except Exception as e:  # it is for whoever waits, as from a thread
-            done.set_exception(e)
-        return done
-
-
-def said(seed: int, context: Sequence[int]) -> tuple[int, float]:
-    """The token that follows, and its log-prob. Another context, however slightly, gives another token."""
-    bits = xxhash.xxh3_64_intdigest(f"{seed}/{list(context)}".encode())
-    return STOP if bits % 9 == 0 else 65 + bits // 9 % 26, -(bits % 1024) / 1024
-
-
-class Hashing:
-    """Keeps to the Engine seam. Counts in `made` how often each (seed, position) was made, over all engines."""
-
-    def __init__(self, made: Counter[tuple[int, int]]) -> None:
-        self.version, self.made = 0, made
-        self._running: dict[str, tuple[Request, list[int]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def add(self, request: Request) -> None:
-        assert request.id not in self._running, f"{request.id} was added twice"
-        self._running[request.id] = (request, list(request.prompt))
-
-    def cancel(self, id: str) -> None:
-        self._running.pop(id, None)
-
-    def step(self) -> list[Chunk]:
-        return [self._next(request, context) for request, context in list(self._running.values())]
-
-    def _next(self, request: Request, context: list[int]) -> Chunk:
-        token, logprob = said(request.seed, context)
-        context.append(token)
-        new = len(context) - len(request.prompt)
-        position = request.position + new - 1
-        self.made[request.seed, position] += 1
-        finish: Finish | None = "stop" if token in request.stop else "length" if new == request.max_tokens else None
-        if finish:
-            del self._running[request.id]
-        return Chunk(
-            id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
-        )
-
-    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        self.version = version
-
-
-class Words:
-    """One character, one id."""
-
-    stop = frozenset({STOP})
-
-    def prompt(self, words: str) -> tuple[int, ...]:
-        return tuple(map(ord, words))
-
-    observation = prompt
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(i) for i in ids if i != STOP)
-
-
-class Asking:
-    """Odd tasks take up to three turns; some rewards take their time, some never come. All follow from what was said."""
-
-    def __init__(self) -> None:
-        self.asked: Counter[tuple[str, tuple[str, ...]]] = Counter()
-
-    def task(self, index: int) -> Task:
-        return Task(id=f"n/{index}", prompt=f"{index}=", answer=index)
-
-    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        texts = tuple(t.text for t in turns)
-        self.asked[task.id, texts] += 1
-        bits = xxhash.xxh3_64_intdigest("/".join(texts).encode())
-        await asyncio.sleep(0.11 * (bits % 3))
-        if task.answer % 2 and len(turns) < 3:
-            return Feedback(observation=f"+{len(turns)}")
-        if bits % 5 == 0:
-            raise ConnectionError("the judge is away")
-        return Feedback(reward=float(len(texts[-1])))
 
 
 class _Bell(queue.SimpleQueue[Any]):
@@ -236,21 +110,17 @@ class Hand:
         host = LoopHost(self.engine, slots, crew.step_s)
         session = Session(_Valve(self._theirs, self.awake), host, has_it, heartbeat_s=0.5)
         hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease())
-        there = set(crew.dispatch.members.all)
+        self._before = set(crew.dispatch.members.all)
         self.attended = asyncio.create_task(crew.dispatch.attend(self._ours, hello))
         self.work = [asyncio.create_task(session.serve()), asyncio.create_task(host.live(self.awake))]
-        self._before = there
 
     @property
     def member(self) -> Member | None:
         """As the controller knows it."""
         return next(
-            (w for id, w in self.crew.dispatch.members.all.items() if w.name == self.name and id not in self._before), None
+            (w for id, w in self.crew.dispatch.members.all.items() if w.name == self.name and id not in self._before),
+            None,
         )
-
-    @property
-    def dead(self) -> bool:
-        return self.work[0].done() or self.work[0].cancelling() > 0
 
     def kill(self, *, lossy: bool = False) -> None:
         """As SIGKILL: nothing more is made or sent, and the link ends. `lossy`: what was on its way is gone, too."""

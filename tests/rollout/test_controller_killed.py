@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from crew import STOP, TASKS, Crew, roll
+from crew import TASKS, Crew, roll
+from hashing import STOP
 
 from windfall.rollout.journal import Journal, Judged, Past, Stretch
 from windfall.rollout.manager import seed_of
@@ -87,7 +88,7 @@ def judged(past: Past) -> Counter[str]:
 
 
 def live_again(data: bytes, folder: Path) -> Crew:
-    """The next life. What the journal has is neither made nor judged again, and all comes out as if nothing had been."""
+    """The next life. What the journal has is neither made nor judged again; what comes out is the same."""
     expected, _, _ = first_life()
     journal, past = begin_with(data, folder)
     crew = roll(folder, journal=journal, check_from=1)

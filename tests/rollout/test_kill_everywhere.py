@@ -1,4 +1,4 @@
-"""Lose workers in every state and between any two callbacks of the event loop: the same groups come out, token for token.
+"""Lose workers in every state, and between any two callbacks of the event loop: the same groups come out.
 
 `crew` says what is real here and what is not. By default the moments are sampled; `-m slow` takes every one of them.
 Not covered: threads and real sockets (tests/worker), real processes (the soak test).

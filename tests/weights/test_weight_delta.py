@@ -189,3 +189,14 @@ def test_what_does_not_fit_is_refused(blob: bytes) -> None:
     with pytest.raises(WindfallError, match="weight delta"):
         delta.apply(got, blob, m)
     assert (got == np.arange(20)).all()
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 0), (0, 2)])
+def test_blocks_out_of_order_twice_or_unknown_are_refused(order: tuple[int, int]) -> None:
+    m = described(("bfloat16", 10), ("bfloat16", 10))
+    got = np.arange(m.nbytes, dtype=np.uint8)
+    table = np.array([(n, 1, 1, delta.GAPS) for n in order], delta.ROW)
+    blob = delta.MAGIC + np.uint64(2).tobytes() + table.tobytes() + b"\0\0" + b"\xff\xff\xff\xff"
+    with pytest.raises(WindfallError, match="not in order"):
+        delta.apply(got, blob, m)
+    assert (got == np.arange(m.nbytes)).all()

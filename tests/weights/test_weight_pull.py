@@ -279,13 +279,16 @@ def test_publishing_while_readers_read(serving: Callable[..., Any]) -> None:
 
     def read(_: int) -> tuple[int, int]:
         p, right, told = s.puller(parallel=2), 0, 0
-        while not done.is_set():
+        last = False
+        while not last:
+            last = done.is_set()  # nothing is published any more: the pull after this must succeed
             current = s.publisher.current
             if current is None or current.version not in said:
                 continue
             try:
                 got = p.pull(s.url, current.version, current.digest)
             except PullGone:
+                assert not last
                 told += 1
                 continue
             assert torch.equal(p.tensors()["big"], tensors[got.version]["big"])

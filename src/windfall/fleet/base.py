@@ -10,42 +10,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
-from windfall.errors import WindfallError, nearest
+from windfall.types import Lease
 
-Kind = Literal["reserved", "spot", "borrowed"]
 REFUSED = 3
 """The exit status of a worker that must not be started again: it was refused, and would be once more."""
 KILL_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lease:
-    """On what terms we hold a worker.
-
-    >>> Lease(worker="n3.2", kind="spot", device="H100", price_usd_per_h=2.63).kind
-    'spot'
-    """
-
-    worker: str = ""
-    kind: Kind = "spot"
-    device: str = "cpu"
-    region: str = ""
-    price_usd_per_h: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise WindfallError(
-                f"there is no lease '{self.kind}'", where="lease", fix=nearest(self.kind, get_args(Kind))
-            )
-        if not (math.isfinite(self.price_usd_per_h) and self.price_usd_per_h >= 0):
-            what = f"a price of {self.price_usd_per_h} $ per hour"
-            raise WindfallError(what, where=f"lease of {self.worker or 'a worker'}", fix="Use a number from 0 up.")
 
 
 class Handle:

@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from windfall.fleet.base import REFUSED, Handle, Lease, OnEvent, Spawn
+from windfall.fleet.base import REFUSED, Handle, OnEvent, Spawn
+from windfall.types import Lease
 
 GRACE_S = 5.0
 
@@ -131,7 +131,7 @@ class _Node:
                 self.generation += 1
                 name, began = f"{self.name}.{self.generation}", time.monotonic()
                 try:
-                    handle = await self._crew.spawn(name, dataclasses.replace(self._crew.terms, worker=name))
+                    handle = await self._crew.spawn(name, self._crew.terms)
                 except OSError as e:
                     self._crew.on_event("spawn_failed", worker=name, error=f"{type(e).__name__}: {e}")
                 else:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 
 from windfall.errors import WindfallError
-from windfall.fleet.base import Lease, OnEvent, Spawn, unheard
+from windfall.fleet.base import OnEvent, Spawn, unheard
 from windfall.fleet.keep import GRACE_S, Crew
+from windfall.types import Lease
 
 RESERVED = Lease(kind="reserved")
 

@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 
 from windfall.errors import WindfallError
-from windfall.fleet.base import Lease, OnEvent, Spawn, unheard
+from windfall.fleet.base import OnEvent, Spawn, unheard
 from windfall.fleet.formats import Change, check
 from windfall.fleet.keep import GRACE_S, Crew
+from windfall.types import Lease
 
 SPOT = Lease(kind="spot")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -41,7 +42,15 @@ def main(
             url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease, build=make,
             puller=Puller(key=auth.weights_key(token), ssl=context), ssl=context, patience_s=patience_s,
         )  # fmt: skip
-        notice.on_sigterm(asyncio.get_running_loop(), agent.warned)
+        loop = asyncio.get_running_loop()
+        notice.on_sigterm(loop, agent.warned)
+        asked = notice.Notice(source="ctrl-c", left_s=None, detail="somebody asked it to leave")
+
+        def leave() -> None:
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends it at once
+            agent.warned(asked)
+
+        loop.add_signal_handler(signal.SIGINT, leave)
         return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
     code = asyncio.run(run())

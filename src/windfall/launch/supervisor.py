@@ -26,13 +26,14 @@ from windfall.config import Recipe
 from windfall.console import Console
 from windfall.errors import WindfallError
 from windfall.fleet import process, trace
-from windfall.fleet.base import Handle, Lease, Provider
+from windfall.fleet.base import Handle, Provider
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery, NurseryLost
 from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
 from windfall.launch import security
 from windfall.link import auth
+from windfall.types import Lease
 
 PRELOADED = ["torch", "transformers", "windfall.launch.training", "windfall.launch.joining", "windfall.worker.build",
              "windfall.engine.engine", "windfall.train.trainer", "windfall.weights.publish"]  # fmt: skip

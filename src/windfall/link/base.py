@@ -1,4 +1,4 @@
-"""The Link seam: one connection between two parties. `tests/link/test_link_contract.py` says what every kind must do."""
+"""The Link seam: one connection between two parties. `tests/link/test_link_contract.py` says what every kind does."""
 
 from __future__ import annotations
 

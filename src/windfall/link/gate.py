@@ -6,6 +6,7 @@ A refusal is logged, at most a few per second: somebody who knocks without end m
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Gate:
             await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
             await self._refuse(link, "a worker's name is 1 to 64 printable characters without '#'")
+        elif not 0 <= hello.lease.price_usd_per_h < math.inf:
+            await self._refuse(link, f"a price of {hello.lease.price_usd_per_h} $ per hour")
         elif self.workers >= self.most_workers:
             await self._refuse(link, f"the run has its {self.most_workers} workers (fleet.max_workers)", again=True)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket as sockets
 import ssl as tls
 from collections.abc import Awaitable, Callable
@@ -16,12 +17,16 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from windfall.errors import WindfallError
 from windfall.link.base import BadFrame, LinkClosed
 from windfall.link.messages import MAX_FRAME_BYTES, encode
 
 Attend = Callable[["SocketLink"], Awaitable[None]]
+_log = logging.getLogger(__name__)
+# Whoever speaks no HTTP is answered with 400; a traceback for each would let a stranger fill the disk.
+_log.addFilter(lambda said: not (said.exc_info and isinstance(said.exc_info[1], HttpProcessingError)))
 
 
 class SocketLink:
@@ -50,8 +55,9 @@ class SocketLink:
                 await self.close(f"not a message: {e}")
                 raise BadFrame(f"{self.peer}: not a message: {e}") from e
         if frame.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
-            why = frame.extra or getattr(self._socket, "exception", lambda: None)()
-            raise LinkClosed(f"{self.peer}: closed{f': {why}' if why else ''}")
+            # A close in order says why; without a word the process died, or its machine, or the network between.
+            said = f"closed: {frame.extra}" if frame.extra else "closed" if frame.data == 1000 else "connection lost"
+            raise LinkClosed(f"{self.peer}: {said}")
         if frame.type is WSMsgType.ERROR:
             kind = BadFrame if isinstance(frame.data, WebSocketError) else LinkClosed
             raise kind(f"{self.peer}: {frame.data}")
@@ -92,7 +98,7 @@ class Port:
         app = web.Application(client_max_size=1024)
         for path in self._routes:
             app.router.add_get(path, self._accept)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=None, logger=_log, shutdown_timeout=1.0, handle_signals=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self._ssl, reuse_address=True)
         try:

@@ -185,15 +185,19 @@ class Dispatch:
         self._soon()
 
     def _warned(self, member: Member, notice: m.Notice) -> None:
+        left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
+        loop = asyncio.get_running_loop()
+        at_s, timer = loop.time() + max(0.0, left - LEAVE_S), self._timers.get(member.id)
         if member.state is State.DRAINING:
-            return
-        self.members.move(member.id, State.DRAINING, f"{notice.source}: {notice.detail}")
+            if timer is None or timer.when() <= at_s:
+                return
+            timer.cancel()  # it is sooner than was said
+        else:
+            self.members.move(member.id, State.DRAINING, f"{notice.source}: {notice.detail}")
         self._events.instant(
             "worker_warned", worker=member.id, source=notice.source, left_s=notice.left_s, detail=notice.detail
         )
-        left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
-        later = asyncio.get_running_loop().call_later
-        self._timers[member.id] = later(max(0.0, left - LEAVE_S), self.drain, member.id, "warned")
+        self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
         self._soon()
 
     def drain(self, id: str, why: str) -> None:

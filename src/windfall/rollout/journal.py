@@ -4,7 +4,7 @@
 
 A record is its length, a checksum, and a msgpack array. What a killed process left half-written at the end is cut off
 when the file is opened again. A write reaches the operating system before the event loop goes on to anything that
-depends on it, so it outlives the process (not the machine: `fsync` comes with the next checkpoint).
+depends on it, so it outlives the process. (Not the machine: a power cut leaves the last checkpoint, which is synced.)
 
 Rule: reading gives back, for every response since the last checkpoint, exactly what was accepted, in order.
 """

@@ -18,6 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 from typing import Literal
 
 from windfall.link.messages import Tokens, columns
@@ -92,6 +93,8 @@ class Ledger:
         """The newest handles that are over, and how: moved, cancelled or finished."""
         self._by_worker: dict[str, dict[int, Entry]] = {}
         self._next_handle = 0
+        self._stops: set[int] = set()
+        """Every stop token of any response so far."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -107,6 +110,7 @@ class Ledger:
         if episode.id in self.entries:
             raise ValueError(f"{episode.id} is open already")
         self.entries[episode.id] = Entry(episode, marked=len(episode.tokens))
+        self._stops |= episode.stop
         self.counts.accepted += _made(episode)
         self._enqueue(self.entries[episode.id])
 
@@ -131,10 +135,34 @@ class Ledger:
             raise Malformed(str(e)) from e
         if tokens and max(tokens) >= self.vocabulary:
             raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {self.vocabulary}")
-        if logprobs and not (max(logprobs) <= 1e-3 and min(logprobs) > -math.inf):  # also false for a NaN
+        if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
             raise Malformed("a log-prob is no log-prob")
-        self._check_ends(worker, frame, tokens)
         held = self._by_worker.get(worker) or {}
+        entries = [held.get(handle) for handle in frame.handles]
+        if not self._check_ends(frame, entries, tokens):
+            return self._take_rows(held, frame, tokens, logprobs)
+        # Nearly every frame is like this, and most have one token per response: the time of this loop is what bounds
+        # how many tokens a controller takes in.
+        if not frame.counts:
+            for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
+                episode = entry.episode  # type: ignore[union-attr]
+                episode.tokens.append(token)
+                episode.logprobs.append(logprob)
+        else:
+            ends = list(accumulate(frame.counts))
+            for entry, start, end in zip(entries, [0, *ends], ends, strict=False):
+                episode = entry.episode  # type: ignore[union-attr]
+                episode.tokens.extend(tokens[start:end])
+                episode.logprobs.extend(logprobs[start:end])
+        self.counts.accepted += len(tokens)
+        out = Taken(accepted=len(tokens), rows=list(range(len(entries))))
+        for row in sorted(frame.finished):
+            self._end_turn(entries[row], frame.finished[row])  # type: ignore[arg-type]
+            out.turns.append(entries[row].episode.id)  # type: ignore[union-attr]
+        return out
+
+    def _take_rows(self, held: dict[int, Entry], frame: Tokens, tokens: array[int], logprobs: array[float]) -> Taken:
+        """Row by row: not all of them are what comes next, or a response is in the frame twice."""
         out, counts, at, fresh = Taken(), frame.counts, 0, 0
         version, finished, positions = frame.version, frame.finished, frame.positions
         for row, handle in enumerate(frame.handles):
@@ -161,24 +189,34 @@ class Ledger:
         out.accepted = fresh
         return out
 
-    def _check_ends(self, worker: str, frame: Tokens, tokens: array[int]) -> None:
-        """A finish where there is none, or none where there is one, is a worker's mistake, not a token's."""
-        held, at = self._by_worker.get(worker) or {}, 0
-        for row, handle in enumerate(frame.handles):
-            count = frame.counts[row] if frame.counts else 1
+    def _check_ends(self, frame: Tokens, entries: list[Entry | None], tokens: array[int]) -> bool:
+        """A finish where there is none, or none where there is one, is a worker's mistake, not a token's.
+
+        True: every row is what comes next for its response, and no response is there twice."""
+        version, finished, at = frame.version, frame.finished, 0
+        usual = len(set(frame.handles)) == len(entries)
+        quiet = not finished and self._stops.isdisjoint(tokens)  # then only a response that is too long can be wrong
+        rows = zip(entries, frame.positions, frame.counts or repeat(1), strict=False)
+        for row, (entry, position, count) in enumerate(rows):
             at += count
-            entry = held.get(handle)
-            if entry is None or entry.version != frame.version:
+            if entry is None or entry.version != version:
+                usual = False
                 continue
-            episode, end = entry.episode, frame.positions[row] + count
-            last = tokens[at - 1]
+            episode, end = entry.episode, position + count
+            if position != len(episode.tokens):
+                usual = False
+                if position < 0:
+                    raise Malformed(f"{episode.id}: a token at position {position}")
+            if quiet and end < episode.max_tokens:
+                continue
             if count > 1 and not episode.stop.isdisjoint(tokens[at - count : at - 1]):
                 raise Malformed(f"{episode.id}: tokens after its stop token")
             if end > episode.max_tokens:
                 raise Malformed(f"{episode.id}: {end} tokens, {episode.max_tokens} are allowed")
-            right = "stop" if last in episode.stop else "length" if end == episode.max_tokens else None
-            if frame.finished.get(row) != right:
-                raise Malformed(f"{episode.id}: finish {frame.finished.get(row)!r} after {end} tokens, not {right!r}")
+            right = "stop" if tokens[at - 1] in episode.stop else "length" if end == episode.max_tokens else None
+            if finished.get(row) != right:
+                raise Malformed(f"{episode.id}: finish {finished.get(row)!r} after {end} tokens, not {right!r}")
+        return usual
 
     def _unusual(self, entry: Entry | None, handle: int, position: int, count: int, version: int, out: Taken) -> int:
         """How many of the `count` tokens to leave out, each of them counted."""

@@ -4,21 +4,25 @@ The kernel moves the bytes (sendfile). A thread serves a reader for as long as t
 is handed to the event loop, which waits until it can take more. So slow readers, however many, take no thread.
 
 Both descriptors are the sender's own and are closed when no thread uses them any more: a number that was closed under a
-thread could by then be another connection's.
+thread could by then be another connection's. Meanwhile the connection blocks, for at most PATIENCE_US at a time, so
+that one call sends megabytes: calls that return whenever the socket is full cost more in taking turns at the
+interpreter than in sending. The event loop must not read from the connection until `send` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import select
+import socket
+import struct
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 PIECE_BYTES = 4 << 20
 TURN_BYTES = 64 << 20
 """After so much a reader goes to the back of the queue."""
-PATIENCE_MS = 5
+PATIENCE_US = 5000
 """How long a thread waits for a reader whose buffers are full."""
 
 
@@ -27,11 +31,17 @@ class Sender:
         self._pool = ThreadPoolExecutor(threads or min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="weights")
 
     async def send(
-        self, out: int, file: int, start: int, stop: int, *, timeout_s: float, go_on: Callable[[], bool]
+        self, sock: Any, file: int, start: int, stop: int, *, timeout_s: float, go_on: Callable[[], bool]
     ) -> None:
-        """Takes over both descriptors. OSError: reader gone, or `go_on` said no; TimeoutError: it stands still."""
-        turn: Future[int] | None = None
+        """Takes over the file. OSError: reader gone, or `go_on` said no; TimeoutError: it stands still."""
         try:
+            out, turn = os.dup(sock.fileno()), None
+        except OSError:
+            os.close(file)
+            raise
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, PATIENCE_US))
+            os.set_blocking(out, True)
             while start < stop:
                 turn = self._pool.submit(_turn, out, file, start, stop, go_on)
                 start = await asyncio.wrap_future(turn)
@@ -50,16 +60,12 @@ class Sender:
 def _turn(out: int, file: int, at: int, stop: int, go_on: Callable[[], bool]) -> int:
     """Send until the reader falls behind or has had its share; how far it came."""
     stop = min(stop, at + TURN_BYTES)
-    ready = select.poll()
-    ready.register(out, select.POLLOUT)
     while at < stop:
         if not go_on():
             raise ConnectionResetError("withdrawn")
         try:
             sent = os.sendfile(out, file, at, min(PIECE_BYTES, stop - at))
         except BlockingIOError:
-            if ready.poll(PATIENCE_MS):
-                continue
             break
         if sent == 0:
             raise ConnectionResetError("the file ended early")
@@ -77,6 +83,7 @@ async def _writable(fd: int, timeout_s: float) -> None:
         loop.remove_writer(fd)
 
 
-def _close(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
+def _close(out: int, file: int) -> None:
+    os.set_blocking(out, False)
+    os.close(out)
+    os.close(file)

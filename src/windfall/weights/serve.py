@@ -8,7 +8,7 @@
 401: wrong key. 404: not there. 410: withdrawn, ask for a newer one. 413: a body, which no request may have. 416: a
 range that is none. Rules:
 
-- the kernel sends from the buffer to the socket where there is no TLS (send.py);
+- the kernel sends from the buffer to the socket where there is no TLS (send.py; Linux);
 - a reader that takes nothing for WRITE_TIMEOUT_S is cut off; it may come back and go on where it was;
 - a version that is withdrawn while it is read: its connections are reset before the next piece. What of it was on the
   way may be mixed with newer bytes; the reader's checksums find that.
@@ -22,6 +22,7 @@ import os
 import re
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from ssl import SSLContext
 from typing import Any
@@ -143,11 +144,13 @@ class _Handlers:
                 await response.prepare(request)
                 while transport is not None and transport.get_write_buffer_size():  # the head, on a full socket
                     await asyncio.sleep(0.01)
-            if self.tls or transport is None:
+            if self.tls or transport is None or sys.platform != "linux":
                 await self._write(response, fd, start, stop, go_on)
             else:
-                out, file, fd = os.dup(transport.get_extra_info("socket").fileno()), fd, -1
-                await self.sender.send(out, file, start, stop, timeout_s=self.write_timeout_s, go_on=go_on)
+                sock, file, fd = transport.get_extra_info("socket"), fd, -1
+                transport.pause_reading()
+                await self.sender.send(sock, file, start, stop, timeout_s=self.write_timeout_s, go_on=go_on)
+                transport.resume_reading()
             await response.write_eof()
         except (OSError, TimeoutError):  # the reader went, stands still, or must not go on; only it is hurt
             _cut(transport)

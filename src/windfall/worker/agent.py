@@ -64,6 +64,8 @@ class Agent:
         self._host: Host | None = None
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
+        self._leaving = False
+        """Warned: another link would only bring work that it cannot finish."""
         self._end: asyncio.Future[int]
 
     async def run(self, clouds: Any = ()) -> int:
@@ -71,6 +73,8 @@ class Agent:
         self._end = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(notices.watch(self.warned, clouds=clouds)) if clouds else None
         living = asyncio.create_task(self._live())
+        if watching is not None:
+            watching.add_done_callback(self._watched)
         try:
             await asyncio.wait([living, self._end], return_when=asyncio.FIRST_COMPLETED)
             return self._end.result() if self._end.done() else living.result()
@@ -82,6 +86,11 @@ class Agent:
                         await task
             await self._dialler.close()
 
+    def _watched(self, watching: asyncio.Task[None]) -> None:
+        """No cloud is here, which is all right; or one was asked for that there is not."""
+        if not watching.cancelled() and (error := watching.exception()) is not None and not self._end.done():
+            self._end.set_exception(error)
+
     def warned(self, notice: notices.Notice) -> None:
         """The machine will be taken: tell the controller, which sends this worker away in time."""
         self._say(f"warned by {notice.source}: {notice.detail}")
@@ -91,6 +100,7 @@ class Agent:
         if self._session is None:
             self._finish(0)  # nobody to tell, nothing to hand over
             return
+        self._leaving = True
         self._session.say(m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail))
         loop.call_later((notice.left_s or 0.0) + LEAVE_S, self._finish, 0)
 
@@ -118,6 +128,9 @@ class Agent:
                     return 3
                 self._say(f"refused for now: {e}")
             except LinkClosed as e:
+                if self._leaving:
+                    self._say(f"no link: {e}; leaving")
+                    return 0
                 self._say(f"no link: {e}; dialling again")
             if time.monotonic() - alone_s > self._patience_s:
                 self._say(f"waited {self._patience_s:g} s for a controller at {self._dialler.url}")
@@ -195,7 +208,8 @@ class Agent:
     def _pull(self, load: m.Load, give_up: threading.Event) -> Weights:
         """In a thread. The tensors are views on the puller's buffer, taken over by the engine before the next pull."""
         before = self._puller.bytes_received
-        held = self._held[1] == load.digest
+        session = self._session
+        held = session is not None and session.held[1] == load.digest  # by the engine, not only by the puller
         manifest = self._puller.pull(self._reach(load.url), load.version, load.digest, stop=give_up)
         moved = self._puller.bytes_received - before
         return Weights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=moved)

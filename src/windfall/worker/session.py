@@ -144,6 +144,8 @@ class Session:
         started = time.monotonic()
         try:
             weights = await asyncio.to_thread(self._pull, load, give_up)
+            if weights.tensors is not None:
+                self.held = (-1, "")  # from here on the engine may have some of the new ones: nothing to go back to
             await self._swap(load.version, weights.tensors)
         except Exception as e:  # fault boundary: whatever it is, the controller is told, and may ask again
             if not give_up.is_set():

@@ -1,0 +1,183 @@
+"""What the fleet costs: tokens taken in, a migration, a lost worker. Short tables, a few minutes on two cores.
+
+    python benchmarks/fleet.py                     all three
+    python benchmarks/fleet.py intake --profile    (a) tokens/s that one controller takes in, and where the time goes
+    python benchmarks/fleet.py migration           (b) a response that moves once, beside one that does not
+    python benchmarks/fleet.py losses              (c) tokens lost by killing workers at random
+
+The machine should be idle otherwise: `others` shows how many cores something else took meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import intake
+import losses
+
+from windfall.errors import WindfallError
+
+ROWS = ((1, 30), (4, 20), (16, 10))
+"""Tokens per response and frame, rounds."""
+
+
+@contextmanager
+def others(out: list[float]) -> Iterator[None]:
+    """Appends how many cores were busy with something that is not this process or its children."""
+    before, started = _busy_s(), time.perf_counter()
+    ours = sum(os.times()[:4])
+    yield
+    wall_s = time.perf_counter() - started
+    out.append(max(0.0, _busy_s() - before - (sum(os.times()[:4]) - ours)) / wall_s)
+
+
+def _busy_s() -> float:
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def show_intake(profile: bool) -> None:
+    workers, each = 1000, 20
+    print(
+        f"(a) tokens/s that one controller takes in; {workers:,} workers, {workers * each:,} open responses, one core"
+    )
+    print("    in process            tokens  tok/s of CPU   us/frame  others")
+    for count, rounds in ROWS:
+        for journaled in (False, True):
+            busy: list[float] = []
+            with intake.work_folder() as folder, others(busy):
+                got = asyncio.run(
+                    intake.in_process(
+                        Path(folder), workers=workers, each=each, count=count, rounds=rounds, journaled=journaled
+                    )
+                )
+            name = "with a journal" if journaled else "no journal"
+            print(f"    {name:20} {count:7} {got.tok_per_s:13,.0f} {got.frame_us:10.1f}  {busy[0]:6.1f}")
+    print("    over 50 WebSockets, journaled, driven by a second process")
+    print("    open responses        tokens  tok/s of CPU   us/frame  others   tok/s by the clock")
+    for each, count in ((20, 1), (20, 4), (400, 1), (400, 4)):
+        busy = []
+        with intake.work_folder() as folder, others(busy):
+            rounds = 100 if each == 20 else 20
+            got = asyncio.run(
+                intake.over_links(Path(folder), links=50, each=each, count=count, rounds=rounds, journaled=True)
+            )
+        said = f"{got.tok_per_s:13,.0f} {got.frame_us:10.1f}  {busy[0]:6.1f} {got.wall_tok_per_s:20,.0f}"
+        print(f"    {50 * each:<20,} {count:7} {said}")
+    if profile:
+        print("    shares by function, in process, one token per frame and response, journaled (under a profiler):")
+        with intake.work_folder() as folder:
+            asyncio.run(
+                intake.in_process(
+                    Path(folder), workers=workers, each=20, count=1, rounds=10, journaled=True, profile=True
+                )
+            )
+
+
+# a migration
+
+
+def show_migration(model: str, lengths: tuple[int, ...], responses: int = 8) -> None:
+    try:
+        loaded, tokens = _model(model)
+    except WindfallError as e:
+        print(f"    {model}: left out ({e.what})")
+        return
+    for length in lengths:
+        whole_s, said = _make(loaded, [(p, 0) for p in _prompts(tokens, responses)], length)
+        first_s, half = _make(loaded, [(p, 0) for p in _prompts(tokens, responses)], length // 2)
+        moved = [((*p, *half[i]), length // 2) for i, p in enumerate(_prompts(tokens, responses))]
+        prefill_s, _ = _make(loaded, moved, 1)
+        second_s, rest = _make(loaded, moved, length - length // 2)
+        same = all(half[i] + rest[i] == said[i] for i in range(responses))
+        print(
+            f"    {model:14} {length:6} {whole_s:10.2f} {first_s + second_s:10.2f} {1000 * prefill_s:14.1f} "
+            f"{100 * prefill_s / whole_s:10.2f} %   {'the same tokens' if same else 'OTHER TOKENS'}"
+        )
+
+
+def _model(name: str) -> tuple[Any, int]:
+    import torch
+
+    from windfall import models
+    from windfall.engine.attention import NAME
+
+    torch.set_num_threads(1)
+    model = models.load(name, dtype="float32", device="cpu")
+    model.set_attn_implementation(NAME)
+    return model, model.config.vocab_size
+
+
+def _prompts(vocabulary: int, count: int, length: int = 32) -> list[tuple[int, ...]]:
+    return [tuple(3 + (7 * i + 13 * j) % (vocabulary - 3) for j in range(length)) for i in range(count)]
+
+
+def _make(model: Any, work: list[tuple[tuple[int, ...], int]], count: int) -> tuple[float, list[tuple[int, ...]]]:
+    """Seconds, and the tokens, of an engine that has not seen any of it before."""
+    from windfall.engine.engine import TorchEngine
+    from windfall.types import Request
+
+    longest = max(len(prompt) for prompt, _ in work) + count + 32
+    engine = TorchEngine(model, kv_tokens=len(work) * longest, deterministic=True)
+    said: list[tuple[int, ...]] = [()] * len(work)
+    started = time.perf_counter()
+    for i, (prompt, position) in enumerate(work):
+        engine.add(Request(id=str(i), prompt=prompt, seed=i, max_tokens=count, position=position))
+    while len(engine):
+        for chunk in engine.step():
+            said[int(chunk.id)] += tuple(chunk.tokens)
+    return time.perf_counter() - started, said
+
+
+# lost workers
+
+
+def show_losses(seed: int) -> None:
+    print("(c) tokens kept when all 8 siblings are cut; log-normal lengths, median 4,096, sigma 0.7")
+    print("    cut at       windfall    from zero    group to its shortest")
+    for cut in (2048, 3072, 5120, 8192):
+        zero, shortest = losses.drawn(cut)
+        print(f"    {cut:6} {'100 %':>13} {100 * zero:10.0f} % {100 * shortest:16.0f} %")
+    with intake.work_folder() as folder:
+        got = asyncio.run(losses.killed(Path(folder), seed=seed))
+    print(
+        f"    measured: {got.kills} SIGKILLs of worker processes, median length {losses.MEDIAN}, {got.moved} responses moved"
+    )
+    rows = {
+        "tokens accepted and kept": got.trained,
+        "accepted and lost": got.accepted - got.trained,
+        "made, on their way at a kill": got.made - got.accepted,
+        "from zero, the same kills": got.from_zero,
+        "group to its shortest": got.to_shortest,
+    }
+    for what, tokens in rows.items():
+        print(f"    {what:30} {tokens:10,} tokens {100 * tokens / got.made:8.2f} % of those made")
+    print(f"    responses that differ from an uninterrupted one: {got.wrong}")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("part", nargs="?", choices=["intake", "migration", "losses"], help="default: all")
+    p.add_argument("--profile", action="store_true", help="also say where the time of the intake goes")
+    p.add_argument("--seed", type=int, default=0)
+    a = p.parse_args()
+    if a.part in (None, "intake"):
+        show_intake(a.profile)
+    if a.part in (None, "migration"):
+        print("(b) 8 responses that move once at half their length, beside the same uninterrupted; one thread, float32")
+        print("    model          length    whole s    moved s   prefill again ms  of the whole")
+        show_migration("tiny", (64, 256, 448))
+        show_migration("smollm2-135m", (32, 128, 256))
+    if a.part in (None, "losses"):
+        show_losses(a.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The token and its file, a worker that finds itself at the wrong door, and both over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.config import Fleet
+from windfall.errors import WindfallError
+from windfall.launch import security
+from windfall.link import auth
+from windfall.link import messages as m
+from windfall.link.base import LinkClosed
+from windfall.link.memory import pair
+from windfall.types import Lease
+from windfall.worker import agent as agents
+from windfall.worker.agent import Agent, Refusal
+
+Door = Any
+TOKEN = "a-token-for-the-tests-of-links"
+
+
+def test_the_token_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = auth.make_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(token) >= 32
+    assert auth.make_token(path) == auth.read_token(path) == token
+    assert auth.make_token(tmp_path / "another") != token
+
+
+def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="cannot be read"):
+        auth.read_token(tmp_path / "token")
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(WindfallError, match="no token") as caught:
+        auth.make_token(tmp_path / "token")
+    assert caught.value.where == str(tmp_path / "token")
+    assert "Delete" in caught.value.fix
+
+
+def test_a_proof_is_of_all_its_parts() -> None:
+    proof = auth.proof("token", "hello", "run", b"ab", b"c")
+    assert len(proof) == 32
+    others = [("other", "hello", "run", b"ab", b"c"), ("token", "welcome", "run", b"ab", b"c"),
+              ("token", "hello", "nur", b"ab", b"c"), ("token", "hello", "run", b"a", b"bc"),
+              ("token", "hello", "run", b"abc"), ("token", "hellorun", "", b"ab", b"c")]  # fmt: skip
+    for token, said, run, *nonces in others:
+        assert not auth.same(proof, auth.proof(token, said, run, *nonces))
+    assert auth.weights_key("token") != "token"
+    assert len({auth.nonce() for _ in range(100)}) == 100
+
+
+def worker(url: str = "http://127.0.0.1:1", token: str = TOKEN, **options: Any) -> tuple[Agent, list[str]]:
+    """An agent that will not get as far as an engine, and what it says."""
+    said: list[str] = []
+
+    def build(engine: m.Engine) -> Any:
+        raise WindfallError("built: so it was let in")
+
+    agent = Agent(url, token, name="w", lease=Lease(), build=build, puller=None, say=said.append, **options)
+    return agent, said
+
+
+def shake(play: Callable[[Any], Any], token: str = TOKEN) -> m.Welcome:
+    """Let an agent meet a controller that is played by `play`."""
+
+    async def run() -> m.Welcome:
+        ours, theirs = pair("worker", "controller")
+        agent, _ = worker(token=token)
+        playing = asyncio.create_task(play(theirs))
+        try:
+            return await agent._shake(ours)  # type: ignore[arg-type]
+        finally:
+            playing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await playing
+
+    return asyncio.run(run())
+
+
+def controller(token: str = TOKEN, said: str = "welcome", old: bool = False) -> Callable[[Any], Any]:
+    """One that knows `token`. `old`: it answers with what was right for another connection."""
+
+    async def play(link: Any) -> None:
+        nonce = auth.nonce()
+        await link.send(m.Challenge(protocol=m.PROTOCOL, run="demo", nonce=nonce))
+        hello = await link.receive()
+        proof = auth.proof(token, said, "demo", nonce, auth.nonce() if old else hello.nonce)
+        engine = m.Engine(
+            model_config="{}", dtype="float32", kv_tokens=1, page_size=1, max_running=1, max_rows=1,
+            deterministic=True, longest=1, wanted=1,
+        )  # fmt: skip
+        await link.send(m.Welcome(proof=proof, worker="w", model="x", engine=engine, heartbeat_s=1.0))
+
+    return play
+
+
+def test_a_worker_joins_the_right_controller() -> None:
+    assert shake(controller()).worker == "w"
+
+
+@pytest.mark.parametrize(
+    "play", [controller(token="a-guess"), controller(said="hello"), controller(old=True)],
+    ids=["does not know the token", "reflects the worker's own proof", "replays an old welcome"],
+)  # fmt: skip
+def test_a_worker_refuses_a_controller_that_cannot_prove_itself(play: Callable[[Any], Any]) -> None:
+    with pytest.raises(Refusal, match="does not know the token") as caught:
+        shake(play)
+    assert not caught.value.again
+
+
+def test_a_worker_knows_no_controller_at_all_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def other_protocol(link: Any) -> None:
+        await link.send(m.Challenge(protocol=m.PROTOCOL + 1, run="demo", nonce=b"n"))
+
+    async def no_controller(link: Any) -> None:
+        await link.send(m.Cancel(handles=()))
+
+    async def silent(link: Any) -> None:
+        await asyncio.sleep(10)
+
+    async def refuses(link: Any) -> None:
+        await link.send(m.Challenge(protocol=m.PROTOCOL, run="demo", nonce=b"n"))
+        await link.receive()
+        await link.send(m.Refused(why="full", again=True))
+
+    with pytest.raises(Refusal, match="install the same version"):
+        shake(other_protocol)
+    with pytest.raises(LinkClosed, match="not a windfall controller"):
+        shake(no_controller)
+    with pytest.raises(Refusal, match="full") as caught:
+        shake(refuses)
+    assert caught.value.again
+    monkeypatch.setattr(agents, "SHAKE_S", 0.1)
+    with pytest.raises(LinkClosed, match=r"waited 0.1 s for its Welcome"):
+        shake(silent)
+
+
+def test_a_worker_with_the_wrong_token_ends_with_3(door: Door) -> None:
+    async def run() -> None:
+        async with door().open() as d:
+            agent, said = worker(d.url, token="not-the-token-of-this-run")
+            assert await agent.run() == 3
+            assert any("wrong token" in line for line in said)
+            assert not any("not-the-token" in line for line in said)
+            assert len(d.logged) == 1
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    """Self-signed, for 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=windfall", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return Fleet(tls_cert=cert, tls_key=key)
+
+
+def test_a_worker_joins_over_tls_with_the_certificate_only(door: Door, certificate: Fleet) -> None:
+    async def join(url: str, **trust: Any) -> tuple[int, str]:
+        agent, said = worker(url, ssl=security.dialling(url, **trust), patience_s=0.0)
+        return await agent.run(), "\n".join(said)
+
+    async def run() -> None:
+        async with door().open(ssl=security.serving(certificate)) as d:
+            assert d.url.startswith("https://")
+            for trust in ({"ca": certificate.tls_cert}, {"pinned": certificate.tls_cert}):
+                code, said = await join(d.url, **trust)
+                assert (code, "built: so it was let in" in said) == (3, True), said
+            code, said = await join(d.url)
+            assert code == 1
+            assert "certificate verify failed" in said.lower()
+            by_name = d.url.replace("127.0.0.1", "localhost")
+            code, said = await join(by_name, ca=certificate.tls_cert)
+            assert code == 1, "the certificate is for another name"
+            assert (await join(by_name, pinned=certificate.tls_cert))[0] == 3
+            code, said = await join(d.url.replace("https", "http"))
+            assert code == 1, "a door with TLS is none without"
+            assert d.logged == []
+
+    asyncio.run(run())
+
+
+def test_certificates_that_cannot_be_used_are_refused(certificate: Fleet, tmp_path: Path) -> None:
+    assert certificate.tls_cert is not None
+    wrong = tmp_path / "wrong.pem"
+    wrong.write_text("no certificate")
+    with pytest.raises(WindfallError, match="cannot be used") as caught:
+        security.serving(Fleet(tls_cert=certificate.tls_cert, tls_key=wrong))
+    assert str(wrong) in caught.value.where
+    with pytest.raises(WindfallError, match="cannot be used"):
+        security.dialling("https://127.0.0.1", ca=wrong)
+    assert security.dialling("http://127.0.0.1", ca=wrong) is None
+    assert security.serving(Fleet()) is None

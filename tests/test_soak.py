@@ -1,0 +1,51 @@
+"""A run under fire, with real processes and real signals: `benchmarks/soak.py`, in its short form and its long one.
+
+Not covered: a machine that loses its memory or disk, and a network that loses packets; everything here is one machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windfall.fleet import guard
+
+SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
+
+
+def soak(folder: Path, *options: str, timeout_s: float) -> str:
+    """Its output. It dies with us, and the runs with it."""
+    command = [sys.executable, str(SOAK), "--keep", str(folder), *options]
+    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+    done = subprocess.run(guarded, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{_tail(folder / 'hunted.out')}"
+    return done.stdout
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text().splitlines()[-40:]) if path.is_file() else ""
+
+
+def test_killed_and_frozen_it_ends_as_if_left_alone(tmp_path: Path) -> None:
+    said = soak(
+        tmp_path, "--kills", "10", "--controller", "1", "--trainer", "1", "--steps", "10", "--seed", "3", timeout_s=280
+    )
+    assert "1 controller kill" in said
+    assert "1 trainer kill" in said
+    assert "bit for bit the same" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_hundred_signals(tmp_path: Path) -> None:
+    said = soak(
+        tmp_path, "--kills", "100", "--controller", "5", "--trainer", "5", "--nursery", "1", "--seed", "0",
+        timeout_s=1400,
+    )  # fmt: skip
+    assert "5 controller kill" in said
+    assert "5 trainer kill" in said

@@ -1,0 +1,186 @@
+"""A worker against the real door of a controller, over real sockets on loopback: how it joins, comes back and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from doorway import SPEC, Site, episode, expected, opened
+
+from windfall.errors import WindfallError
+from windfall.rollout.dispatch import Offer
+from windfall.rollout.members import State
+
+
+def test_joins_pulls_and_works(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e = start(), episode("1/0")
+            s.dispatch.open(e)
+            await s.until(lambda: "1/0" in s.ended, "the response has ended")
+            assert e.tokens.tolist() == expected(e)
+            assert (w.builds, w.engine.weights, w.puller.urls) == ([SPEC], "d0", ["http://127.0.0.1:99"])
+            assert (s.hellos[0].model, s.hellos[0].version) == ("", -1)
+            s.dispatch.drain("w", "the run is over")
+            assert await w.ends() == 0
+            assert w.said[-1] == "sent away: the run is over"
+
+    asyncio.run(main())
+
+
+def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e = start(), episode("1/0", max_tokens=200)
+            s.dispatch.open(e)
+            await s.until(lambda: len(e.tokens) > 20, "it is under way")
+            before, made = len(e.tokens), sum(w.engine.made.values())
+            began = time.monotonic()
+            await s.dispatch._links["w"].close("a glitch")
+            await s.until(lambda: s.state("w#2") is State.READY, "it is back")
+            assert time.monotonic() - began < 3.0
+            await s.until(lambda: "1/0" in s.ended, "the response has ended")
+            assert e.tokens.tolist() == expected(e)
+            assert s.state("w") is State.GONE
+            assert len(w.builds) == 1, "the engine is not built again"
+            assert w.puller.bytes_received == 100, "the weights are not pulled again"
+            assert (s.hellos[1].model, s.hellos[1].version, s.hellos[1].digest) == ("model-1", 0, "d0")
+            again = sum(w.engine.made.values()) - len(e.tokens)
+            assert again <= made - before + 20, "only what was on its way is made again"
+            assert len(s.named("worker_lost")) == 1
+
+    asyncio.run(main())
+
+
+def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path / "a") as (first, start):
+            w = start()
+            await first.until(lambda: first.state("w") is State.READY, "it is there")
+            await first.port.close("killed")
+            await asyncio.sleep(0.3)
+            second = Site(tmp_path / "b")
+            second.port.port = first.port.port
+            await second.port.open()
+            try:
+                await second.until(lambda: second.state("w") is State.READY, "it has come to the new one")
+                assert (len(w.builds), w.puller.bytes_received) == (1, 100)
+                assert any("dialling again" in line for line in w.said)
+            finally:
+                await w.close()
+                await second.port.close()
+                second.events.close()
+
+    asyncio.run(main())
+
+
+def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Path) -> None:
+    """After a glitch under d0 it takes d1; then the trainer is set back, and d0 is wanted again."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            await s.until(lambda: s.state("w") is State.READY, "it has d0")
+            await s.dispatch._links["w"].close("a glitch")
+            await s.until(lambda: s.state("w#2") is State.READY, "it is back")
+            assert w.engine.weights == "d0"
+            for n, digest in ((1, "d1"), (0, "d0")):
+                s.dispatch.set_offer(Offer(version=n, digest=digest, url="http://_:99"))
+                s.dispatch.open(episode(f"{n}/0", max_tokens=2))
+                await s.until(lambda n=n: f"{n}/0" in s.ended, f"a response of {digest}")
+                assert w.engine.weights == digest, "the engine has the weights that it says it has"
+
+    asyncio.run(main())
+
+
+def test_gives_up_when_nobody_answers(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            url = s.url
+            await s.port.close()
+            began = time.monotonic()
+            w = start(url, patience_s=0.4)
+            assert await w.ends() == 1
+            assert 0.4 <= time.monotonic() - began < 5.0
+            assert w.said[-1] == f"waited 0.4 s for a controller at {url}"
+            assert not w.builds
+
+    asyncio.run(main())
+
+
+def test_patience_begins_with_the_last_link(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start(patience_s=0.5)
+            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            await asyncio.sleep(0.7)
+            assert not w.running.done(), "while it has a link it has patience"
+            await s.port.close()
+            assert await w.ends() == 1
+
+    asyncio.run(main())
+
+
+def test_refused_for_good(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            stranger, other = start(token="another token"), start(name="other", model="model-2")
+            assert (await stranger.ends(), await other.ends()) == (3, 3)
+            assert "wrong token" in stranger.said[-1]
+            assert "the run trains model model-1" in other.said[-1]
+            assert not s.hellos
+            assert len(s.named("refused")) == 2
+
+    asyncio.run(main())
+
+
+def test_refused_for_now_dials_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            terms, s.gate.terms = s.gate.terms, None
+            w = start()
+            await s.until(lambda: len(w.said) >= 2, "it was refused twice")
+            assert all("the run is still starting" in line for line in w.said)
+            s.gate.terms = terms
+            await s.until(lambda: s.state("w") is State.READY, "it is there")
+
+    asyncio.run(main())
+
+
+def test_engine_that_cannot_be_built(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (_, start):
+            w = start()
+            w.build_error = WindfallError("no such model here", fix="Install it.")
+            assert await w.ends() == 3
+            assert "no such model here" in w.said[-1]
+
+    asyncio.run(main())
+
+
+def test_engine_that_fails_ends_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e = start(), episode("1/0")
+            s.dispatch.open(e)
+            await s.until(lambda: len(e.tokens) > 5, "it is under way")
+            w.engine.raises = True
+            assert await w.ends() == 1
+            assert "RuntimeError: device lost" in w.said[-1]
+            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            start(name="v")
+            await s.until(lambda: "1/0" in s.ended, "another has finished it")
+            assert e.tokens.tolist() == expected(e)
+
+    asyncio.run(main())
+
+
+def test_cloud_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (_, start):
+            with pytest.raises(WindfallError, match="no cloud 'awz'"):
+                await start(clouds=["awz"]).ends()
+
+    asyncio.run(main())

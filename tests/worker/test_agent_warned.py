@@ -1,0 +1,118 @@
+"""A worker whose machine will be taken, over real sockets on loopback: it hands over what it has, and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from doorway import episode, expected, opened
+
+from windfall.rollout.members import State
+from windfall.worker import agent as agents
+from windfall.worker.notice import Notice
+
+
+def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e = start(), episode("1/0", max_tokens=150)
+            s.dispatch.open(e)
+            await s.until(lambda: len(e.tokens) > 10, "it is under way")
+            w.agent.warned(Notice(source="aws", left_s=None, detail="rebalance", advice=True))
+            w.agent.warned(Notice(source="aws", left_s=None, detail="spot instance-action terminate"))
+            assert await w.ends() == 0
+            assert "warned by aws: spot instance-action terminate" in w.said
+            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            assert sum(w.engine.made.values()) == len(e.tokens), "all that it made was handed over"
+            assert [len(s.named(n)) for n in ("worker_warned", "worker_left", "worker_lost")] == [1, 1, 0]
+            start(name="v")
+            await s.until(lambda: "1/0" in s.ended, "another has finished it")
+            assert e.tokens.tolist() == expected(e)
+
+    asyncio.run(main())
+
+
+def test_warned_long_before_it_goes_on_and_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.rollout.dispatch.LEAVE_S", 0.1)
+
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e, other = start(), episode("1/0", max_tokens=5000), episode("2/0")
+            s.dispatch.open(e)
+            await s.until(lambda: len(e.tokens) > 10, "it is under way")
+            w.agent.warned(Notice(source="gcp", left_s=0.6, detail="preempted"))
+            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            s.dispatch.open(other)
+            before = len(e.tokens)
+            assert await w.ends() == 0
+            assert len(e.tokens) > before + 20, "it worked on while it could"
+            assert not other.tokens, "it got nothing new"
+
+    asyncio.run(main())
+
+
+def test_warned_without_a_link_it_just_goes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            url = s.url
+            await s.port.close()
+            w = start(url)
+            await asyncio.sleep(0.05)
+            w.agent.warned(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            assert await w.ends() == 0
+
+    asyncio.run(main())
+
+
+def test_warned_worker_that_loses_its_link_does_not_come_back(tmp_path: Path) -> None:
+    """It would be given work that it cannot finish."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            w.agent.warned(Notice(source="azure", left_s=60.0, detail="Preempt"))
+            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            await s.dispatch._links["w"].close("a glitch")
+            assert await w.ends() == 0
+            assert len(s.hellos) == 1
+
+    asyncio.run(main())
+
+
+def test_controller_that_does_not_answer_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "LEAVE_S", 0.2)
+
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            monkeypatch.setattr(s.dispatch, "_warned", lambda member, notice: None)
+            w = start()
+            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            w.agent.warned(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            assert await w.ends() == 0
+
+    asyncio.run(main())
+
+
+def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
+    """Two minutes, says the cloud; and then SIGTERM comes."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e = start(), episode("1/0", max_tokens=5000)
+            s.dispatch.open(e)
+            await s.until(lambda: len(e.tokens) > 10, "it is under way")
+            w.agent.warned(Notice(source="aws", left_s=120.0, detail="terminate"))
+            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            w.agent.warned(Notice(source="aws", left_s=300.0, detail="terminate, later"))
+            before = len(e.tokens)
+            await s.until(lambda: len(e.tokens) > before + 20, "it works on")
+            w.agent.warned(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            assert await w.ends() == 0
+            assert w.said[-1] == "sent away: warned"
+            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            assert sum(w.engine.made.values()) == len(e.tokens), "all that it made was handed over"
+            assert len(s.named("worker_warned")) == 2
+
+    asyncio.run(main())

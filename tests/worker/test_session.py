@@ -1,0 +1,332 @@
+"""One link of a worker: what the controller orders is done, what the engine makes is sent, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hashing import Hashing
+
+from windfall.errors import WindfallError
+from windfall.link import messages as m
+from windfall.link.base import LinkClosed
+from windfall.link.memory import MemoryLink, pair
+from windfall.types import Request, Sampling
+from windfall.worker.host import Host
+from windfall.worker.session import FRAMES, Session, Weights
+
+WAIT_S = 10.0
+
+
+class Small(Hashing):
+    """Refuses what is long, and weights called bad."""
+
+    def __init__(self) -> None:
+        super().__init__(Counter())
+        self.swaps: list[tuple[int, Any]] = []
+
+    def add(self, request: Request) -> None:
+        if request.max_tokens > 10_000:
+            raise WindfallError("does not fit")
+        super().add(request)
+
+    def swap(self, version: int, weights: Any = None) -> None:
+        self.swaps.append((version, weights))
+        if weights == {"bad": 1}:
+            raise WindfallError("it does not fit the model")
+        super().swap(version, weights)
+
+
+class Pulls:
+    """A Pull: what it brings, or how it fails, by version."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.given_up: list[int] = []
+        self.holds: set[int] = set()
+        """Versions that come only once they are given up."""
+        self.fails: dict[int, str] = {}
+        self.tensors: Any = {"good": 1}
+        self._alone = threading.Lock()
+
+    def __call__(self, load: m.Load, give_up: threading.Event) -> Weights:
+        assert self._alone.acquire(blocking=False), "two pulls at once"
+        try:
+            self.asked.append(load.version)
+            if load.version in self.holds:
+                assert give_up.wait(WAIT_S)
+                self.given_up.append(load.version)
+                raise TimeoutError("given up")
+            if load.version in self.fails:
+                raise ConnectionError(self.fails.pop(load.version))
+            return Weights(digest=load.digest, tensors=self.tensors, bytes=load.version * 10)
+        finally:
+            self._alone.release()
+
+
+class Rig:
+    """The controller's end of the link."""
+
+    def __init__(self, link: MemoryLink, session: Session, engine: Small, pulls: Pulls) -> None:
+        self.link, self.session, self.engine, self.pulls = link, session, engine, pulls
+        self.beats = 0
+
+    async def send(self, *messages: object) -> None:
+        for message in messages:
+            await self.link.send(message)
+
+    async def next(self) -> Any:
+        """The next message that is not a heartbeat."""
+        async with asyncio.timeout(WAIT_S):
+            while isinstance(message := await self.link.receive(), m.Stats):
+                self.beats += 1
+            return message
+
+    async def until(self, holds: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end, f"waited {WAIT_S:g} s until {what}"
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def serving(depth: int = 256, heartbeat_s: float = 5.0) -> AsyncIterator[tuple[Rig, asyncio.Task[str]]]:
+    ours, theirs = pair("controller", "worker", depth)
+    engine, pulls = Small(), Pulls()
+    host = Host(engine, 4)
+    host.start()
+    session = Session(theirs, host, pulls, heartbeat_s=heartbeat_s)
+    serve = asyncio.create_task(session.serve())
+    try:
+        yield Rig(ours, session, engine, pulls), serve
+    finally:
+        await ours.close("over")
+        await asyncio.wait([serve], timeout=WAIT_S)
+        assert serve.done(), "the session did not end with its link"
+        host.cancel(range(100))
+        await asyncio.to_thread(host.close, WAIT_S)
+        assert not host._thread.is_alive(), "the engine's thread is stuck"
+        assert host.failed is None
+
+
+def load(version: int) -> m.Load:
+    return m.Load(version=version, digest=f"d{version}", url="http://_:1")
+
+
+def assign(*handles: int, max_tokens: int = 3) -> m.Assign:
+    return m.Assign(
+        work=tuple(
+            m.Work(
+                handle=h, prompt=(5, h), position=0, seed=h, max_tokens=max_tokens, sampling=Sampling(), stop=()
+            )
+            for h in handles
+        )
+    )  # fmt: skip
+
+
+def test_heartbeats_from_the_start() -> None:
+    async def main() -> None:
+        async with serving(heartbeat_s=0.01) as (rig, _):
+            beats = [await rig.link.receive() for _ in range(5)]
+            assert all(isinstance(b, m.Stats) and b.running == 0 for b in beats)
+
+    asyncio.run(main())
+
+
+def test_loads_then_works() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            await rig.send(load(3))
+            loaded = await rig.next()
+            assert (loaded.version, loaded.digest, loaded.slots, loaded.pulled_bytes) == (3, "d3", 4, 30)
+            assert rig.session.held == (3, "d3")
+            assert rig.engine.swaps == [(3, {"good": 1})]
+            await rig.send(assign(1, 2))
+            got: dict[int, int] = {1: 0, 2: 0}
+            while min(got.values()) < 3:
+                frame = await rig.next()
+                assert frame.version == 3
+                for handle, position in zip(frame.handles, frame.positions, strict=True):
+                    assert position == got[handle]
+                    got[handle] += 1
+
+    asyncio.run(main())
+
+
+def test_newer_load_gives_up_the_older_pull() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            rig.pulls.holds |= {1, 2}
+            await rig.send(load(1))
+            await rig.until(lambda: rig.pulls.asked == [1], "the first pull is under way")
+            await rig.send(load(2), load(3))
+            loaded = await rig.next()
+            assert (type(loaded), loaded.version) == (m.Loaded, 3), "nothing is said of those that were given up"
+            assert rig.pulls.given_up[0] == 1
+            assert rig.pulls.asked[-1] == 3
+            assert [v for v, _ in rig.engine.swaps] == [3]
+            assert rig.session.held == (3, "d3")
+
+    asyncio.run(main())
+
+
+def test_pull_that_fails_is_reported_and_can_be_asked_again() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            rig.pulls.fails[1] = "the server is away"
+            await rig.send(load(1))
+            failed = await rig.next()
+            assert (failed.version, failed.why) == (1, "ConnectionError: the server is away")
+            assert rig.session.held == (-1, "")
+            await rig.send(load(1))
+            assert isinstance(await rig.next(), m.Loaded)
+            assert rig.session.held == (1, "d1")
+
+    asyncio.run(main())
+
+
+def test_weights_that_do_not_fit_are_reported() -> None:
+    """And what the engine has now is nobody's version."""
+
+    async def main() -> None:
+        async with serving() as (rig, _):
+            await rig.send(load(1))
+            await rig.next()
+            rig.pulls.tensors = {"bad": 1}
+            await rig.send(load(2))
+            failed = await rig.next()
+            assert isinstance(failed, m.LoadFailed)
+            assert "does not fit" in failed.why
+            assert rig.session.held == (-1, "")
+            rig.pulls.tensors = {"good": 1}
+            await rig.send(load(2))
+            assert (await rig.next()).version == 2
+
+    asyncio.run(main())
+
+
+def test_weights_that_are_there_already_are_still_there_if_it_ends() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            rig.session.held = (1, "d1")
+            rig.pulls.tensors = None
+            await rig.send(load(2))
+            assert (await rig.next()).version == 2
+            assert rig.engine.swaps == [(2, None)]
+            rig.pulls.fails[3] = "away"
+            await rig.send(load(3))
+            assert isinstance(await rig.next(), m.LoadFailed)
+            assert rig.session.held == (2, "d2")
+
+    asyncio.run(main())
+
+
+def test_pause_cancel_and_release() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            await rig.send(assign(1, 2, 3, max_tokens=9000))
+            await rig.next()
+            await rig.send(m.Pause())
+            await rig.send(m.Release(handles=(1,)))
+            while not isinstance(message := await rig.next(), m.Released):
+                assert isinstance(message, m.Tokens)
+            assert message.handles == (1,)
+            await rig.send(m.Cancel(handles=(2,)), m.Resume())
+            frame = await rig.next()
+            assert frame.handles == (3,), "released and cancelled ones are not heard of any more"
+
+    asyncio.run(main())
+
+
+def test_work_that_does_not_fit_is_rejected() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            await rig.send(assign(7, max_tokens=20_000))
+            rejected = await rig.next()
+            assert (type(rejected), rejected.handle) == (m.Rejected, 7)
+
+    asyncio.run(main())
+
+
+def test_drain_sends_everything_then_left() -> None:
+    async def main() -> None:
+        async with serving() as (rig, serve):
+            await rig.send(assign(1, max_tokens=9000))
+            await rig.next()
+            await rig.send(m.Drain(why="sold"))
+            at = 1
+            while isinstance(message := await rig.next(), m.Tokens):
+                assert message.positions == (at,)
+                at += 1
+            assert message == m.Left(why="sold")
+            assert await serve == "sold"
+            assert sum(rig.engine.made.values()) == at, "all that was made was sent"
+            assert len(rig.engine) == 0
+            await rig.link.close()
+            with pytest.raises(LinkClosed):
+                await rig.next()
+
+    asyncio.run(main())
+
+
+def test_drain_does_not_wait_for_a_pull() -> None:
+    async def main() -> None:
+        async with serving() as (rig, serve):
+            rig.pulls.holds.add(1)
+            await rig.send(load(1))
+            await rig.until(lambda: rig.pulls.asked, "the pull is under way")
+            await rig.send(m.Drain(why="sold"))
+            assert isinstance(await rig.next(), m.Left)
+            assert await serve == "sold"
+            await rig.until(lambda: rig.pulls.given_up, "the pull was given up")
+
+    asyncio.run(main())
+
+
+def test_nobody_reads_so_the_engine_stops_and_nothing_is_lost() -> None:
+    async def main() -> None:
+        async with serving(depth=2) as (rig, _):
+            await rig.send(assign(1, max_tokens=3 * FRAMES))
+            made = lambda: sum(rig.engine.made.values())  # noqa: E731
+            await rig.until(lambda: made() >= FRAMES, "many frames wait")
+            await asyncio.sleep(0.15)
+            stopped_at = made()
+            assert stopped_at <= FRAMES + 4, "those on the link, those that wait, and the one the engine holds"
+            await asyncio.sleep(0.1)
+            assert made() == stopped_at
+            frames = []
+            while not frames or not frames[-1].finished:
+                frames.append(await rig.next())
+            assert [f.positions for f in frames] == [(i,) for i in range(3 * FRAMES)]
+
+    asyncio.run(main())
+
+
+def test_link_that_ends_sets_a_waiting_engine_free() -> None:
+    async def main() -> None:
+        async with serving(depth=1) as (rig, serve):
+            await rig.send(assign(1, max_tokens=9000))
+            await rig.until(lambda: sum(rig.engine.made.values()) > FRAMES, "the engine waits")
+            await rig.link.close("pulled out")
+            with pytest.raises(LinkClosed, match="pulled out"):
+                await serve
+            await rig.until(lambda: len(rig.engine) == 0, "the engine has forgotten it all")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("message", [m.Challenge(protocol=1, run="r", nonce=b""), m.Left(why="?")])
+def test_message_that_no_controller_sends_ends_it(message: object) -> None:
+    async def main() -> None:
+        async with serving() as (rig, serve):
+            await rig.send(message)
+            with pytest.raises(LinkClosed, match="was not expected"):
+                await serve
+
+    asyncio.run(main())

@@ -121,6 +121,8 @@ class Worker:
         self.builds: list[m.Engine] = []
         self.said: list[str] = []
         self.build_error: WindfallError | None = None
+        self.may_build = threading.Event()
+        self.may_build.set()
         self.agent = Agent(
             url, token, name=name, lease=Lease(), build=self._build, puller=self.puller, say=self.said.append,
             **{"patience_s": 30.0, **options},
@@ -129,6 +131,7 @@ class Worker:
 
     def _build(self, spec: m.Engine) -> tuple[Any, int]:
         self.builds.append(spec)
+        assert self.may_build.wait(WAIT_S)
         if self.build_error:
             raise self.build_error
         return self.engine, 4
@@ -138,6 +141,7 @@ class Worker:
             return await self.running
 
     async def close(self) -> None:
+        self.may_build.set()
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         if self.agent._host is not None:

@@ -134,6 +134,7 @@ def test_sampled_moments(happens: Callable[[Crew], None], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("happens", EVENTS)
 def test_every_moment(happens: Callable[[Crew], None], tmp_path: Path) -> None:
     for k in range(1, undisturbed()[1]):

@@ -54,6 +54,21 @@ def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_glitch_while_the_engine_is_built(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            w.may_build.clear()
+            await s.until(lambda: w.builds and s.state("w"), "it builds")
+            await s.dispatch._links["w"].close("a glitch")
+            await s.until(lambda: s.state("w#2"), "it is back")
+            w.may_build.set()
+            await s.until(lambda: s.state("w#2") is State.READY, "it is ready")
+            assert len(w.builds) == 1, "there may not be room for a second one"
+
+    asyncio.run(main())
+
+
 def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path / "a") as (first, start):

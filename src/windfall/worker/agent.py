@@ -61,6 +61,7 @@ class Agent:
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
         self._model = model
+        self._building: asyncio.Future[tuple[Any, int]] | None = None
         self._host: Host | None = None
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
@@ -184,8 +185,10 @@ class Agent:
             self._held, self._session = session.held, None
 
     async def _make_host(self, link: SocketLink, welcome: m.Welcome) -> Host:
-        """Building takes a while; the heartbeat says meanwhile that somebody is at it."""
-        building = asyncio.ensure_future(asyncio.to_thread(self._build, welcome.engine))
+        """Building takes a while; the heartbeat says meanwhile that somebody is at it. It goes on if the link ends."""
+        if self._building is None:
+            self._building = asyncio.ensure_future(asyncio.to_thread(self._build, welcome.engine))
+        building = self._building
         while not building.done():
             await link.send(m.Stats(running=0, made=0, steps=0, idle_s=0.0))
             await asyncio.wait([building], timeout=welcome.heartbeat_s)

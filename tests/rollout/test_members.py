@@ -1,0 +1,277 @@
+"""Who may get work, who is suspect, who is gone: over random lives of workers, beside an account of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.link.messages import Stats
+from windfall.rollout.members import Member, Members, Patience, State
+from windfall.types import Lease
+
+PATIENCE = Patience(suspect_s=3.0, gone_s=8.0, stalled_s=60.0, tick_s=0.25)
+TICK_S = PATIENCE.tick_s
+
+
+def stats(idle_s: float = 0.0) -> Stats:
+    return Stats(running=1, made=1, steps=1, idle_s=idle_s)
+
+
+def ready(members: Members, name: str, now_s: float = 0.0, version: int = 1, digest: str = "d") -> Member:
+    member = members.join(name, Lease(), now_s)
+    members.pull(member.id, now_s)
+    members.loaded(member.id, version, digest, 4, now_s)
+    return member
+
+
+def ticks(members: Members, start_s: float, end_s: float) -> list[tuple[str, str]]:
+    """As the controller calls it: every tick, and whoever is gone is moved there."""
+    out, now = [], start_s
+    while now <= end_s:
+        for change in members.tick(now):
+            out.append((change.id, change.what))
+            if change.what == "gone":
+                members.move(change.id, State.GONE, change.why)
+        members.check()
+        now += TICK_S
+    return out
+
+
+def test_suspect_then_well() -> None:
+    members = Members(PATIENCE)
+    ready(members, "a")
+    assert ticks(members, 0.0, 2.75) == []
+    assert ticks(members, 3.0, 5.0) == [("a", "suspect")]  # once
+    assert members.routable(1, "d") == []
+    assert members.seen("a", 5.0)
+    assert not members.seen("a", 5.1)
+    assert [m.id for m in members.routable(1, "d")] == ["a"]
+    assert ticks(members, 5.25, 7.75) == []
+
+
+def test_silent_until_it_is_gone() -> None:
+    members = Members(PATIENCE)
+    ready(members, "a")
+    ready(members, "b")
+    seen = []
+    for n in range(80):
+        now = n * TICK_S
+        members.seen("b", now)
+        seen += [(now, *change) for change in ticks(members, now, now)]
+    assert seen == [(3.0, "a", "suspect"), (8.0, "a", "gone")]
+    assert [m.id for m in members.here()] == ["b"]
+    assert not members.all["a"].suspect
+    assert "silent for 8.0 s" in members.all["a"].why
+
+
+def test_an_engine_that_stands_still_is_gone_though_it_talks() -> None:
+    members = Members(PATIENCE)
+    ready(members, "a")
+    members.tick(0.0)
+    members.seen("a", 0.1, stats(idle_s=59.9))
+    assert members.tick(0.2) == []
+    members.seen("a", 0.3, stats(idle_s=60.0))
+    (change,) = members.tick(0.4)
+    assert (change.id, change.what, change.why) == ("a", "gone", "no engine step for 60 s")
+
+
+@pytest.mark.parametrize("stall_s", [0.6, 5.0, 30.0, 3600.0])
+def test_the_controllers_own_stall_is_nobodys_fault(stall_s: float) -> None:
+    members = Members(PATIENCE)
+    ready(members, "a")
+    ready(members, "silent")
+    for n in range(20):
+        members.seen("a", n * TICK_S)
+        ticks(members, n * TICK_S, n * TICK_S)
+    assert members.all["silent"].suspect
+    late_s = 19 * TICK_S + stall_s
+    assert ticks(members, late_s, late_s) == [], "nobody was heard, because nobody listened"
+    assert not members.all["a"].suspect
+    # From then on the clock runs as before: the silent one had 4.75 s behind it, and is gone 3.25 s later at most.
+    assert ticks(members, late_s + TICK_S, late_s + 3.25) == [("a", "suspect"), ("silent", "gone")]
+
+
+def test_a_clock_that_stands_or_slow_ticks_lose_nobody() -> None:
+    members = Members(PATIENCE)
+    ready(members, "a")
+    for now in (0.0, 0.0, 100.0, 100.0, 200.0, 300.0):  # every tick far too late: it could not be heard
+        assert members.tick(now) == []
+
+
+def test_who_comes_back_is_somebody_new() -> None:
+    members = Members(PATIENCE)
+    first = ready(members, "a")
+    members.move("a", State.GONE, "lost")
+    second, third = members.join("a", Lease(), 1.0), members.join("a", Lease(), 1.0)
+    assert [m.id for m in (first, second, third)] == ["a", "a#2", "a#3"]
+    assert second.state is State.JOINING
+    assert members.routable(1, "d") == []
+    assert members.join("b", Lease(), 1.0).id == "b"
+
+
+def test_gone_is_final() -> None:
+    members = Members(PATIENCE)
+    ready(members, "a")
+    members.move("a", State.GONE)
+    for state in State:
+        with pytest.raises(AssertionError, match="cannot become"):
+            members.move("a", state)
+    members.loaded("a", 2, "e", 4, 1.0)  # a message that was on its way
+    assert members.all["a"].state is State.GONE
+
+
+def test_only_a_bounded_number_of_the_gone_is_remembered() -> None:
+    members = Members(PATIENCE, remember=3)
+    ready(members, "stays")
+    for n in range(10):
+        ready(members, f"w{n}")
+        members.move(f"w{n}", State.GONE)
+    assert list(members.all) == ["stays", "w7", "w8", "w9"]
+    assert ready(members, "w0").id == "w0#2", "also of those forgotten"
+
+
+def test_pulling_workers_are_waited_for_a_while_only() -> None:
+    members = Members(PATIENCE)
+    members.join("a", Lease(), 0.0)
+    assert members.coming(0.0) == 0, "nobody has told it to pull"
+    members.pull("a", 0.0)
+    assert members.coming(0.4) == 1
+    assert members.coming(0.6) == 0, "no pull has been seen that took as long"
+    members.loaded("a", 1, "d", 4, 3.0)
+    members.pull("a", 10.0)
+    assert members.coming(15.9) == 1
+    assert members.coming(16.1) == 0
+    members.all["a"].suspect = True
+    assert members.coming(10.1) == 0
+
+
+def test_tokens_per_second_are_over_a_second_or_more() -> None:
+    members = Members(PATIENCE)
+    member = ready(members, "a")
+    member.made = 50
+    members.seen("a", 0.5, stats())
+    assert member.tok_per_s == 0.0
+    members.seen("a", 2.0, stats())
+    assert member.tok_per_s == 25.0
+
+
+STEPS = ["join", "seen", "busy", "pull", "pull", "load", "load", "pause", "resume", "drain", "leave", "offer",
+         "stalled", "stall", *["tick"] * 12]  # fmt: skip
+
+
+class Account:
+    """What must be true of the workers, kept apart from Members."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, State] = {}
+        self.heard_s: dict[str, float] = {}
+        self.idle_s: dict[str, float] = {}
+        self.holds: dict[str, tuple[int, str]] = {}
+        self.listening_s = 0.0
+        """The controller's time, less its own stalls: silence counts in this."""
+
+    def silent_s(self, id: str) -> float:
+        return self.listening_s - self.heard_s[id]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_random_lives(data: st.DataObject) -> None:
+    """After every step: nobody is routable who must not be, nobody is lost who was heard, states go one way."""
+    members, account, now, version = Members(PATIENCE), Account(), 0.0, 1
+    members.tick(now)
+    for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=80)):
+        here = [m.id for m in members.here()]
+        if step == "join":
+            member = members.join(data.draw(st.sampled_from("ab")), Lease(), now, version=5, digest="v5")
+            assert member.id not in account.state, "an id is used once"
+            account.heard_s[member.id], account.holds[member.id] = account.listening_s, (5, "v5")
+        elif step == "offer":
+            version += 1
+        elif step in ("tick", "stall"):
+            took_s = TICK_S if step == "tick" else data.draw(st.sampled_from([1.0, 10.0, 1000.0]))
+            now += took_s
+            account.listening_s += min(took_s, 2 * TICK_S)
+            _tick(members, now, account)
+        elif here:
+            _act(members, step, data.draw(st.sampled_from(here)), now, version, account)
+        members.check()
+        _compare(members, version, account)
+
+
+def _tick(members: Members, now: float, account: Account) -> None:
+    suspect_before = {m.id for m in members.here() if m.suspect}
+    changes = {c.id: c.what for c in members.tick(now)}
+    for member in members.here():
+        silent_s, idle_s = account.silent_s(member.id), account.idle_s.get(member.id, 0.0)
+        if silent_s >= PATIENCE.gone_s or idle_s >= PATIENCE.stalled_s:
+            assert changes.get(member.id) == "gone"
+        elif silent_s >= PATIENCE.suspect_s:
+            assert changes.get(member.id) == (None if member.id in suspect_before else "suspect")
+            assert member.suspect
+        else:
+            assert member.id not in changes
+            assert not member.suspect
+    for id, what in changes.items():
+        if what == "gone":
+            members.move(id, State.GONE)
+
+
+def _act(members: Members, step: str, id: str, now: float, version: int, account: Account) -> None:
+    """What a worker says, or the controller does to it, where its state allows that."""
+    state = members.all[id].state
+    if step in ("seen", "busy", "stalled", "load"):
+        was = members.all[id].suspect
+        idle_s = {"busy": 0.5, "stalled": 61.0}.get(step)
+        assert members.seen(id, now, None if idle_s is None else stats(idle_s)) == was
+        account.heard_s[id] = account.listening_s
+        if idle_s is not None:
+            account.idle_s[id] = idle_s
+        if step == "load":
+            members.loaded(id, version, f"v{version}", 2, now)
+            account.holds[id] = (version, f"v{version}")
+    elif step == "pull" and state in (State.JOINING, State.PULLING, State.READY, State.PAUSED):
+        members.pull(id, now)
+    elif step == "pause" and state is State.READY:
+        members.move(id, State.PAUSED)
+    elif step == "resume" and state is State.PAUSED:
+        members.move(id, State.READY)
+    elif step == "drain" and state is not State.DRAINING:
+        members.move(id, State.DRAINING)
+    elif step == "leave":
+        members.move(id, State.GONE, "left")
+
+
+NEXT: dict[Any, str] = {
+    State.JOINING: "joining pulling draining gone", State.PULLING: "pulling ready draining gone",
+    State.READY: "ready pulling paused draining gone", State.PAUSED: "paused ready pulling draining gone",
+    State.DRAINING: "draining gone", State.GONE: "gone",
+}  # fmt: skip
+
+
+def _compare(members: Members, version: int, account: Account) -> None:
+    routable = {m.id for m in members.routable(version, f"v{version}")}
+    assert not members.routable(version, "another digest")
+    for id, member in members.all.items():
+        before = account.state.get(id, State.JOINING)
+        assert member.state in NEXT[before].split(), f"{before} to {member.state}"
+        account.state[id] = member.state
+        right = member.state is State.READY and not member.suspect and account.holds[id] == (version, f"v{version}")
+        assert (id in routable) == right
+    assert {m.id for m in members.here()} == {i for i, s in account.state.items() if s is not State.GONE}
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": -1}, {"slots": 0}, {"id": "other"}, {"state": State.GONE, "suspect": True}]
+)
+def test_check_finds_what_is_broken(change: dict[str, Any]) -> None:
+    members = Members(PATIENCE)
+    member = ready(members, "a")
+    members.check()
+    for name, value in change.items():
+        setattr(member, name, value)
+    with pytest.raises(AssertionError):
+        members.check()

@@ -24,6 +24,7 @@ import losses
 
 from windfall.errors import WindfallError
 
+LARGE = "qwen3-0.6b shape"
 ROWS = ((1, 30), (4, 20), (16, 10))
 """Tokens per response and frame, rounds."""
 
@@ -90,46 +91,75 @@ def show_migration(model: str, lengths: tuple[int, ...], responses: int = 8) -> 
     except WindfallError as e:
         print(f"    {model}: left out ({e.what})")
         return
+    begin = [(prompt, 0) for prompt in _prompts(tokens, responses)]
+    _make(loaded, begin, 4)  # warms up
     for length in lengths:
-        whole_s, said = _make(loaded, [(p, 0) for p in _prompts(tokens, responses)], length)
-        first_s, half = _make(loaded, [(p, 0) for p in _prompts(tokens, responses)], length // 2)
-        moved = [((*p, *half[i]), length // 2) for i, p in enumerate(_prompts(tokens, responses))]
+        half = length // 2
+        whole_s, said = _make(loaded, begin, length)
+        moved = [((*prompt, *said[i][:half]), half) for i, (prompt, _) in enumerate(begin)]
+        first_s, _ = _make(loaded, begin, 1)
         prefill_s, _ = _make(loaded, moved, 1)
-        second_s, rest = _make(loaded, moved, length - length // 2)
-        same = all(half[i] + rest[i] == said[i] for i in range(responses))
+        # A step of plain decoding gave the same token: it is no extra.
+        step_s = (whole_s - first_s) / (length - 1)
+        extra_s = prefill_s - step_s
+        _, exact = _make(loaded, begin, 32, deterministic=True)
+        _, rest = _make(loaded, [((*p, *exact[i][:16]), 16) for i, (p, _) in enumerate(begin)], 16, deterministic=True)
+        same = all(exact[i][16:] == rest[i] for i in range(responses))
         print(
-            f"    {model:14} {length:6} {whole_s:10.2f} {first_s + second_s:10.2f} {1000 * prefill_s:14.1f} "
-            f"{100 * prefill_s / whole_s:10.2f} %   {'the same tokens' if same else 'OTHER TOKENS'}"
+            f"    {model:14} {length:6} {1000 * whole_s:10.0f} {1000 * step_s:12.1f} {1000 * extra_s:14.1f} "
+            f"{100 * extra_s / whole_s:11.2f} %   {'the same' if same else 'OTHER'}"
         )
 
 
 def _model(name: str) -> tuple[Any, int]:
-    import torch
-
-    from windfall import models
+    from windfall import devices, models
     from windfall.engine.attention import NAME
 
-    torch.set_num_threads(1)
-    model = models.load(name, dtype="float32", device="cpu")
-    model.set_attn_implementation(NAME)
+    device, dtype = devices.place("auto", "auto", 1)
+    if name == LARGE:
+        if device == "cpu":
+            raise WindfallError("it needs a GPU")
+        model = _random(device, dtype)
+    else:
+        model = models.load(name, dtype=dtype, device=device)
+        model.set_attn_implementation(NAME)
     return model, model.config.vocab_size
+
+
+def _random(device: str, dtype: str) -> Any:
+    """The shape of Qwen3-0.6B, with random weights: how long it takes does not depend on them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from windfall.engine.attention import NAME
+
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151_936, max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=NAME)
+    return model.to(device).eval()
 
 
 def _prompts(vocabulary: int, count: int, length: int = 32) -> list[tuple[int, ...]]:
     return [tuple(3 + (7 * i + 13 * j) % (vocabulary - 3) for j in range(length)) for i in range(count)]
 
 
-def _make(model: Any, work: list[tuple[tuple[int, ...], int]], count: int) -> tuple[float, list[tuple[int, ...]]]:
+def _make(
+    model: Any, work: list[tuple[tuple[int, ...], int]], count: int, *, deterministic: bool = False
+) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds, and the tokens, of an engine that has not seen any of it before."""
     from windfall.engine.engine import TorchEngine
     from windfall.types import Request
 
     longest = max(len(prompt) for prompt, _ in work) + count + 32
-    engine = TorchEngine(model, kv_tokens=len(work) * longest, deterministic=True)
+    engine = TorchEngine(model, kv_tokens=len(work) * longest, max_rows=1 << 15, deterministic=deterministic)
     said: list[tuple[int, ...]] = [()] * len(work)
     started = time.perf_counter()
     for i, (prompt, position) in enumerate(work):
-        engine.add(Request(id=str(i), prompt=prompt, seed=i, max_tokens=count, position=position))
+        engine.add(Request(id=str(i), prompt=prompt, seed=i, max_tokens=count, position=position, stop=frozenset()))
     while len(engine):
         for chunk in engine.step():
             said[int(chunk.id)] += tuple(chunk.tokens)
@@ -147,9 +177,7 @@ def show_losses(seed: int) -> None:
         print(f"    {cut:6} {'100 %':>13} {100 * zero:10.0f} % {100 * shortest:16.0f} %")
     with intake.work_folder() as folder:
         got = asyncio.run(losses.killed(Path(folder), seed=seed))
-    print(
-        f"    measured: {got.kills} SIGKILLs of worker processes, median length {losses.MEDIAN}, {got.moved} responses moved"
-    )
+    print(f"    measured: {got.kills} SIGKILLs, median length {losses.MEDIAN}, {got.moved} responses moved")
     rows = {
         "tokens accepted and kept": got.trained,
         "accepted and lost": got.accepted - got.trained,
@@ -171,10 +199,12 @@ def main() -> None:
     if a.part in (None, "intake"):
         show_intake(a.profile)
     if a.part in (None, "migration"):
-        print("(b) 8 responses that move once at half their length, beside the same uninterrupted; one thread, float32")
-        print("    model          length    whole s    moved s   prefill again ms  of the whole")
+        print("(b) 8 responses that move at half their length: prefill again, beside the whole; prompts of 32 tokens")
+        print("    model          length   whole ms  one step ms     extra ms  of the whole   continued")
         show_migration("tiny", (64, 256, 448))
         show_migration("smollm2-135m", (32, 128, 256))
+        show_migration(LARGE, (1024, 4096, 8192))
+        print("    extra: one prefill less one step. continued: tokens after a move, deterministic mode, are the same")
     if a.part in (None, "losses"):
         show_losses(a.seed)
 

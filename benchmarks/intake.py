@@ -1,7 +1,7 @@
 """How many tokens a second one controller takes in: the first table of benchmarks/fleet.py.
 
-In process: frames as they come off the wire (bytes), decoded, heard by a Dispatch, taken by its Ledger, journaled. Every
-worker sends one frame per round for all of its responses. One core, no sockets.
+In process: frames as they come off the wire (bytes), decoded, heard by a Dispatch, taken by its Ledger, journaled.
+Every worker sends one frame per round for all of its responses. One core, no sockets.
 
 Over links: the same controller behind its real port and gate; a second process dials with many WebSockets and sends
 frames as fast as they are taken. What the controller's own process needed is given beside what the clock says.

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,7 @@ def drawn(cut: int, *, median: int = 4096, groups: int = 20_000, seed: int = 0) 
 # what the pretending engine makes: a function of seed and position, as sampling is
 
 
+@cache
 def length_of(seed: int) -> int:
     return max(2, int(random.Random(seed).lognormvariate(math.log(MEDIAN), SIGMA)))
 
@@ -168,7 +170,7 @@ class Fleet:
         return sum(struct.unpack("<Q", path.read_bytes())[0] for path in self.folder.glob("*.made"))
 
 
-async def killed(folder: Path, *, workers: int = 4, groups: int = 48, every_s: float = 0.3, seed: int = 0) -> Losses:
+async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: float = 1.0, seed: int = 0) -> Losses:
     rng, out = random.Random(seed), Losses()
     d = Dispatch(events=EventLog(folder / "events.jsonl"))
     gate = Gate("benchmark", TOKEN, log=d._events.instant, most_workers=100)

@@ -194,7 +194,8 @@ Moment = Callable[[Crew], object]
 
 
 def roll(
-    folder: Path, moment: Moment = lambda crew: None, *, journal: Path | None = None, check_from: int = 0
+    folder: Path, moment: Moment = lambda crew: None, *, journal: Path | None = None, check_from: int = 0,
+    max_tokens: int = 24, stop: frozenset[int] = Words.stop,
 ) -> Crew:  # fmt: skip
     """One rollout, from its first callback to its last group; the rules are checked between any two callbacks
     (`check_from` this one on: what comes before is the same in every run)."""
@@ -205,9 +206,10 @@ def roll(
             events = EventLog(folder / "events.jsonl")
             written = Journal(journal, "settings") if journal else None
             dispatch, env, text = Dispatch(events=events, journal=written), Asking(), Words()
-            options = Options(max_tokens=24, reward_tries=2, reward_timeout_s=20.0)
+            options = Options(max_tokens=max_tokens, reward_tries=2, reward_timeout_s=20.0)
             rollout = Rollout(dispatch, env, text, options, seed=3, events=events)  # pyright: ignore
             crew = Crew(dispatch=dispatch, rollout=rollout, env=env, loop=loop)
+            text.stop = stop
             if written is not None:
                 rollout.past = written.begin(0)
             dispatch.set_offer(Offer(version=0, digest="d0", url=""))

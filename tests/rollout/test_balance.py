@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from windfall.rollout.balance import Load, even, place
@@ -42,7 +42,8 @@ def test_in_order_once_and_never_over_slots(queued: list[str], loads: list[Load]
     assert place(queued, loads, behind=behind, coming=coming) == placed, "the same state, the same choice"
 
 
-@given(queues(), fleets(), st.integers(0, 20))
+@given(queues(), fleets(), st.just(0) | st.integers(0, 20))
+@settings(max_examples=400)
 def test_nothing_waits_while_there_is_room_and_nobody_is_coming(queued: list[str], loads: list[Load], n: int) -> None:
     """Also when the workers are of very different sizes, or unevenly loaded."""
     room = sum(load.slots - load.running for load in loads)
@@ -95,6 +96,20 @@ def test_whole_groups_side_by_side() -> None:
     assert Counter(worker for _, worker in placed) == {"a": 8, "b": 8}
 
 
+@given(queues(), fleets())
+def test_a_group_begins_where_the_smallest_share_is_taken(queued: list[str], loads: list[Load]) -> None:
+    loads = [replace(load, slots=200 + n) for n, load in enumerate(loads)]  # room for all, shares of their own
+    share = {load.worker: load.running / load.slots for load in loads}
+    slots = {load.worker: load.slots for load in loads}
+    fair = -(-(len(queued) + sum(load.running for load in loads)) // len(loads))
+    group = None
+    for id, worker in place(queued, loads):
+        if id.rpartition("/")[0] != group:
+            group = id.rpartition("/")[0]
+            assert share[worker] == pytest.approx(min(x for w, x in share.items() if x < (fair - 1e-6) / slots[w]))
+        share[worker] += 1 / slots[worker]
+
+
 def test_nothing_and_nobody() -> None:
     assert place([], [Load(worker="a", running=0, slots=1)]) == []
     assert place(["1/0"], []) == []
@@ -111,7 +126,7 @@ def test_giving_back_makes_it_better_and_comes_to_rest(loads: list[Load]) -> Non
         assert any(load.running == 0 for load in loads)
         before = loads
         loads = [replace(load, running=load.running - back.get(load.worker, 0)) for load in loads]
-        assert all(0 < count for count in back.values())
+        assert all(count > 0 for count in back.values())
         assert all(load.running > 0 for load in loads if load.worker in back), "nobody is left with nothing"
         moved = [f"{n}/0" for n in range(sum(back.values()))]
         placed = place(moved, loads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -172,34 +174,46 @@ class Account:
         self.holds: dict[str, tuple[int, str]] = {}
         self.listening_s = 0.0
         """The controller's time, less its own stalls: silence counts in this."""
+        self.routed = 0
 
     def silent_s(self, id: str) -> float:
         return self.listening_s - self.heard_s[id]
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_random_lives(data: st.DataObject) -> None:
+    _live(lambda options: data.draw(st.sampled_from(options)), steps=40)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_long_random_lives(seed: int) -> None:
+    account = _live(random.Random(seed).choice, steps=1000)
+    assert min(account.routed, sum(s is State.GONE for s in account.state.values())) >= 10
+
+
+def _live(choose: Callable[[Sequence[Any]], Any], *, steps: int) -> Account:
     """After every step: nobody is routable who must not be, nobody is lost who was heard, states go one way."""
     members, account, now, version = Members(PATIENCE), Account(), 0.0, 1
     members.tick(now)
-    for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=80)):
-        here = [m.id for m in members.here()]
+    for _ in range(steps):
+        step, here = choose(STEPS), [m.id for m in members.here()]
         if step == "join":
-            member = members.join(data.draw(st.sampled_from("ab")), Lease(), now, version=5, digest="v5")
+            member = members.join(choose("ab"), Lease(), now, version=5, digest="v5")
             assert member.id not in account.state, "an id is used once"
             account.heard_s[member.id], account.holds[member.id] = account.listening_s, (5, "v5")
         elif step == "offer":
             version += 1
         elif step in ("tick", "stall"):
-            took_s = TICK_S if step == "tick" else data.draw(st.sampled_from([1.0, 10.0, 1000.0]))
+            took_s = TICK_S if step == "tick" else choose([1.0, 10.0, 1000.0])
             now += took_s
             account.listening_s += min(took_s, 2 * TICK_S)
             _tick(members, now, account)
         elif here:
-            _act(members, step, data.draw(st.sampled_from(here)), now, version, account)
+            _act(members, step, choose(here), now, version, account)
         members.check()
         _compare(members, version, account)
+    return account
 
 
 def _tick(members: Members, now: float, account: Account) -> None:
@@ -254,6 +268,7 @@ NEXT: dict[Any, str] = {
 
 def _compare(members: Members, version: int, account: Account) -> None:
     routable = {m.id for m in members.routable(version, f"v{version}")}
+    account.routed += len(routable)
     assert not members.routable(version, "another digest")
     for id, member in members.all.items():
         before = account.state.get(id, State.JOINING)
@@ -262,6 +277,30 @@ def _compare(members: Members, version: int, account: Account) -> None:
         right = member.state is State.READY and not member.suspect and account.holds[id] == (version, f"v{version}")
         assert (id in routable) == right
     assert {m.id for m in members.here()} == {i for i, s in account.state.items() if s is not State.GONE}
+
+
+def test_states_change_as_they_may_only() -> None:
+    for before in State:
+        for state in State:
+            members = Members(PATIENCE)
+            members.join("a", Lease(), 0.0).state = before
+            if state in NEXT[before].split() and (state is not before or state is State.PULLING):
+                members.move("a", state)
+            else:
+                with pytest.raises(AssertionError, match="cannot become"):
+                    members.move("a", state)
+
+
+def test_routable_is_ready_with_these_very_weights() -> None:
+    members = Members(PATIENCE)
+    members.join("knew it before", Lease(), 0.0, version=1, digest="d")
+    ready(members, "right")
+    ready(members, "older", version=0)
+    ready(members, "other weights of that number", digest="e")
+    ready(members, "suspect").suspect = True
+    for state in State:
+        ready(members, f"is {state}").state = state
+    assert [m.id for m in members.routable(1, "d")] == ["right", "is ready"]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
             w, e = start(), episode("1/0", max_tokens=200)
             s.dispatch.open(e)
             await s.until(lambda: len(e.tokens) > 20, "it is under way")
-            before, made = len(e.tokens), sum(w.engine.made.values())
+            before, made, host = len(e.tokens), sum(w.engine.made.values()), w.agent._host
             began = time.monotonic()
             await s.dispatch._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2") is State.READY, "it is back")
@@ -45,6 +45,7 @@ def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
             assert e.tokens.tolist() == expected(e)
             assert s.state("w") is State.GONE
             assert len(w.builds) == 1, "the engine is not built again"
+            assert w.agent._host is host
             assert w.puller.bytes_received == 100, "the weights are not pulled again"
             assert (s.hellos[1].model, s.hellos[1].version, s.hellos[1].digest) == ("model-1", 0, "d0")
             again = sum(w.engine.made.values()) - len(e.tokens)

@@ -142,7 +142,7 @@ def test_a_frame_has_all_responses_and_their_ends(rig: Rig) -> None:
     assert (second.handles, second.positions, second.finished) == ((2,), (10,), {0: "length"})
     assert [len(columns(f)[0]) for f in (first, second)] == [2, 1]
     rig.done()
-    assert len(rig.engine) == 0
+    assert (len(rig.engine), rig.host._running) == (0, set())
     assert rig.host.stats().made == 3
 
 

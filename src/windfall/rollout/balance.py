@@ -2,14 +2,16 @@
 
 Join the shortest queue: a response goes to the worker with the smallest share of its slots taken, siblings together as
 far as that allows, since they share their prompt's pages. A worker gets no more than its part of what is open while
-others are about to be ready; what nobody has room for is held back rather than queued where it cannot be moved.
+others are about to be ready, or have room for theirs; what nobody has room for is held back rather than queued where it
+cannot be moved.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +31,17 @@ def place(queued: Sequence[str], loads: Sequence[Load], *, behind: int = 0, comi
     if not loads or not queued:
         return []
     total = len(queued) + behind + sum(load.running for load in loads)
-    fair = -(-total // (len(loads) + coming))
-    room = {load.worker: min(load.slots, fair) - load.running for load in loads}
+    out = _fill(queued, loads, -(-total // (len(loads) + coming)))
+    if len(out) < len(queued) and not coming:  # some have too few slots for their part: those who have more take it
+        more = Counter(worker for _, worker in out)
+        loads = [replace(load, running=load.running + more[load.worker]) for load in loads]
+        out += _fill(queued[len(out) :], loads, total)
+    return out
+
+
+def _fill(queued: Sequence[str], loads: Sequence[Load], most: int) -> list[tuple[str, str]]:
+    """No worker gets to more than `most`."""
+    room = {load.worker: min(load.slots, most) - load.running for load in loads}
     slots = {load.worker: load.slots for load in loads}
     heap = [(load.running / load.slots, n, load.worker) for n, load in enumerate(loads) if room[load.worker] > 0]
     heapq.heapify(heap)
@@ -60,4 +71,11 @@ def even(loads: Sequence[Load]) -> list[tuple[str, int]]:
     if not idle:
         return []
     fair = -(-sum(load.running for load in loads) // len(loads))
-    return [(load.worker, load.running - fair) for load in loads if load.running > fair]
+    room = sum(max(0, min(load.slots, fair) - load.running) for load in loads)
+    out = []
+    for load in loads:
+        count = min(load.running - fair, room)  # more would only come back to where it was
+        if count > 0:
+            out.append((load.worker, count))
+            room -= count
+    return out

@@ -90,9 +90,12 @@ class Journal:
         """Go on after the checkpoint of `step`: what is known of later steps. Files of earlier checkpoints stay."""
         self.close()
         past: Past = {}
-        for path in sorted(self.folder.glob("*.wal")):
+        files = sorted(self.folder.glob("*.wal"))
+        for path in files:
             _read(path, self._settings, past)
-        self._open(step)
+        # Never before the newest: files are read in this order. A trainer that outlived the controller and then died
+        # comes back with an earlier step than the file that was begun for it.
+        self._open(max(step, int(files[-1].stem)) if files else step)
         return past
 
     def rotate(self, step: int) -> None:

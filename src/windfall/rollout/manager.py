@@ -120,6 +120,8 @@ class Rollout:
         for event in self.past.pop(episode.id, ()):
             if isinstance(event, Stretch):
                 new = len(episode.tokens) - event.position
+                if new < 0:
+                    break  # a file was damaged: what comes after the gap is made again
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
                 over = None
             else:

@@ -110,7 +110,7 @@ class Agent:
             self._end.set_result(code)
 
     async def _live(self) -> int:
-        alone_s, wait_s = time.monotonic(), 0.2
+        alone_s, wait_s, said = time.monotonic(), 0.2, ""
         while True:
             try:
                 link = await self._dialler.dial(SHAKE_S)
@@ -132,7 +132,9 @@ class Agent:
                 if self._leaving:
                     self._say(f"no link: {e}; leaving")
                     return 0
-                self._say(f"no link: {e}; dialling again")
+                if str(e) != said:  # the same again and again is said once
+                    said = str(e)
+                    self._say(f"no link: {e}; dialling again for {self._patience_s:g} s")
             if time.monotonic() - alone_s > self._patience_s:
                 self._say(f"waited {self._patience_s:g} s for a controller at {self._dialler.url}")
                 return 1

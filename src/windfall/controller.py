@@ -1,6 +1,7 @@
 """The loop of a run, on one page.
 
     for every step:
+        seed        the trainer's own engine rolls out, too         until: T_seed (rollout/offload.py)
         rollout     draw tasks, have responses made and graded      waits for: groups (workers, rewards)
         train       credit and accumulate groups as they complete   waits for: the trainer
         update      one or several optimizer updates                waits for: the trainer
@@ -23,8 +24,10 @@ The state of a run is (step, next_task) and the weights. Tasks, seeds and hence 
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -50,6 +53,17 @@ class AsyncTrainer(Protocol):
     async def save(self) -> str: ...
 
 
+class Pace(Protocol):
+    """When the trainer generates and when it trains: rollout.seeding.Seeding is one."""
+
+    over: asyncio.Event
+
+    def begin(self, step: int) -> None: ...
+    def everybody(self) -> None: ...
+    def generated(self) -> None: ...
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
+
+
 @dataclass(kw_only=True)
 class Batch:
     """What one step has collected."""
@@ -60,6 +74,18 @@ class Batch:
     """Of every response made, also of groups that dynamic sampling replaced: the policy's reward as it is."""
     early_s: float = 0.0
     """Spent training on groups while others were still to come."""
+    wait_s: float = 0.0
+    """The trainer had stopped generating, and waited for groups."""
+    whole: deque[list[Group]] = field(default_factory=deque)
+    """Micro-batches that are whole. Where they are cut follows from the groups alone, not from when they are sent."""
+    part: list[Group] = field(default_factory=list)
+
+    def add(self, group: Group, micro_tokens: int) -> None:
+        self.kept.append(group)
+        self.part.append(group)
+        if _tokens(self.part) >= micro_tokens:
+            self.whole.append(self.part)
+            self.part = []
 
 
 @dataclass(kw_only=True)
@@ -68,6 +94,7 @@ class Controller:
     algorithm: Algorithm
     trainer: AsyncTrainer
     rollout: Rollout
+    pace: Pace
     events: EventLog
     connect: Callable[[], Any]
     """Waits for a trainer and makes the run ready to go on from the State it returns."""
@@ -114,38 +141,68 @@ class Controller:
     async def _step(self) -> None:
         step, started = self.state.step + 1, time.monotonic()
         self.rollout.made = self.rollout.restored = self.rollout.missing = 0
+        self.pace.begin(step)
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect(self.state.next_task)
             span["tokens"] = self.rollout.made
+        self.pace.generated()
+        training = time.monotonic()
         with self.events.span("train", step=step, early_s=batch.early_s):
             state = State(step=step, next_task=self.state.next_task + batch.drawn)
-            reports = await self._update(batch.kept, state)
+            reports = await self._update(batch, state)
             self.state = state
+        train_s = batch.early_s + time.monotonic() - training
+        self.pace.end(tokens=self.rollout.made, train_s=train_s, train_wait_s=batch.wait_s)
         self._tell(step, batch, reports, time.monotonic() - started)
 
     async def _collect(self, first: int) -> Batch:
         """The groups of one batch. Those that need no more than themselves are trained on as they arrive."""
         want, o = self.recipe.rollout.groups, self.recipe.rollout
-        streaming = self.algorithm.scope == "group" and self.recipe.train.minibatches == 1
         batch, most = Batch(), o.max_draws * want
-        waiting: list[Group] = []
         while len(batch.kept) < want and batch.drawn < most:
             tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
             batch.drawn += len(tasks)
-            # In order: what the sums of a gradient round to must not depend on who was quick.
-            made = self.rollout.groups(tasks, size=o.group_size, sampling=o.sampling(), in_order=True)
-            async with aclosing(made):
-                async for group in made:
+            # Deterministic, groups come in order: what the sums of a gradient round to must not depend on who was quick.
+            made = self.rollout.groups(
+                tasks, size=o.group_size, sampling=o.sampling(), in_order=self.recipe.run.deterministic
+            )
+            async with aclosing(self._arrivals(made, batch)) as arrivals:
+                async for group in arrivals:
                     batch.rewards += group.rewards
                     if self.algorithm.informative(outcomes(group, o.max_tokens)):
-                        batch.kept.append(group)
-                        waiting.append(group)
-                    if streaming and _tokens(waiting) >= self.micro_tokens:
-                        batch.early_s += await self._accumulate(waiting)
-                        waiting = []
-        if streaming:
-            batch.early_s += await self._accumulate(waiting)
+                        batch.add(group, self.micro_tokens)
         return batch
+
+    async def _arrivals(self, made: AsyncGenerator[Group], batch: Batch) -> AsyncGenerator[Group]:
+        """Groups as they come; between them, once local has stopped generating, what is whole is trained on."""
+        coming: asyncio.Future[Group | None] | None = None
+        over = asyncio.ensure_future(self.pace.over.wait())
+        try:
+            while True:
+                if over.done() and self._streaming and batch.whole:
+                    batch.early_s += await self._accumulate(batch.whole.popleft())
+                    if coming is None or not coming.done():
+                        await asyncio.sleep(0)
+                        continue
+                coming = coming or asyncio.ensure_future(anext(made, None))
+                began, waits = time.monotonic(), over.done()
+                await asyncio.wait([coming] if over.done() else [coming, over], return_when=asyncio.FIRST_COMPLETED)
+                batch.wait_s += time.monotonic() - began if waits else 0.0
+                if coming.done():
+                    group, coming = coming.result(), None
+                    if group is None:
+                        return
+                    yield group
+        finally:
+            over.cancel()
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
+            await made.aclose()
+
+    @property
+    def _streaming(self) -> bool:
+        return self.algorithm.scope == "group" and self.recipe.train.minibatches == 1
 
     async def _accumulate(self, groups: Sequence[Group]) -> float:
         """Returns how long it took."""
@@ -154,13 +211,15 @@ class Controller:
         credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
         return await self.trainer.accumulate(list(chain.from_iterable(credited)))
 
-    async def _update(self, groups: list[Group], state: State) -> list[Report]:
+    async def _update(self, batch: Batch, state: State) -> list[Report]:
         count = self.recipe.train.minibatches
-        if self.algorithm.scope == "group" and count == 1:
-            samples: list[list[Sample]] = [[]]  # all of it has been accumulated
+        if self._streaming:
+            for part in [*batch.whole, batch.part]:  # what has not been accumulated yet
+                await self._accumulate(part)
+            samples: list[list[Sample]] = [[]]
         else:
             # Credit over the whole batch first, then mini-batches of whole groups.
-            groups = sorted(groups, key=lambda g: g.index)
+            groups = sorted(batch.kept, key=lambda g: g.index)
             credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
             samples = [list(chain.from_iterable(credited[i::count])) for i in range(count)]
         if count > 1:
@@ -181,6 +240,7 @@ class Controller:
             return
         sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
+        self.pace.everybody()
         with self.events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + o.tasks)
             made = self.rollout.groups(tasks, size=1, sampling=sampling, scope=f"eval-{step}:")

@@ -192,7 +192,15 @@ class Engine(Section):
 
 
 class Fleet(Section):
-    workers: int = Field(default=1, ge=0)
+    local: bool = True
+    """The trainer's own engine rolls out, too, at the start of every step; alone, if no other worker is there."""
+    offload: Literal["predict", "feedback"] = "predict"
+    """How it is decided until when: computed from measured rates, or RLBoost's Algorithm 1."""
+    first_seed_s: float = Field(default=150.0, ge=0)
+    """What "feedback" starts from."""
+    trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Of the trainer's machine."""
+    workers: int = Field(default=0, ge=0)
     """Worker processes that the run starts on this machine, and starts again when they end. Others may join."""
     worker_threads: Count = 1
     """CPU threads of each of them."""

@@ -32,10 +32,12 @@ from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
+from windfall.rollout import offload
 from windfall.rollout.dispatch import Dispatch, Offer
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
+from windfall.rollout.seeding import Seeding
 from windfall.text import Text
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import State
@@ -44,6 +46,7 @@ from windfall.train.remote import RemoteTrainer
 TRAINER_START_S = 600.0
 TRAINER_BEAT_S = 10.0
 SNAPSHOT_S = 1.0
+TICK_S = 0.1
 
 
 def main(folder: Path) -> int:
@@ -78,6 +81,8 @@ class Control:
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(events=events, journal=self.journal, patience=patience)
         self.trainer = RemoteTrainer()
+        policy = offload.make(f.offload, first_s=f.first_seed_s)
+        self.seeding = Seeding(self.dispatch, policy, events, lambda member: member.tok_per_s)
         token = auth.read_token(folder / "token")
         self.gate = Gate(recipe.run.name, token, log=events.instant, most_workers=f.max_workers)
         self.rollout: Rollout | None = None
@@ -90,7 +95,8 @@ class Control:
     async def run(self) -> None:
         port = await self._listen()
         env = envs.make(self.recipe.env, self.recipe.run.seed)
-        tasks = [asyncio.create_task(self.dispatch.watch()), asyncio.create_task(self._snapshots())]
+        tasks = [asyncio.create_task(self.dispatch.watch()), asyncio.create_task(self._snapshots()),
+                 asyncio.create_task(self._tick())]  # fmt: skip
         try:
             with self._signals():
                 hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))
@@ -114,7 +120,7 @@ class Control:
         watch_stop = asyncio.create_task(self._interrupt())
         controller = Controller(
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
-            trainer=self.trainer, rollout=self.rollout, events=self.events, connect=self._connect, offer=self._offer,
+            trainer=self.trainer, rollout=self.rollout, pace=self.seeding, events=self.events, connect=self._connect, offer=self._offer,
             saved=lambda state: self.journal.rotate(state.step), counters=self._counters, micro_tokens=micro_tokens,
             evaluated={e["step"] for e in read(self.events.path) if (e["kind"], e["name"]) == ("scalar", "eval")},
         )  # fmt: skip
@@ -214,6 +220,11 @@ class Control:
         self._counted = now
         here = sum(1 for _ in self.dispatch.members.here())
         return {**since, "workers": here}
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.seeding.tick()
 
     async def _snapshots(self) -> None:
         while True:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +22,15 @@ from windfall.launch import security
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
+from windfall.rollout.seeding import LOCAL
 from windfall.text import Text
 from windfall.train import checkpoint
 from windfall.train.checkpoint import State
 from windfall.train.host import TrainerHost
+from windfall.types import Lease
+from windfall.worker.agent import Agent
+from windfall.worker.build import engine_for
+from windfall.worker.shared import HasThem, Shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +91,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         facts={"parameters": parameters, "pid": os.getpid(), **asdict(derived)},
     )  # fmt: skip
     address = await _address(folder)
+    listening = lambda: (folders.read_json(folder / "address.json") or {}).get("url", address)  # noqa: E731
     dialler = Dialler(
         address, "/trainer", m.ToTrainer, ssl=security.dialling(address, pinned=f.tls_cert),
         most=m.MAX_TRAINER_FRAME_BYTES,
@@ -95,14 +103,36 @@ async def _main(recipe: Recipe, folder: Path) -> int:
             folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
             keep=recipe.checkpoint.keep,
         ),
-        address=lambda: (folders.read_json(folder / "address.json") or {}).get("url", address),
+        address=listening,
     )  # fmt: skip
+    local = asyncio.create_task(_local(recipe, host, model, device, listening)) if f.local else None
     try:
         return await host.run()
     finally:
+        if local is not None:
+            local.cancel()
         await dialler.close()
         await server.close()
         publisher.close()
+
+
+async def _local(recipe: Recipe, host: TrainerHost, model: Any, device: str, listening: Callable[[], str]) -> None:
+    """The trainer's own engine, as the worker called `local`. Without it the run goes on, on others."""
+    f, address = recipe.fleet, listening()
+
+    def build(engine: m.Engine) -> tuple[Any, int]:
+        made, slots = engine_for(engine, device, model=model, share=0.3)
+        return Shared(made, host.lock), slots
+
+    lease = Lease(kind="reserved", device=devices.describe(device), price_usd_per_h=f.trainer_price_usd_per_h)
+    while True:
+        await host.connected.wait()
+        agent = Agent(
+            address, host.token, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
+            ssl=security.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=listening,
+        )  # fmt: skip
+        if await agent.run() != 1:
+            return  # sent away, or refused for good
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:

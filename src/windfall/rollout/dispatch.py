@@ -146,6 +146,7 @@ class Dispatch:
     def _take(self, member: Member, frame: m.Tokens) -> None:
         taken = self.ledger.take(member.id, frame)
         member.made += taken.accepted
+        member.framed_s = member.seen_s
         if self.journal is not None and taken.accepted:
             self.journal.made(frame, None if taken.whole else taken.rows)
         if taken.dropped:

@@ -68,6 +68,8 @@ class Member:
     """Since when."""
     made: int = 0
     """Tokens the ledger took from it."""
+    framed_s: float = 0.0
+    """When its last tokens came."""
     moved: int = 0
     """Responses it lost, or gave back, unfinished."""
     tok_per_s: float = 0.0
@@ -92,7 +94,8 @@ class Members:
         self._remember = remember
         self._generation: dict[str, int] = {}
         self._ticked_s: float | None = None
-        self._pull_s = 0.0
+        self.pull_s = 0.0
+        """How long the last pull took."""
 
     def here(self) -> Iterator[Member]:
         return (m for m in self.all.values() if m.state is not State.GONE)
@@ -129,11 +132,11 @@ class Members:
         member.version, member.digest, member.slots = version, digest, slots
         if member.state is State.PULLING:
             self.move(id, State.READY)
-            self._pull_s = now_s - member.pulling_s
+            self.pull_s = now_s - member.pulling_s
 
     def coming(self, now_s: float) -> int:
         """Workers that should be ready any moment, judged by how long the last pull took. Nobody waits for others."""
-        soon_s = max(0.5, 2 * self._pull_s)
+        soon_s = max(0.5, 2 * self.pull_s)
         return sum(
             m.state is State.PULLING and not m.suspect and now_s - m.pulling_s < soon_s for m in self.all.values()
         )

@@ -10,10 +10,11 @@ one starts from the last checkpoint.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,20 @@ class TrainerHost:
     dialler: Dialler
     address: Callable[[], str]
     """Where the controller listens now."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the trainer works on the module, which its own engine shares."""
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    """The controller knows this trainer."""
     patience_s: float = 120.0
+
+    @property
+    def manifest(self) -> Any:
+        """What was published last."""
+        return self._manifest
 
     async def run(self) -> int:
         """Until the controller is gone for good: the exit status."""
-        self._updates = 0
+        self._updates, self._manifest = 0, None
         alone_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
@@ -57,6 +67,7 @@ class TrainerHost:
                     link = await self.dialler.dial(SHAKE_S)
                     try:
                         await self._shake(link)
+                        self.connected.set()
                         await self._serve(link)
                     finally:
                         alone_s = time.monotonic()
@@ -139,4 +150,8 @@ class TrainerHost:
         raise LinkClosed(f"a {type(order).__name__} was not expected")
 
     async def _do(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        def alone() -> Any:
+            with self.lock:
+                return work(*args)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, alone)

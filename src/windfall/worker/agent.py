@@ -54,13 +54,15 @@ class Agent:
         ssl: tls.SSLContext | None = None,
         patience_s: float = 300.0,
         model: str = "",
+        address: Callable[[], str] | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        """`build` makes (engine, slots), in a thread; `puller` is a weights.pull.Puller."""
+        """`build` makes (engine, slots), in a thread; `puller` is a weights.pull.Puller; `address` says where the
+        controller listens now, if that may change."""
         self._dialler = Dialler(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
-        self._model = model
+        self._model, self._address = model, address
         self._building: asyncio.Future[tuple[Any, int]] | None = None
         self._host: Host | None = None
         self._held: tuple[int, str] = (-1, "")
@@ -112,6 +114,8 @@ class Agent:
     async def _live(self) -> int:
         alone_s, wait_s, said = time.monotonic(), 0.2, ""
         while True:
+            if self._address is not None:
+                self._dialler.url = self._address()
             try:
                 link = await self._dialler.dial(SHAKE_S)
                 try:
@@ -128,6 +132,7 @@ class Agent:
                     self._say(f"refused: {e}")
                     return 3
                 self._say(f"refused for now: {e}")
+                wait_s = min(wait_s, 0.5)
             except LinkClosed as e:
                 if self._leaving:
                     self._say(f"no link: {e}; leaving")

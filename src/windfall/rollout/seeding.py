@@ -1,0 +1,153 @@
+"""Acts on `offload`: lets the trainer's own engine roll out at the start of a step, then pauses it so that it trains.
+
+    begin() ──▶ local generates ──(seed_s, and somebody else is there)──▶ paused: `over` is set, training may begin
+                     ▲                                                        │
+                     └───────── nobody else is there, and work is open ◀──────┘
+
+Without a worker called `local` training may begin at once. Rule: whenever responses are open, either somebody else can
+take them or local is not paused; so a run never waits for a fleet that is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+from windfall.events import EventLog
+from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.members import Member, State
+from windfall.rollout.offload import Measured, Offload, Others, Plan
+
+LOCAL = "local"
+AGAIN_S = 0.05
+
+
+class Seeding:
+    def __init__(self, dispatch: Dispatch, policy: Offload, events: EventLog, rate: Callable[[Member], float]) -> None:
+        """`rate`: what a worker is known to make, in tokens per second; 0: nothing is known of it yet."""
+        self.over = asyncio.Event()
+        self._dispatch, self._policy, self._events, self._rate = dispatch, policy, events, rate
+        self._timer: asyncio.TimerHandle | None = None
+        self._began_s = self._seeded_s = 0.0
+        self._since_s: float | None = None
+        """Since when local generates; None while it does not."""
+        self._made: dict[str, int] = {}
+        self._area = 0.0
+        """Workers times seconds, for their mean."""
+        self._looked_s = 0.0
+        self.last: Measured | None = None
+
+    # of a step
+
+    def begin(self, step: int) -> None:
+        """A step begins: plan it, let local generate."""
+        now = self._now()
+        others = self._others()
+        known = sum(map(self._rate, others))
+        plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=self._pull_s()))
+        self._began_s = self._looked_s = now
+        self._seeded_s = self._area = 0.0
+        self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
+        self._go(plan)
+        self._events.instant(
+            "plan", step=step, seed_s=plan.seed_s, most_workers=plan.most_workers, others=len(others), why=plan.why
+        )
+
+    def everybody(self) -> None:
+        """For work that nothing is trained on meanwhile, such as an evaluation."""
+        self._go(Plan(seed_s=math.inf, most_workers=math.inf, why=""))
+
+    def _go(self, plan: Plan) -> None:
+        self._cancel()
+        self.over.clear()
+        local = self._local()
+        if local is None:
+            self.over.set()
+        elif plan.seed_s > 0:
+            self._resume(local)
+        if math.isfinite(plan.seed_s):
+            self._timer = asyncio.get_running_loop().call_later(plan.seed_s, self._enough)
+
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        """The step is over: what it was like."""
+        now = self._now()
+        self._look(now)
+        self._stop_clock(now)
+        members = self._dispatch.members.all.values()
+        made = {m.id: m.made - self._made.get(m.id, 0) for m in members}
+        local = {m.id for m in members if m.name == LOCAL}
+        ends = [m.framed_s for m in members if m.id not in local and m.framed_s > self._began_s]
+        self.last = Measured(
+            tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
+            train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
+            remote_s=max(ends) - self._began_s if ends else 0.0,
+            workers=self._area / max(1e-9, now - self._began_s),
+        )  # fmt: skip
+
+    def generated(self) -> None:
+        """Every response of the step is made: from here on local only trains."""
+        self._cancel()
+        self._stop_clock(self._now())
+        self.over.set()
+
+    # local
+
+    def tick(self) -> None:
+        """Every now and then: has the fleet collapsed, or is there no local any more?"""
+        now = self._now()
+        self._look(now)
+        local = self._local()
+        if local is None:
+            self.over.set()
+        elif local.state is State.PAUSED and self._dispatch.ledger.queue and not self._others():
+            self._events.instant("local_resumed", why="no other worker is there")
+            self._resume(local)
+
+    def _enough(self) -> None:
+        """T_seed is over. If nobody else is there, local goes on until somebody is."""
+        local = self._local()
+        if local is not None and local.state is State.READY and self._others():
+            self._pause(local)
+        elif local is not None and (len(self._dispatch.ledger) or local.state is State.PULLING):
+            self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._enough)
+            return
+        self.over.set()
+
+    def _resume(self, local: Member) -> None:
+        if local.state is State.PAUSED:
+            self._dispatch.resume(local.id)
+        if self._since_s is None:
+            self._since_s = self._now()
+
+    def _pause(self, local: Member) -> None:
+        self._stop_clock(self._now())
+        self._dispatch.pause(local.id)
+
+    def _stop_clock(self, now: float) -> None:
+        if self._since_s is not None:
+            self._seeded_s += now - self._since_s
+            self._since_s = None
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _local(self) -> Member | None:
+        return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
+
+    def _others(self) -> list[Member]:
+        """Workers that have, or are about to have, something to do with this step."""
+        here = (State.PULLING, State.READY)
+        return [m for m in self._dispatch.members.here() if m.name != LOCAL and m.state in here and not m.suspect]
+
+    def _pull_s(self) -> float:
+        return self._dispatch.members.pull_s
+
+    def _look(self, now: float) -> None:
+        self._area += len(self._others()) * (now - self._looked_s)
+        self._looked_s = now
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

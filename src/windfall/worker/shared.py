@@ -1,0 +1,68 @@
+"""The worker called `local`: the trainer's own engine. It shares the trainer's module and its device, so new weights cost
+nothing, and at any moment either the engine steps or the trainer works, never both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windfall.engine.base import Counters, Engine
+from windfall.types import Chunk, Request
+
+
+class Shared:
+    """An engine on a module that somebody else changes, while holding `lock`."""
+
+    def __init__(self, engine: Engine, lock: threading.Lock) -> None:
+        self._engine, self._lock = engine, lock
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._engine.version = version
+
+    @property
+    def counters(self) -> Counters:
+        return getattr(self._engine, "counters", Counters())
+
+    def __len__(self) -> int:
+        return len(self._engine)
+
+    def add(self, request: Request) -> None:
+        self._engine.add(request)
+
+    def cancel(self, id: str) -> None:
+        self._engine.cancel(id)
+
+    def step(self) -> list[Chunk]:
+        with self._lock:
+            return self._engine.step()
+
+    def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        assert weights is None, "the weights are the trainer's"
+        with self._lock:
+            self._engine.swap(version)
+
+
+class HasThem:
+    """Stands where other workers have a Puller: the weights are here, if they are the version that was published."""
+
+    bytes_received = 0
+
+    def __init__(self, published: Callable[[], Any]) -> None:
+        self._published = published
+
+    def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Any:
+        del url, stop
+        manifest = self._published()
+        if manifest is None or (manifest.version, manifest.digest) != (version, digest):
+            raise ValueError(f"the trainer is not at version {version}")
+        return manifest
+
+    def tensors(self) -> None:
+        return None

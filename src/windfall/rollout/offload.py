@@ -10,14 +10,14 @@ Two policies with one interface:
 
 - `Feedback` is RLBoost's Algorithm 1: move T_seed by the imbalance of the last step over eta, remember what worked for
   each fleet size, and bound how many instances are worth having.
-- `Predict` computes it. Of W tokens a step, local makes L a second, the fleet R once it has pulled (after P seconds), and
-  training takes in A a second. With T_seed = T the fleet is done at T + (W - L T - R (T - P)) / R and training at
+- `Predict` computes it. Of W tokens a step, local makes L a second, the fleet R once it has pulled (after P seconds),
+  and training takes in A a second. With T_seed = T the fleet is done at T + (W - L T - R (T - P)) / R and training at
   T + W / A at the earliest; they meet at
 
       T = (W (1 - R / A) + R P) / (L + R)
 
-  W, L and A are those measured last; R is the sum of what today's workers are known to make, each with its own speed, so
-  a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups that
+  W, L and A are those measured last; R is the sum of what today's workers are known to make, each with its own speed,
+  so a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups that
   complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it.
 """
 
@@ -115,10 +115,17 @@ class Predict:
     train: float = 0.0
     late: float = 0.0
     """Remaining imbalance, as a share of the step's training time: positive when groups came late."""
+    bounded: bool = False
+    """The last plan had an end, so its imbalance says something about it."""
 
     def plan(self, last: Measured | None, others: Others) -> Plan:
         if last is not None:
             self._learn(last)
+        plan = self._plan(others)
+        self.bounded = math.isfinite(plan.seed_s)
+        return plan
+
+    def _plan(self, others: Others) -> Plan:
         if others.workers == 0:
             return ALONE
         if not (self.tokens and self.local and self.train and others.tok_per_s > 0):
@@ -140,7 +147,7 @@ class Predict:
             self.local = self._mix(self.local, last.local_tokens / last.seed_s)
         if last.train_s > 0:
             self.train = self._mix(self.train, last.tokens / last.train_s)
-            if last.workers > 0 and math.isfinite(last.seed_s):
+            if last.workers > 0 and self.bounded:
                 error = (last.train_wait_s - last.remote_wait_s) / last.train_s
                 self.late = min(1.0, max(-1.0, self.late + self.forget * min(1.0, max(-1.0, error))))
 

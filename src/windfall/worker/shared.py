@@ -1,5 +1,5 @@
-"""The worker called `local`: the trainer's own engine. It shares the trainer's module and its device, so new weights cost
-nothing, and at any moment either the engine steps or the trainer works, never both.
+"""The worker called `local`: the trainer's own engine. It shares the trainer's module and its device, so new weights
+cost nothing, and at any moment either the engine steps or the trainer works, never both.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def test_only_the_rows_that_were_accepted(tmp_path: Path) -> None:
 
 def test_a_long_journal_is_small_in_memory(tmp_path: Path) -> None:
     """One token per frame and response, as engines make them: stretches are merged as they are read."""
-    journal, steps, handles = Journal(tmp_path / "j", "s"), 3000, range(1, 33)
+    journal, steps, handles = Journal(tmp_path / "j", "s"), 2000, range(1, 33)
     journal.begin(0)
     journal.assigned({h: f"1/{h}" for h in handles})
     for position in range(steps):

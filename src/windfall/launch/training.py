@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from windfall import algorithms, config, devices, envs, models
+from windfall import algorithms, config, devices, envs, listening, models
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.launch import folder as folders
@@ -71,7 +71,8 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
     if found:
         checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
-    token, f = auth.read_token(folder / "token"), recipe.fleet
+    token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
+    listening.raise_file_limit()
     publisher = Publisher(folder)
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=security.serving(f)
@@ -89,7 +90,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         most=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
     host = TrainerHost(
-        trainer=trainer, state=state, token=token, dialler=dialler, hello=hello,
+        trainer=trainer, state=state, secret=secret, dialler=dialler, hello=hello,
         publish=lambda version: publisher.publish(version, model.state_dict()),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
@@ -141,13 +142,13 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
 
 
 def fingerprint(engine: m.Engine) -> str:
-    """Of a model's architecture and the numbers it runs in."""
+    """Of a model's architecture and of the engine that is to run it: a worker built for another is not this run's."""
     fields = json.loads(engine.model_config)
     for vague in ("transformers_version", "_name_or_path", "architectures"):
         fields.pop(vague, None)
     name = fields.get("model_type", "model")
-    digest = xxhash.xxh3_64_hexdigest(json.dumps([fields, engine.dtype], sort_keys=True).encode())
-    return f"{name}-{digest}"
+    rest = [getattr(engine, field) for field in engine.__struct_fields__ if field != "model_config"]
+    return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
 def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: int) -> Derived:

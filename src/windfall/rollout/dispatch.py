@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,6 +30,10 @@ from windfall.rollout.members import Member, Members, Patience, State
 
 OUTBOX = 4096
 """Messages that may wait for one worker. One that lets so many pile up does not read."""
+ASSIGN_BYTES = 1 << 20
+LOAD_TRIES = 12
+WORDS = 300
+"""Of a peer's words, so many characters are written down."""
 ALONE_S = 15.0
 """Work without any worker for so long is worth a word, and another as long after."""
 LEAVE_S = 5.0
@@ -128,8 +133,7 @@ class Dispatch:
             case m.Loaded():
                 self._loaded(member, message)
             case m.LoadFailed():
-                self._events.instant("load_failed", worker=id, version=message.version, why=message.why)
-                asyncio.get_running_loop().call_later(0.5, self._load_again, id)
+                self._load_failed(member, message)
             case m.Released():
                 self._released(member, message.handles)
             case m.Rejected():
@@ -170,10 +174,25 @@ class Dispatch:
         )
         self._soon()
 
+    def _load_failed(self, member: Member, message: m.LoadFailed) -> None:
+        member.failed += 1
+        self._events.instant("load_failed", worker=member.id, version=message.version, why=message.why[:WORDS])
+        if member.failed >= LOAD_TRIES:
+            self.drain(member.id, f"could not load its weights {member.failed} times: {message.why[:WORDS]}")
+        else:
+            delay_s = min(10.0, 0.25 * 2**member.failed)
+            asyncio.get_running_loop().call_later(delay_s, self._load_again, member.id)
+
     def _load_again(self, id: str) -> None:
         member = self.members.all.get(id)
-        if member is not None and member.state is State.PULLING and self.offer is not None:
-            self._tell(id, m.Load(version=self.offer.version, digest=self.offer.digest, url=self.offer.url))
+        if member is not None and member.state is State.PULLING:
+            self._load(member)
+
+    def _load(self, member: Member) -> None:
+        offer = self.offer
+        if offer is not None:
+            member.asked = (offer.version, offer.digest)
+            self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
 
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
         held = {e.handle: e.episode.id for e in self.ledger.held(member.id)}
@@ -222,13 +241,17 @@ class Dispatch:
 
     def _lose(self, id: str, why: str) -> None:
         """Whatever happened: this worker is no more, and what it held goes on elsewhere."""
-        member = self.members.all.get(id)
+        member, why = self.members.all.get(id), why[:WORDS]
         if member is None or member.state is State.GONE:
             return
         entries = self.ledger.held(id)
         tokens = sum(len(e.episode.tokens) for e in entries)
         self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
         self.ledger.release(id)
+        if poison := self.ledger.poison():
+            self._rejected(
+                poison.episode.id, f"{poison.fruitless} workers in a row were lost with it, the last of them: {why}"
+            )
         member.moved += len(entries)
         drained = member.state is State.DRAINING
         self.members.lost += not drained
@@ -298,11 +321,13 @@ class Dispatch:
         offer = self.offer
         assert offer is not None
         for member in list(self.members.here()):
-            current = (member.version, member.digest) == (offer.version, offer.digest)
-            idle = member.state is State.READY and not current and self.ledger.queue
+            wanted = (offer.version, offer.digest)
+            idle = member.state is State.READY and (member.version, member.digest) != wanted and self.ledger.queue
             if member.state is State.JOINING or idle:
                 self.members.pull(member.id, asyncio.get_running_loop().time())
-                self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
+                self._load(member)
+            elif member.state is State.PULLING and member.asked != wanted and self.ledger.queue:
+                self._load(member)  # it gives up the older one
 
     def _assign(self, loads: list[balance.Load]) -> None:
         assert self.offer is not None
@@ -319,7 +344,8 @@ class Dispatch:
         for worker, entries in by_worker.items():
             if self.journal is not None:
                 self.journal.assigned({e.handle: e.episode.id for e in entries})
-            self._tell(worker, m.Assign(work=tuple(map(_work, entries))))
+            for work in _frames(entries):
+                self._tell(worker, m.Assign(work=work))
 
     def _give_back(self, worker: str, entries: list[Entry]) -> None:
         handles = tuple(e.handle for e in entries)
@@ -346,9 +372,22 @@ class Dispatch:
             self._lose(id, f"link closed ({e})")
 
 
+def _frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
+    """Work in frames that are well within what a link takes, however long the prompts are."""
+    frame: list[m.Work] = []
+    size = 0
+    for work in map(_work, entries):
+        if frame and size + len(work.prompt) > ASSIGN_BYTES:
+            yield tuple(frame)
+            frame, size = [], 0
+        frame.append(work)
+        size += len(work.prompt)
+    yield tuple(frame)
+
+
 def _work(entry: Entry) -> m.Work:
     r = entry.episode.request()
     return m.Work(
-        handle=entry.handle, prompt=r.prompt, position=r.position, seed=r.seed, max_tokens=r.max_tokens,
-        sampling=r.sampling, stop=tuple(r.stop),
+        handle=entry.handle, prompt=array("I", r.prompt).tobytes(), position=r.position, seed=r.seed,
+        max_tokens=r.max_tokens, sampling=r.sampling, stop=tuple(r.stop),
     )  # fmt: skip

@@ -7,8 +7,8 @@ something about batches that were never seen.
 Rules:
 - what a worker made counts at the batch it was made at; sizes within a half-octave are one size;
 - a worker that becomes slower or faster does so at every batch: news about one size moves all of them alike, so a
-  change is believed after some windows, and what was learned about the shape is kept;
-- one odd window moves little: it counts as four times off at most;
+  change is believed after three windows, and what was learned about the shape is kept;
+- one odd window moves little: it counts as four times off at most, and for a tenth;
 - what a worker has not shown comes from workers of the same device, else from all, scaled to what it has shown.
 """
 
@@ -18,11 +18,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-FRAMES, SHORT_S, LONG_S = 8, 0.1, 1.0
+FRAMES, SHORT_S, LONG_S = 8, 0.1, 2.0
 """So many frames in no less than SHORT_S, or as many as come in LONG_S, make a window: less is mostly noise."""
-GAIN = 0.25
-"""How much of the newest window is believed."""
-ODD = math.log(4)
+GAIN, QUICK = 0.1, 0.5
+"""How much of the newest window is believed: little, and much of the third in a row that is off to the same side."""
+OFF, ODD = math.log(1.2), math.log(4)
 SURE = 8
 """Windows after which a size of batch is known as well as it will be."""
 SMALL = 1 / 4096
@@ -69,6 +69,13 @@ class _Size:
     batch: float
     log_step_s: float
     windows: int = 1
+    streak: int = 0
+    """So many windows in a row were off by more than OFF; below 0: faster than expected."""
+
+    def gain(self, off: float) -> float:
+        side = (off > OFF) - (off < -OFF)
+        self.streak = side * (1 + abs(self.streak)) if side * self.streak >= 0 else side
+        return QUICK if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + 1))
 
 
 @dataclass(slots=True)
@@ -104,10 +111,11 @@ class _Worker:
             self.sizes[size] = _Size(batch, log_s)
         else:
             off = _clip(log_s - known.log_step_s)
-            own = max(GAIN, 1 / (known.windows + 1))
-            for other in self.sizes.values():
-                other.log_step_s += off * (own if other is known else GAIN)
-            known.batch += (batch - known.batch) * own
+            gain = known.gain(off)
+            sure = known.windows >= SURE  # else it may be the first windows that were odd
+            for other in self.sizes.values() if sure else (known,):
+                other.log_step_s += off * gain
+            known.batch += (batch - known.batch) * gain
             known.windows += 1
         self.fitted = None
 

@@ -144,6 +144,8 @@ def test_the_tail_leaves_the_slow_worker(slower: int) -> None:
 def test_no_move_for_little_gain() -> None:
     assert choose(fleet((ENGINE, 12, 64), (ENGINE, 10, 64))) == [], "about even"
     assert choose(fleet((ENGINE.times(1.05), 10, 64), (ENGINE, 10, 64))) == [], "that may be noise"
+    assert choose(fleet((ENGINE.times(1.1), 20, 64), (ENGINE, 20, 64), context=1), typical=9000) == [], "that, too"
+    assert choose(fleet((ENGINE.times(1.4), 20, 64), (ENGINE, 20, 64), context=1), typical=9000)
     assert choose(fleet((ENGINE, 3, 64), (ENGINE, 0, 64)), typical=100) == [], "nearly done"
     assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 60, 64), context=200_000)) == [], "a very long prefill"
     assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 64, 64))) == [], "no room"
@@ -173,6 +175,11 @@ def test_what_waits_goes_first_and_even_to_a_slower_worker() -> None:
     assert int(moves[0].id.rpartition("/")[2]) < 3, "one of those that wait"
     assert moves[0].target == "w1", "it had room for one"
     assert choose(fleet((ENGINE, 20, 64), (ENGINE.times(1000), 0, 5), waiting=1)) == [], "sooner done where it waits"
+
+
+def test_when_nothing_waits_any_more_what_runs_is_next() -> None:
+    moves = choose(fleet((ENGINE.times(4), 6, 64), (ENGINE, 0, 64), waiting=2))
+    assert [int(m.id.rpartition("/")[2]) < 2 for m in moves] == [True, True, False, False, False, False]
 
 
 def test_no_more_than_asked_for() -> None:

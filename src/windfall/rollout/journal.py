@@ -17,6 +17,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,7 +83,7 @@ class Journal:
             self._open(step, 0)
         files = sorted(self.folder.glob("*.wal"))
         with self._writing(self.folder):
-            for path, following in zip(files, files[1:], strict=False):
+            for path, following in pairwise(files):
                 if int(following.stem) <= step:  # else it has something of a later step, from before a fall back
                     path.unlink()
 

@@ -96,7 +96,7 @@ def records(path: Path) -> Iterator[tuple[int, Record]]:
 def read(path: Path, settings: str, past: Past) -> int:
     """Add what a file says to `past`. Returns how many bytes of it are whole records."""
     rows, end, ours = _Rows(past), 0, False
-    for end, record in records(path):
+    for end, record in records(path):  # noqa: B007
         match record:
             case Made() if ours:
                 rows.made(record.frame)

@@ -203,7 +203,7 @@ def main() -> None:
         print("    model          length   whole ms  one step ms     extra ms  of the whole   continued")
         show_migration("tiny", (64, 256, 448))
         show_migration("smollm2-135m", (32, 128, 256))
-        show_migration(LARGE, (1024, 4096, 8192))
+        show_migration(LARGE, (256, 1024, 2048))
         print("    extra: one prefill less one step. continued: tokens after a move, deterministic mode, are the same")
     if a.part in (None, "losses"):
         show_losses(a.seed)

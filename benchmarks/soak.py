@@ -1,7 +1,7 @@
 """A run whose processes are killed and frozen at random, beside the same run left alone: both must end the same.
 
-    python benchmarks/soak.py --kills 100 --controller 5 --trainer 5 --seed 0        about six minutes on two cores
-    python benchmarks/soak.py --kills 10 --controller 1 --trainer 1 --steps 14       about a minute
+    python benchmarks/soak.py --kills 100 --controller 5 --trainer 5 --seed 0        about five minutes on two cores
+    python benchmarks/soak.py --kills 10 --controller 1 --trainer 1 --steps 10       about a minute
 
 `windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). The second time random
 workers get SIGKILL, or SIGSTOP and some seconds later SIGCONT, or SIGSTOP for good; controller and trainer get SIGKILL.

@@ -21,8 +21,9 @@ FILES = {str(p.relative_to(SRC)): ast.parse(p.read_text()) for p in sorted(SRC.r
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
     {"__init__", "types", "errors"},
-    {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices"},
-    {"config", "engine"},
+    {"listening"},
+    {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices", "prices", "bill"},
+    {"config", "engine", "accounts"},
     {"models", "console", "rollout", "train"},
     {"controller", "worker"},
     {"launch"},
@@ -37,6 +38,11 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "rollout/ledger.py",
     "rollout/members.py",
     "rollout/balance.py",
+    "rollout/speed.py",
+    "rollout/worth.py",
+    "prices.py",
+    "bill.py",
+    "accounts.py",
     "link/messages.py",
     "weights/manifest.py",
     "weights/delta.py",

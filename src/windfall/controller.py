@@ -114,6 +114,8 @@ class Controller:
         while True:
             try:
                 self.state = await self.connect()
+                # What came after this step was made void with it.
+                self.evaluated = {step for step in self.evaluated if step <= self.state.step}
                 return await self._run()
             except TrainerLost as e:
                 self.events.instant("trainer_lost", step=self.state.step, why=str(e))
@@ -121,14 +123,19 @@ class Controller:
                 return await self._stop()
 
     async def _run(self) -> State:
-        total, every = self.recipe.run.steps, self.recipe.checkpoint.every
+        # The step that this trainer has may be one whose Update or Save we never heard the answer to.
+        await self._save_if_due()
         await self._evaluate_if_due()
-        while self.state.step < total:
+        while self.state.step < self.recipe.run.steps:
             await self._step()
-            if self.state.step % every == 0 or self.state.step == total:
-                await self._save()
+            await self._save_if_due()
             await self._evaluate_if_due()
         return self.state
+
+    async def _save_if_due(self) -> None:
+        step = self.state.step
+        if step > 0 and (step == self.recipe.run.steps or step % self.recipe.checkpoint.every == 0):
+            await self._save()
 
     async def _stop(self) -> State:
         try:
@@ -162,7 +169,7 @@ class Controller:
         while len(batch.kept) < want and batch.drawn < most:
             tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
             batch.drawn += len(tasks)
-            # Deterministic, groups come in order: what the sums of a gradient round to must not depend on who was quick.
+            # Deterministic, in order: what the sums of a gradient round to must not depend on who was quick.
             made = self.rollout.groups(
                 tasks, size=o.group_size, sampling=o.sampling(), in_order=self.recipe.run.deterministic
             )

@@ -7,7 +7,8 @@ Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and
     {"t": ...,               "kind": "instant", "name": "stopped", "step": 10}
 
 A line is written whole and flushed at once, so a killed process leaves at most one torn line at the end: `read` skips
-it, and opening the log again starts on a fresh line. A run that was resumed from step k has an instant "resumed" with
+it, and opening the log again starts on a fresh line. The first write that fails raises, and tells `failed`; after it
+the log is silent, because the run is ending. A run that was resumed from step k has an instant "resumed" with
 that step; `read` then leaves out what the lost steps after k had said.
 """
 
@@ -19,9 +20,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from windfall.errors import WindfallError
 
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
@@ -30,11 +33,16 @@ Sink = Callable[[Event], None]
 class EventLog:
     def __init__(self, path: Path, sinks: list[Sink] | None = None) -> None:
         self.path = path
+        self.failed: Callable[[WindfallError], None] = lambda e: None
         self._sinks = list(sinks or [])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        if _torn(path):
-            self._file.write("\n")
+        self._broken = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+            if _torn(path):
+                self._file.write("\n")
+        except OSError as e:
+            raise self._fail(e) from e
 
     def attach(self, sink: Sink) -> None:
         """Every later event also goes to `sink`."""
@@ -60,9 +68,14 @@ class EventLog:
 
     def _write(self, kind: str, name: str, fields: dict[str, Any]) -> None:
         assert not {"t", "m", "kind", "name"} & fields.keys(), f"{name}: a field would hide one that every event has"
+        if self._broken:
+            return
         event = _plain({"t": time.time(), "m": time.monotonic(), "kind": kind, "name": name} | fields)
-        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise self._fail(e) from e
         for sink in list(self._sinks):
             try:
                 sink(event)
@@ -72,7 +85,15 @@ class EventLog:
                 print(f"windfall: {view} failed and is no longer shown: {type(e).__name__}: {e}", file=sys.stderr)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # every line was flushed when it was written; what is left failed then
+            self._file.close()
+
+    def _fail(self, e: OSError) -> WindfallError:
+        self._broken = True
+        fix = "Make room, or make it writable; then go on with `windfall resume`."
+        error = WindfallError(f"cannot write the event log: {e.strerror or e}", where=str(self.path), fix=fix)
+        self.failed(error)
+        return error
 
 
 def _torn(path: Path) -> bool:
@@ -119,8 +140,6 @@ def tensorboard(folder: Path) -> Sink:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as e:
-        from windfall.errors import WindfallError
-
         raise WindfallError(
             "tensorboard is not installed", where="log.tensorboard", fix="pip install 'windfall[tensorboard]'"
         ) from e

@@ -40,6 +40,7 @@ async def _dialled() -> AsyncIterator[tuple[SocketLink, SocketLink]]:
     over = asyncio.Event()
 
     async def attend(link: SocketLink) -> None:
+        link.proved()  # the contract is for those who are known
         came.set_result(link)
         await over.wait()
 
@@ -79,7 +80,7 @@ class Door:
         self.heard: dict[str, list[Any]] = {}
         self.inside: dict[str, Link] = {}
         self.gate = Gate(RUN, TOKEN, log=log or self._log, most_workers=most_workers)
-        self.gate.terms = Terms(model=MODEL, engine=engine(), heartbeat_s=1.0)
+        self.gate.terms = Terms(model=MODEL, engine=engine(), heartbeat_s=1.0, stalled_s=60.0)
 
     def _log(self, name: str, **fields: Any) -> None:
         assert name == "refused"

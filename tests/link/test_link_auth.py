@@ -98,7 +98,7 @@ def controller(token: str = TOKEN, said: str = "welcome", old: bool = False) -> 
             model_config="{}", dtype="float32", kv_tokens=1, page_size=1, max_running=1, max_rows=1,
             deterministic=True, longest=1, wanted=1,
         )  # fmt: skip
-        await link.send(m.Welcome(proof=proof, worker="w", model="x", engine=engine, heartbeat_s=1.0))
+        await link.send(m.Welcome(proof=proof, worker="w", model="x", engine=engine, heartbeat_s=1.0, stalled_s=60.0))
 
     return play
 

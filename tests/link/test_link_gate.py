@@ -24,8 +24,10 @@ from windfall.link import auth, gate
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, LinkClosed
 from windfall.link.memory import pair
+from windfall.types import Lease
 
 Door = Any
+PRICELESS = Lease(price_usd_per_h=math.nan)
 ToWorker = msgspec.msgpack.Decoder(m.ToWorker)
 
 
@@ -72,10 +74,17 @@ def trainer_hello(door: Door, nonce: bytes = b"n" * 32, proof: bytes = b"p" * 32
     )  # fmt: skip
 
 
+def short(door: Door, challenge: m.Challenge) -> m.Hello:
+    """From somebody who knows the token, but leaves out his part of the secret."""
+    proof = auth.proof("a-token-for-the-tests-of-links", "hello", challenge.run, challenge.nonce, b"")
+    return door.hello(challenge, nonce=b"", proof=proof)
+
+
 STRANGERS: dict[str, tuple[Callable[[Door], Awaitable[str]], str]] = {
     "wrong token": (lambda d: says(d, lambda c: d.hello(c, token="somebody-else's-token")), "wrong token"),
     "no proof": (lambda d: says(d, lambda c: d.hello(c, proof=b"")), "wrong token"),
     "no nonce": (lambda d: says(d, lambda c: d.hello(c, nonce=b"")), "wrong token"),
+    "a short nonce": (lambda d: says(d, lambda c: short(d, c)), "wrong token"),
     "the nonce of another": (lambda d: says(d, lambda c: d.hello(c, nonce=b"n" * 32)), "wrong token"),
     "the challenge as its own nonce": (lambda d: says(d, lambda c: d.hello(c, nonce=c.nonce)), "wrong token"),
     "replayed": (replayed, "another challenge"),
@@ -85,6 +94,7 @@ STRANGERS: dict[str, tuple[Callable[[Door], Awaitable[str]], str]] = {
     "long name": (lambda d: says(d, lambda c: d.hello(c, name="n" * 65)), "name is 1 to 64"),
     "name with a number sign": (lambda d: says(d, lambda c: d.hello(c, name="a#2")), "name is 1 to 64"),
     "name with a line break": (lambda d: says(d, lambda c: d.hello(c, name="a\nb")), "name is 1 to 64"),
+    "a price that is none": (lambda d: says(d, lambda c: d.hello(c, lease=PRICELESS)), "a price of nan $"),
     "not a Hello": (lambda d: says(d, lambda c: m.Left(why="hi")), "a Hello was expected, not a Left"),
     "a trainer": (lambda d: says_raw(d, m.encode(trainer_hello(d))), "not a message"),
     "garbage": (lambda d: says_raw(d, b"\xc1 garbage"), "not a message"),

@@ -5,6 +5,8 @@ Not covered: a machine that goes down (what the operating system had not written
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import random
 import signal
@@ -12,13 +14,16 @@ import subprocess
 import sys
 import tracemalloc
 from array import array
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from windfall.errors import WindfallError
 from windfall.link.messages import Tokens
+from windfall.rollout import past as past_
 from windfall.rollout.episode import Episode
 from windfall.rollout.journal import Journal, Judged, Past, Stretch, records
 from windfall.rollout.ledger import Ledger
@@ -252,7 +257,7 @@ def test_only_the_rows_that_were_accepted(tmp_path: Path) -> None:
 
 def test_a_long_journal_is_small_in_memory(tmp_path: Path) -> None:
     """One token per frame and response, as engines make them: stretches are merged as they are read."""
-    journal, steps, handles = Journal(tmp_path / "j", "s"), 3000, range(1, 33)
+    journal, steps, handles = Journal(tmp_path / "j", "s"), 2000, range(1, 33)
     journal.begin(0)
     journal.assigned({h: f"1/{h}" for h in handles})
     for position in range(steps):
@@ -366,3 +371,99 @@ def test_the_folder_is_made_and_files_are_named_by_step(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a" / "b") == ["000007.wal"]
     journal.close()
     journal.flush()  # harmless
+
+
+def test_fall_back_keeps_what_is_known_of_later_steps(tmp_path: Path) -> None:
+    """A controller that was started again at step 15, a trainer back at checkpoint 10, which is saved already."""
+    for step, id in ((10, "a"), (15, "b")):
+        journal = Journal(tmp_path / "j", "s")
+        journal.begin(step)
+        journal.assigned({1: id})
+        journal.made(frame((1, 0, [1])))
+        journal.close()
+    journal = Journal(tmp_path / "j", "s")
+    assert set(journal.begin(10)) == {"a", "b"}
+    for saved in (10, 12):
+        journal.rotate(saved)
+        assert sorted(p.name for p in (tmp_path / "j").iterdir()) == ["000010.wal", "000015.wal"]
+    journal.flush()
+    assert set(read(tmp_path / "j")) == {"a", "b"}
+    journal.rotate(20)
+    assert [p.name for p in (tmp_path / "j").iterdir()] == ["000020.wal"]
+    journal.close()
+
+
+def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "j")
+    read_files: list[Path] = []
+    monkeypatch.setattr(past_, "records", lambda path, real=records: read_files.append(path) or real(path))
+    journal = Journal(tmp_path / "j", "s")
+    found = journal.find()
+    assert plain(journal.begin(0, found)) == STORY
+    journal.close()
+    assert read_files == [tmp_path / "j" / "000000.wal"]
+
+
+def test_rows_are_put_together_whatever_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of any size give the same: responses that take turns, move, change version, and are judged between."""
+    rng, journal = random.Random(3), Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    have = dict.fromkeys([f"1/{n}" for n in range(7)], 0)
+    expected: dict[str, list[Any]] = {id: [] for id in have}
+    for handle in range(1, 400, 7):
+        names = {handle + n: id for n, id in enumerate(have)}
+        journal.assigned(names)
+        version = rng.choice([1, 2])
+        rows, finished = [], {}
+        for n, (h, id) in enumerate(names.items()):
+            tokens = [rng.randrange(99) for _ in range(rng.randint(1, 3))]
+            rows.append((h, have[id], tokens))
+            if rng.random() < 0.2:
+                finished[n] = "stop"
+            have[id] += len(tokens)
+            expected[id].append((tokens, version, finished.get(n)))
+        journal.made(frame(*rows, version=version, finished=finished))
+        for n in finished:
+            for _ in range(rng.randint(0, 2)):
+                journal.judged(list(have)[n], 0.5, None, "")
+                expected[list(have)[n]].append("judged")
+    journal.close()
+    told = []
+    for size in (1, 10, 1 << 18):
+        monkeypatch.setattr(past_, "_FEWEST_ROWS", size)
+        monkeypatch.setattr(past_, "_MOST_ROWS", size)
+        told.append(read(tmp_path / "j"))
+    assert told[0] == told[1] == told[2]
+    for id, said in expected.items():
+        flat = [t for s in said if s != "judged" for t in s[0]]
+        assert [t for s in told[0][id] if len(s) == 4 for t in s[1]] == flat
+        kinds = "".join("j" if s == "judged" else "." if s[2] else "" for s in said)
+        assert "".join("j" if len(s) == 3 else "." if s[3] else "" for s in told[0][id]) == kinds
+        assert all(a[0] + len(a[1]) == b[0] for a, b in pairwise([s for s in told[0][id] if len(s) == 4]))
+
+
+class FullDisk(io.BytesIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_ends_it_and_what_was_written_is_there(tmp_path: Path) -> None:
+    journal, told = Journal(tmp_path / "j", "s"), []
+    journal.failed = told.append
+    journal.begin(0)
+    journal.judged("1/0", 1.0, None, "")
+    journal.flush()
+    file, journal._file = journal._file, FullDisk()
+    assert file is not None
+    file.close()
+    journal.judged("1/1", 1.0, None, "")
+    with pytest.raises(WindfallError, match="No space left on device") as caught:
+        journal.flush()
+    assert caught.value.where == str(tmp_path / "j" / "000000.wal")
+    journal._file = io.BytesIO()  # there is room again: but what came between is missing
+    for again in (journal.flush, lambda: journal.judged("1/2", 1.0, None, ""), lambda: journal.rotate(1)):
+        with pytest.raises(WindfallError):
+            again()
+    assert told == [caught.value]
+    journal.close()
+    assert read(tmp_path / "j") == {"1/0": [(1.0, None, "")]}

@@ -397,7 +397,7 @@ class World:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_response_ends_true(data: st.DataObject) -> None:
     world = World(lambda options: data.draw(st.sampled_from(options)))
     for _ in range(data.draw(st.integers(1, 30))):
@@ -405,14 +405,14 @@ def test_every_response_ends_true(data: st.DataObject) -> None:
     world.finish()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_every_response_ends_true_in_a_long_run(seed: int) -> None:
     world = World(random.Random(seed).choice)
-    for _ in range(1500):
+    for _ in range(1000):
         world.step()
     world.finish()
     c = world.ledger.counts
-    assert min(c.accepted, c.repeated, c.late, c.unwanted, c.stale, c.gaps, c.moved, world.closed) >= 5, c
+    assert min(c.accepted, c.repeated, c.late, c.unwanted, c.stale, c.gaps, c.moved, world.closed) >= 3, c
     assert c.accepted == c.closed + c.withdrawn
 
 
@@ -467,6 +467,6 @@ def test_check_finds_what_is_broken() -> None:
     broken(lambda x: x.queue.clear())
     broken(lambda x: x._by_worker.clear())
     broken(lambda x: x._running.clear())
-    broken(lambda x: x._over.update(x._running))
+    broken(lambda x: x._over.update(dict.fromkeys(x._running, "moved")))
     broken(lambda x: setattr(x.entries["2/0"].episode, "finish", "stop"))
     broken(lambda x: x.entries["2/0"].episode.made_by(1, 1))

@@ -19,7 +19,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
 from windfall.worker.host import Host
-from windfall.worker.session import FRAMES, Session, Weights
+from windfall.worker.session import FRAMES, Session, Stalled, Weights
 
 WAIT_S = 10.0
 
@@ -328,5 +328,51 @@ def test_message_that_no_controller_sends_ends_it(message: object) -> None:
             await rig.send(message)
             with pytest.raises(LinkClosed, match="was not expected"):
                 await serve
+
+    asyncio.run(main())
+
+
+class Stuck(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
+
+    def step(self) -> list[Any]:
+        self.free.wait(WAIT_S)
+        return super().step()
+
+
+def test_engine_that_is_stuck_ends_the_session() -> None:
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker")
+        engine = Stuck()
+        host = Host(engine, slots=4)
+        host.start()
+        session = Session(theirs, host, Pulls(), heartbeat_s=0.05, stalled_s=0.3)
+        serving = asyncio.create_task(session.serve())
+        await ours.send(assign(1))
+        with pytest.raises(Stalled, match="no engine step for 0 s, with 1 responses to make"):
+            await asyncio.wait_for(serving, WAIT_S)
+        engine.free.set()
+        await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def test_engine_that_is_stuck_does_not_keep_it_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.worker.session.LEAVE_S", 0.2)
+
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker")
+        engine = Stuck()
+        host = Host(engine, slots=4)
+        host.start()
+        serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
+        await ours.send(assign(1))
+        await asyncio.sleep(0.1)
+        await ours.send(m.Drain(why="enough"))
+        assert await asyncio.wait_for(serving, WAIT_S / 2) == "enough"
+        engine.free.set()
+        await asyncio.to_thread(host.close)
 
     asyncio.run(main())

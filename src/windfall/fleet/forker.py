@@ -2,8 +2,9 @@
 
     python -m windfall.fleet.forker ENTRY MODULE ...        ENTRY is module:function, called as a command would be
 
-    in    {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} signals one: a line of JSON each
-    out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"}; {"name", "pid", "exit"} when one ends
+    in    {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} signals one, {"ping"}: a line of JSON each
+    out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"}; {"name", "pid", "exit"} when one ends;
+          {"pong"} for every ping
 
 - It has one thread whenever it forks, or it refuses: a thread of the parent's would be missing in the child, with its
   locks held for ever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1.
@@ -85,6 +86,9 @@ class Forker:
     def _obey(self, line: bytes) -> Request | None:
         try:
             request = json.loads(line)
+            if "ping" in request:
+                self.answer(pong=request["ping"])
+                return None
             if "signal" in request:
                 pid, number = int(request["pid"]), int(request["signal"])
             else:

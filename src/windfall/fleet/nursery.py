@@ -6,6 +6,7 @@ its `argv` is the worker's `sys.argv`. The other side, and what holds for a fork
 
 - The nursery is started by the first request, and again by the next one after it died.
 - If it dies, its workers die: the kernel kills them, and we kill their process groups before we say that they ended.
+- It is pinged; one that stands still (SIGSTOP, a debugger) is killed, as is one that does not fork when asked to.
 - If we die, its input closes (and SIGTERM comes): it kills the process groups of all workers and ends.
 """
 
@@ -28,6 +29,9 @@ from windfall.fleet import process
 from windfall.fleet.base import KILL_TIMEOUT_S, Handle
 
 FORK_TIMEOUT_S = 30.0
+PING_S = 5.0
+MOST_UNANSWERED = 6
+"""Pings. Not a time: what we cannot hear while we stand still ourselves is not held against it."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """Else numpy starts threads when it is imported, and then nothing can be forked."""
 
@@ -58,6 +62,11 @@ class Nursery:
         """Of the nursery process, when there is one that is ready."""
         link = self._up()
         return link.process.pid if link else None
+
+    def kill(self) -> None:
+        """Now, and with it all its workers."""
+        if link := self._up():
+            link.process.kill()
 
     async def ready(self) -> None:
         """Start the nursery now, ahead of the first request."""
@@ -122,6 +131,7 @@ class Nursery:
             nursery.kill()
             await link.close()
             raise
+        link.watch()
         return link
 
 
@@ -135,7 +145,9 @@ class _Link:
         self._up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked: dict[str, asyncio.Future[Handle]] = {}
         self._workers: dict[int, Handle] = {}
+        self._unanswered = 0
         self._listener = asyncio.create_task(self._listen(reader))
+        self._pinger: asyncio.Task[None] | None = None
 
     async def come_up(self, timeout_s: float, log: Path) -> None:
         try:
@@ -146,6 +158,17 @@ class _Link:
         if failed:
             fix = f"What it printed is in {log}."
             raise WindfallError(f"the nursery did not come up: {failed}", where="fleet", fix=fix)
+
+    def watch(self) -> None:
+        """From now on it has to answer."""
+        self._pinger = asyncio.create_task(self._ping())
+
+    async def _ping(self) -> None:
+        while self._unanswered < MOST_UNANSWERED:
+            self._unanswered += 1
+            self._send(ping=True)
+            await asyncio.sleep(PING_S)
+        self.process.kill()
 
     async def fork(self, request: dict[str, Any]) -> Handle:
         name = request["name"]
@@ -163,6 +186,7 @@ class _Link:
             if asked.done() and not asked.cancelled() and not asked.exception():
                 asked.result().kill()  # it came too late: nobody will hold it
             if isinstance(e, TimeoutError):
+                self.process.kill()  # what cannot fork is of no use; its workers are ended and started again
                 what = f"waited {FORK_TIMEOUT_S:g} s for the nursery (pid {self.process.pid}) to fork {name}"
                 raise TimeoutError(what) from None
             raise
@@ -182,6 +206,8 @@ class _Link:
             while line := await reader.readline():
                 self._take(json.loads(line))
         self.lost = True
+        if self._pinger is not None:
+            self._pinger.cancel()
         self._writer.close()
         # A nursery that let go of its channel is of no use, whether it has died or not.
         code = await self.process.terminate(grace_s=1.0)
@@ -202,6 +228,8 @@ class _Link:
                 self._up.set_result("")
             case {"failed": why} if not self._up.done():
                 self._up.set_result(why)
+            case {"pong": _}:
+                self._unanswered = 0
             case {"pid": pid, "exit": code}:
                 self._workers.pop(pid).ended(code)
             case {"name": name, "pid": pid}:

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from windfall import algorithms, config, envs, tokenizer
+from windfall import algorithms, config, envs, listening, tokenizer
 from windfall.config import Recipe
 from windfall.controller import Controller
 from windfall.errors import WindfallError
@@ -45,6 +45,8 @@ from windfall.train.remote import RemoteTrainer
 
 TRAINER_START_S = 600.0
 TRAINER_BEAT_S = 10.0
+TRAINER_HELLO_BYTES = 1 << 20
+"""Its Hello has the model's whole configuration."""
 SNAPSHOT_S = 1.0
 TICK_S = 0.1
 
@@ -82,9 +84,11 @@ class Control:
         self.dispatch = Dispatch(events=events, journal=self.journal, patience=patience)
         self.trainer = RemoteTrainer()
         policy = offload.make(f.offload, first_s=f.first_seed_s)
-        self.seeding = Seeding(self.dispatch, policy, events, lambda member: member.tok_per_s)
-        token = auth.read_token(folder / "token")
-        self.gate = Gate(recipe.run.name, token, log=events.instant, most_workers=f.max_workers)
+        self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
+        self.gate = Gate(
+            recipe.run.name, auth.read_token(folder / "token"), log=events.instant, most_workers=f.max_workers,
+            trainer_secret=auth.make_token(folder / "trainer.secret"),
+        )  # fmt: skip
         self.rollout: Rollout | None = None
         self._stop = asyncio.Event()
         self._counted: dict[str, int] = {}
@@ -120,7 +124,8 @@ class Control:
         watch_stop = asyncio.create_task(self._interrupt())
         controller = Controller(
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
-            trainer=self.trainer, rollout=self.rollout, pace=self.seeding, events=self.events, connect=self._connect, offer=self._offer,
+            trainer=self.trainer, rollout=self.rollout, pace=self.seeding, events=self.events,
+            connect=self._connect, offer=self._offer,
             saved=lambda state: self.journal.rotate(state.step), counters=self._counters, micro_tokens=micro_tokens,
             evaluated={e["step"] for e in read(self.events.path) if (e["kind"], e["name"]) == ("scalar", "eval")},
         )  # fmt: skip
@@ -141,7 +146,8 @@ class Control:
         assert self.rollout is not None, "connected before there is a loop"
         self.rollout.past = self.journal.begin(hello.step)
         self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
-        self.gate.terms = Terms(model=hello.model, engine=hello.engine, heartbeat_s=self.recipe.fleet.heartbeat_s)
+        self.gate.terms = Terms(model=hello.model, engine=hello.engine, heartbeat_s=self.recipe.fleet.heartbeat_s,
+                                stalled_s=self.recipe.fleet.stalled_s)  # fmt: skip
         self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
         return self._state
 
@@ -162,17 +168,19 @@ class Control:
         await self.trainer.attend(link, hello)
         await asyncio.sleep(TRAINER_BEAT_S)
         if self.trainer.hello is None and folders.held(self.folder, "trainer"):
-            # Its process is there and does not dial again: it is frozen. Killed, the supervisor starts another.
+            # Its process is there and does not dial again: it is frozen. The supervisor, which knows what it has
+            # started, kills it and starts another: nobody is killed by a number that came over a link.
             pid = int(hello.facts["pid"])
             with contextlib.suppress(ProcessLookupError):  # it has died: its successor holds the lock, and starts up
                 os.kill(pid, 0)
                 self.events.instant("trainer_frozen", pid=pid)
-                os.kill(pid, signal.SIGKILL)
+                folders.replace(self.folder / ".trainer.frozen", json.dumps({"pid": pid}))
 
     # the port
 
     async def _listen(self) -> Port:
         f = self.recipe.fleet
+        listening.raise_file_limit()
         context = security.serving(f)
         routes = {
             "/worker": Route(
@@ -181,6 +189,7 @@ class Control:
             ),
             "/trainer": Route(
                 receives=m.FromTrainer, most_bytes=m.MAX_TRAINER_FRAME_BYTES, heartbeat_s=TRAINER_BEAT_S,
+                here_only=True, stranger_bytes=TRAINER_HELLO_BYTES,
                 attend=lambda link: self.gate.trainer(link, self._attend_trainer),
             ),
         }  # fmt: skip

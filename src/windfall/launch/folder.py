@@ -2,7 +2,7 @@
 
 runs/NAME/
   recipe.toml  events.jsonl  checkpoints/  journal/       what the run is, and all it knows
-  token                                                   for joining; readable by its owner only
+  token  trainer.secret                                   for joining, as a worker or as the trainer; for its owner only
   address.json  fleet.json                                where the controller listens; the fleet as it was last
   controller.log  trainer.log  nursery.log  workers/*.log what the processes said
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from typing import Any
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError
+
+LOOK_S = 0.3
+"""A lock is tried for so long at least: somebody may just be looking whether it is held, which takes microseconds."""
 
 
 def new_folder(recipe: Recipe) -> Path:
@@ -69,8 +73,8 @@ def _anchored(recipe: Recipe) -> Recipe:
 @contextmanager
 def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None]:
     """Only one process at a time may be this role of a run. The lock ends with the process, however it ends."""
-    with (folder / f".{role or 'run'}.lock").open("w") as lock:
-        give_up = time.monotonic() + timeout_s
+    with _lock(folder, role).open("w") as lock:
+        give_up = time.monotonic() + max(LOOK_S, timeout_s)
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,17 +83,24 @@ def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None
                 if time.monotonic() >= give_up:
                     what = f"another process is this run's {role}" if role else "another process is running this"
                     raise WindfallError(what, where=str(folder), fix="Stop it first.") from None
-                time.sleep(0.1)
+                time.sleep(0.05)
         yield
 
 
 def held(folder: Path, role: str = "") -> bool:
     """Is there a process that is this role of the run; by default, that runs it?"""
     try:
-        with owned(folder, role):
+        with _lock(folder, role).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who look do not see each other
             return False
-    except WindfallError:
+    except FileNotFoundError:
+        return False
+    except OSError:
         return True
+
+
+def _lock(folder: Path, role: str) -> Path:
+    return folder / f".{role or 'run'}.lock"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -103,4 +114,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def fail(folder: Path, role: str, error: WindfallError) -> None:
     """Leave word of what a person can put right; the supervisor shows it."""
     said = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
-    replace(folder / f".{role}.failure", json.dumps(said))
+    try:
+        replace(folder / f".{role}.failure", json.dumps(said))
+    except OSError:  # no room even for this: the process's log may have some left
+        print(f"error: {error}", file=sys.stderr)

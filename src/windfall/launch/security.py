@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -21,13 +22,33 @@ def serving(fleet: Fleet) -> ssl.SSLContext | None:
     return context
 
 
+PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+
+
 def dialling(url: str, *, ca: Path | None = None, pinned: Path | None = None) -> ssl.SSLContext | None:
-    """For a URL that begins with https. `ca`: trust this one too; `pinned`: trust this alone, by any name."""
+    """For a URL that begins with https. `ca`: trust this, too, and what it has issued; it may be the certificate of the
+    controller itself. `pinned`: trust the first certificate of this file alone, by any name."""
     if not url.startswith("https"):
         return None
     try:
-        context = ssl.create_default_context(cafile=pinned or ca)
-    except (OSError, ssl.SSLError) as e:
+        if pinned is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            # Not those that follow in the file: by any name, all that their issuer ever certified would be trusted.
+            context.load_verify_locations(cadata=_first(pinned))
+            context.check_hostname = False
+        else:
+            context = ssl.create_default_context()
+            if ca is not None:
+                context.load_verify_locations(cafile=ca)
+    except (OSError, ValueError) as e:
         raise WindfallError(f"the certificate cannot be used: {e}", where=str(pinned or ca)) from e
-    context.check_hostname = pinned is None
+    # What was given is trusted as it is, also where it was issued by somebody who is not.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
+
+
+def _first(path: Path) -> str:
+    found = PEM.search(path.read_text(encoding="ascii", errors="replace"))
+    if found is None:
+        raise ValueError("there is none in this file")
+    return found[0]

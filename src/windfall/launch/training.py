@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from windfall import algorithms, config, devices, envs, models
+from windfall import algorithms, config, devices, envs, listening, models
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.launch import folder as folders
@@ -22,7 +22,7 @@ from windfall.launch import security
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
-from windfall.rollout.seeding import LOCAL
+from windfall.rollout.members import LOCAL
 from windfall.text import Text
 from windfall.train import checkpoint
 from windfall.train.checkpoint import State
@@ -78,7 +78,8 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
     if found:
         checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
-    token, f = auth.read_token(folder / "token"), recipe.fleet
+    token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
+    listening.raise_file_limit()
     publisher = Publisher(folder)
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=security.serving(f)
@@ -91,21 +92,21 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         facts={"parameters": parameters, "pid": os.getpid(), **asdict(derived)},
     )  # fmt: skip
     address = await _address(folder)
-    listening = lambda: (folders.read_json(folder / "address.json") or {}).get("url", address)  # noqa: E731
+    where = lambda: (folders.read_json(folder / "address.json") or {}).get("url", address)  # noqa: E731
     dialler = Dialler(
         address, "/trainer", m.ToTrainer, ssl=security.dialling(address, pinned=f.tls_cert),
         most=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
     host = TrainerHost(
-        trainer=trainer, state=state, token=token, dialler=dialler, hello=hello,
+        trainer=trainer, state=state, secret=secret, dialler=dialler, hello=hello,
         publish=lambda version: publisher.publish(version, model.state_dict()),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
             keep=recipe.checkpoint.keep,
         ),
-        address=listening,
+        address=where,
     )  # fmt: skip
-    local = asyncio.create_task(_local(recipe, host, model, device, listening)) if f.local else None
+    local = asyncio.create_task(_local(recipe, host, model, device, token, where)) if f.local else None
     try:
         return await host.run()
     finally:
@@ -116,9 +117,11 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         publisher.close()
 
 
-async def _local(recipe: Recipe, host: TrainerHost, model: Any, device: str, listening: Callable[[], str]) -> None:
+async def _local(
+    recipe: Recipe, host: TrainerHost, model: Any, device: str, token: str, where: Callable[[], str]
+) -> None:
     """The trainer's own engine, as the worker called `local`. Without it the run goes on, on others."""
-    f, address = recipe.fleet, listening()
+    f, address = recipe.fleet, where()
 
     def build(engine: m.Engine) -> tuple[Any, int]:
         made, slots = engine_for(engine, device, model=model, share=0.3)
@@ -128,8 +131,8 @@ async def _local(recipe: Recipe, host: TrainerHost, model: Any, device: str, lis
     while True:
         await host.connected.wait()
         agent = Agent(
-            address, host.token, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
-            ssl=security.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=listening,
+            address, token, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
+            ssl=security.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
         if await agent.run() != 1:
             return  # sent away, or refused for good
@@ -171,13 +174,13 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
 
 
 def fingerprint(engine: m.Engine) -> str:
-    """Of a model's architecture and the numbers it runs in."""
+    """Of a model's architecture and of the engine that is to run it: a worker built for another is not this run's."""
     fields = json.loads(engine.model_config)
     for vague in ("transformers_version", "_name_or_path", "architectures"):
         fields.pop(vague, None)
     name = fields.get("model_type", "model")
-    digest = xxhash.xxh3_64_hexdigest(json.dumps([fields, engine.dtype], sort_keys=True).encode())
-    return f"{name}-{digest}"
+    rest = [getattr(engine, field) for field in engine.__struct_fields__ if field != "model_config"]
+    return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
 def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: int) -> Derived:

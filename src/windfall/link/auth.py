@@ -4,6 +4,7 @@
     worker     ──▶ Hello(nonce w, proof = HMAC(token, "hello", run, c, w))        a replayed Hello has another c
     controller ──▶ Welcome(proof = HMAC(token, "welcome", run, c, w))             nor can a stranger play controller
 
+The trainer does the same with a secret of its own, which stays in the run's folder: a worker cannot pass for it.
 Against somebody who can read or change what is on the wire, use TLS.
 """
 
@@ -13,6 +14,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import time
 from pathlib import Path
 
 from windfall.errors import WindfallError
@@ -46,7 +48,11 @@ def make_token(path: Path) -> str:
     if path.is_file():
         return read_token(path)
     token = secrets.token_urlsafe(24)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # made by another process since the line above, and perhaps not yet written
+        time.sleep(0.2)
+        return read_token(path)
     with os.fdopen(handle, "w") as file:
         file.write(token)
     return token

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+CLIPPED = 200
+
 
 class LinkClosed(Exception):
     """The other side is not there any more, or never was. Says why, as far as is known."""
@@ -11,6 +13,21 @@ class LinkClosed(Exception):
 
 class BadFrame(LinkClosed):
     """The other side sent something that is no message. The link is closed."""
+
+
+class TooLarge(LinkClosed):
+    """A message that the other side would refuse for its size. It was not sent."""
+
+
+def clip(text: object) -> str:
+    """What somebody else has said, fit to be logged or sent on: however long it was, and whatever is in it.
+
+    >>> clip("a" * 300) == "a" * 199 + "…", clip(ValueError("two\\nlines"))
+    (True, 'two?lines')
+    """
+    said = str(text)
+    said = said if len(said) <= CLIPPED else said[: CLIPPED - 1] + "…"
+    return "".join(c if c.isprintable() else "?" for c in said)
 
 
 class Link(Protocol):

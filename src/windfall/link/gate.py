@@ -1,6 +1,7 @@
 """The door of the controller: who is let in as a worker or as the trainer, and who is refused, with the reason.
 
-A refusal is logged, at most a few per second: somebody who knocks without end must not fill the disk.
+The trainer has a secret of its own, which no worker knows: whoever is let in as the trainer says what the weights are.
+A refusal is logged, at most a few per second, and cut short: somebody who knocks without end must not fill the disk.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from windfall.link import auth
 from windfall.link import messages as m
-from windfall.link.base import BadFrame, Link, LinkClosed
+from windfall.link.base import BadFrame, Link, LinkClosed, clip
 
 SHAKE_S = 10.0
 LOGGED_PER_S = 5
@@ -27,18 +28,30 @@ class Terms:
     model: str
     engine: m.Engine
     heartbeat_s: float
+    stalled_s: float = 60.0
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """A link over a port, which keeps strangers short until it is told. One in memory has none."""
+
+    def proved(self) -> object: ...
 
 
 class Gate:
-    def __init__(self, run: str, token: str, *, log: Callable[..., None], most_workers: int) -> None:
+    def __init__(
+        self, run: str, token: str, *, log: Callable[..., None], most_workers: int, trainer_secret: str = ""
+    ) -> None:
+        """Without a `trainer_secret`, nobody is let in as the trainer."""
         self.run, self._token, self._log, self.most_workers = run, token, log, most_workers
+        self._trainer_secret = trainer_secret
         self.terms: Terms | None = None
         """None: there is no trainer yet, and so no model; workers are asked to come again."""
         self.workers = 0
         self._knocks: list[float] = []
 
     async def worker(self, link: Link, attend: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
-        hello, challenge = await self._meet(link, m.Hello, "hello")
+        hello, challenge = await self._meet(link, m.Hello, "hello", self._token)
         if hello is None:
             return
         terms = self.terms
@@ -48,6 +61,8 @@ class Gate:
             await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
             await self._refuse(link, "a worker's name is 1 to 64 printable characters without '#'")
+        elif max(map(len, (hello.lease.device, hello.lease.region, hello.digest))) > 128:
+            await self._refuse(link, "a device, a region or a digest of more than 128 characters")
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
             await self._refuse(link, f"a price of {hello.lease.price_usd_per_h} $ per hour")
         elif self.workers >= self.most_workers:
@@ -63,6 +78,7 @@ class Gate:
                         model=terms.model,
                         engine=terms.engine,
                         heartbeat_s=terms.heartbeat_s,
+                        stalled_s=terms.stalled_s,
                     )
                 )
                 await attend(link, hello)
@@ -70,12 +86,17 @@ class Gate:
                 self.workers -= 1
 
     async def trainer(self, link: Link, attend: Callable[[Link, m.TrainerHello], Awaitable[None]]) -> None:
-        hello, _ = await self._meet(link, m.TrainerHello, "trainer")
+        if not self._trainer_secret:
+            await self._refuse(link, "no trainer is expected here")
+            return
+        hello, challenge = await self._meet(link, m.TrainerHello, "trainer", self._trainer_secret)
         if hello is not None:
+            proof = auth.proof(self._trainer_secret, "trainer welcome", self.run, challenge, hello.nonce)
+            await link.send(m.TrainerWelcome(proof=proof))
             await attend(link, hello)
 
-    async def _meet(self, link: Link, kind: type[Any], said: str) -> tuple[Any, bytes]:
-        """Challenge it; its Hello if it knows the token, else None."""
+    async def _meet(self, link: Link, kind: type[Any], said: str, secret: str) -> tuple[Any, bytes]:
+        """Challenge it; its Hello if it knows the secret, else None."""
         challenge = auth.nonce()
         try:
             async with asyncio.timeout(SHAKE_S):
@@ -95,14 +116,17 @@ class Gate:
             fix = "install the same version of windfall on both"
             await self._refuse(link, f"protocol {hello.protocol}, this run speaks {m.PROTOCOL}: {fix}")
         elif len(hello.nonce) != auth.NONCE_BYTES or not auth.same(
-            hello.proof, auth.proof(self._token, said, self.run, challenge, hello.nonce)
+            hello.proof, auth.proof(secret, said, self.run, challenge, hello.nonce)
         ):
             await self._refuse(link, "wrong token, or a Hello made for another challenge")
         else:
+            if isinstance(link, Guarded):
+                link.proved()
             return hello, challenge
         return None, challenge
 
     async def _refuse(self, link: Link, why: str, *, again: bool = False) -> None:
+        why = clip(why)
         if not again:
             self._knock(link, why)
         try:
@@ -117,4 +141,4 @@ class Gate:
         self._knocks = [t for t in self._knocks if now - t < 1.0]
         if len(self._knocks) < LOGGED_PER_S:
             self._knocks.append(now)
-            self._log("refused", peer=link.peer, why=why)
+            self._log("refused", peer=link.peer, why=clip(why))

@@ -2,7 +2,7 @@
 
     controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume, Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
-    controller ──▶ trainer    Challenge;  Prepare, Accumulate, Update, Save
+    controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
 
 A *handle* is the number of one assignment of one response to one worker. A response that moves gets a new one, so a
@@ -71,6 +71,8 @@ class Welcome(Message, frozen=True, tag=3):
     model: str
     engine: Engine
     heartbeat_s: float
+    stalled_s: float = 60.0
+    """An engine that has work and makes no step for so long is of no use, and its worker ends."""
 
 
 class Refused(Message, frozen=True, tag=4):
@@ -81,8 +83,8 @@ class Refused(Message, frozen=True, tag=4):
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     handle: int
-    prompt: tuple[int, ...]
-    """Prompt and the tokens so far."""
+    prompt: bytes
+    """Prompt and the tokens so far: uint32, one after the other."""
     position: int
     seed: int
     max_tokens: int
@@ -218,6 +220,12 @@ class TrainerHello(Message, frozen=True, tag=18):
     """For the event log: parameters, device, dtype, what was derived."""
 
 
+class TrainerWelcome(Message, frozen=True, tag=31):
+    """`proof`: that this is the run's controller, and no other process that took its port."""
+
+    proof: bytes
+
+
 class Prepare(Message, frozen=True, tag=19):
     samples: tuple[Sample, ...]
 
@@ -266,7 +274,7 @@ class Failed(Message, frozen=True, tag=27):
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
 ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
-ToTrainer = Challenge | Refused | Prepare | Accumulate | Update | Save
+ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -13,22 +13,31 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from windfall import prices
+from windfall.accounts import Accounts
 from windfall.events import EventLog
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
-from windfall.rollout import balance
+from windfall.rollout.balance import Load, place
 from windfall.rollout.episode import Episode
 from windfall.rollout.journal import Journal
 from windfall.rollout.ledger import Entry, Ledger, Malformed
-from windfall.rollout.members import Member, Members, Patience, State
+from windfall.rollout.members import LOCAL, Member, Members, Patience, State
+from windfall.rollout.rebalance import Running, rebalance
+from windfall.rollout.speed import Speeds
 
 OUTBOX = 4096
 """Messages that may wait for one worker. One that lets so many pile up does not read."""
+ASSIGN_BYTES = 1 << 20
+LOAD_TRIES = 12
+WORDS = 300
+"""Of a peer's words, so many characters are written down."""
 ALONE_S = 15.0
 """Work without any worker for so long is worth a word, and another as long after."""
 LEAVE_S = 5.0
@@ -50,6 +59,7 @@ class Dispatch:
         vocabulary: int = 1 << 32,
     ) -> None:  # fmt: skip
         self.ledger, self.members = Ledger(vocabulary), Members(patience)
+        self.speeds, self.accounts = Speeds(), Accounts()
         self.offer: Offer | None = None
         self.journal = journal
         self._events = events
@@ -60,10 +70,32 @@ class Dispatch:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._releasing: dict[int, str] = {}
         """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
+        self._ended = self._ended_tokens = 0
+        self._holds: dict[str, set[str]] = {}
+        """Group to workers that have pages of it."""
+        self._meant: dict[str, str] = {}
+        """Response to the worker that it was moved for."""
         self._settling = False
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def typical(self) -> float:
+        """How long a response is, on average, as far as is known; 0: nothing is."""
+        return self._ended_tokens / self._ended if self._ended else 0.0
+
     # what rollout calls
+
+    def close(self, id: str) -> None:
+        """It is finished, and its group has it."""
+        entry = self.ledger.entries[id]
+        self._ended += 1
+        self._ended_tokens += len(entry.episode.tokens)
+        self.ledger.close(id)
+
+    def done_with(self, groups: Iterable[str]) -> None:
+        """Nobody needs the pages of these any more."""
+        for group in groups:
+            self._holds.pop(group, None)
 
     def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
         self._turn_ended, self._rejected = turn_ended, rejected
@@ -93,6 +125,9 @@ class Dispatch:
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
         self._links[id], self._outboxes[id] = link, asyncio.Queue(OUTBOX)
+        self.speeds.join(id, hello.lease.device)
+        price = prices.of(hello.lease).or_none
+        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price, trainer=hello.name == LOCAL)
         self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device)
         sender = asyncio.create_task(self._send(id, link))
         self._soon()
@@ -128,8 +163,7 @@ class Dispatch:
             case m.Loaded():
                 self._loaded(member, message)
             case m.LoadFailed():
-                self._events.instant("load_failed", worker=id, version=message.version, why=message.why)
-                asyncio.get_running_loop().call_later(0.5, self._load_again, id)
+                self._load_failed(member, message)
             case m.Released():
                 self._released(member, message.handles)
             case m.Rejected():
@@ -144,9 +178,15 @@ class Dispatch:
                 raise Malformed(f"a {type(message).__name__} was not expected")
 
     def _take(self, member: Member, frame: m.Tokens) -> None:
+        batch, now = self.ledger.running(member.id), member.seen_s
         taken = self.ledger.take(member.id, frame)
         member.made += taken.accepted
-        member.framed_s = member.seen_s
+        if taken.accepted:
+            self.speeds.observe(member.id, batch, taken.accepted, now - member.framed_s)
+            self.accounts.frame(now, member.id, taken.accepted)
+        member.framed_s = now
+        if batch and not self.ledger.running(member.id):
+            self.accounts.idle(now, member.id)
         if self.journal is not None and taken.accepted:
             self.journal.made(frame, None if taken.whole else taken.rows)
         if taken.dropped:
@@ -166,15 +206,31 @@ class Dispatch:
             return
         now = asyncio.get_running_loop().time()
         self.members.loaded(member.id, message.version, message.digest, message.slots, now)
+        self.accounts.ready(now, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes
         )
         self._soon()
 
+    def _load_failed(self, member: Member, message: m.LoadFailed) -> None:
+        member.failed += 1
+        self._events.instant("load_failed", worker=member.id, version=message.version, why=message.why[:WORDS])
+        if member.failed >= LOAD_TRIES:
+            self.drain(member.id, f"could not load its weights {member.failed} times: {message.why[:WORDS]}")
+        else:
+            delay_s = min(10.0, 0.25 * 2**member.failed)
+            asyncio.get_running_loop().call_later(delay_s, self._load_again, member.id)
+
     def _load_again(self, id: str) -> None:
         member = self.members.all.get(id)
-        if member is not None and member.state is State.PULLING and self.offer is not None:
-            self._tell(id, m.Load(version=self.offer.version, digest=self.offer.digest, url=self.offer.url))
+        if member is not None and member.state is State.PULLING:
+            self._load(member)
+
+    def _load(self, member: Member) -> None:
+        offer = self.offer
+        if offer is not None:
+            member.asked = (offer.version, offer.digest)
+            self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
 
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
         held = {e.handle: e.episode.id for e in self.ledger.held(member.id)}
@@ -195,6 +251,7 @@ class Dispatch:
             timer.cancel()  # it is sooner than was said
         else:
             self.members.move(member.id, State.DRAINING, f"{notice.source}: {notice.detail}")
+            self.accounts.draining(loop.time(), member.id)
         self._events.instant(
             "worker_warned", worker=member.id, source=notice.source, left_s=notice.left_s, detail=notice.detail
         )
@@ -208,28 +265,35 @@ class Dispatch:
             return
         if member.state is not State.DRAINING:
             self.members.move(id, State.DRAINING, why)
+            self.accounts.draining(asyncio.get_running_loop().time(), id)
         self._tell(id, m.Drain(why=why))
 
     def pause(self, id: str) -> None:
         """Its responses go on elsewhere; it keeps its weights and waits."""
         self.members.move(id, State.PAUSED)
+        self.accounts.paused(asyncio.get_running_loop().time(), id)
         self._tell(id, m.Pause())
         self._give_back(id, self.ledger.held(id))
 
     def resume(self, id: str) -> None:
         self.members.move(id, State.READY)
+        self.accounts.resumed(asyncio.get_running_loop().time(), id)
         self._tell(id, m.Resume())
         self._soon()
 
     def _lose(self, id: str, why: str) -> None:
         """Whatever happened: this worker is no more, and what it held goes on elsewhere."""
-        member = self.members.all.get(id)
+        member, why = self.members.all.get(id), why[:WORDS]
         if member is None or member.state is State.GONE:
             return
         entries = self.ledger.held(id)
         tokens = sum(len(e.episode.tokens) for e in entries)
         self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
         self.ledger.release(id)
+        if poison := self.ledger.poison():
+            self._rejected(
+                poison.episode.id, f"{poison.fruitless} workers in a row were lost with it, the last of them: {why}"
+            )
         member.moved += len(entries)
         drained = member.state is State.DRAINING
         self.members.lost += not drained
@@ -238,9 +302,12 @@ class Dispatch:
             self._timers.pop(id).cancel()
         link = self._links.pop(id)
         del self._outboxes[id]
+        now = asyncio.get_running_loop().time()
+        self.speeds.forget(id)
+        self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
             "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
-            s=asyncio.get_running_loop().time() - member.joined_s,
+            s=now - member.joined_s,
         )  # fmt: skip
         closing = asyncio.create_task(link.close(why))
         self._closing.add(closing)
@@ -285,42 +352,72 @@ class Dispatch:
             return
         self._bring_up_to_date()
         ready = self.members.routable(self.offer.version, self.offer.digest)
-        loads = [balance.Load(worker=w.id, running=self.ledger.running(w.id), slots=w.slots) for w in ready]
+        loads = [
+            Load(worker=w.id, running=self.ledger.running(w.id), slots=w.slots, profile=self.speeds.profile(w.id))
+            for w in ready
+        ]
         if self.ledger.queue:
             self._assign(loads)
         elif ready and not self._releasing:
-            for worker, count in balance.even(loads):
-                # The youngest first: they have the least to compute again.
-                held = sorted(self.ledger.held(worker), key=lambda e: len(e.episode.tokens))
-                self._give_back(worker, held[:count])
+            self._rebalance(loads)
+
+    def _rebalance(self, loads: list[Load]) -> None:
+        def held(worker: str) -> list[Running]:
+            return [
+                Running(id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves)
+                for e in self.ledger.held(worker)
+            ]
+
+        for move in rebalance(loads, held, typical=self.typical):
+            self._meant[move.id] = move.target
+            self._give_back(move.source, [self.ledger.entries[move.id]])
 
     def _bring_up_to_date(self) -> None:
         """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
         offer = self.offer
         assert offer is not None
         for member in list(self.members.here()):
-            current = (member.version, member.digest) == (offer.version, offer.digest)
-            idle = member.state is State.READY and not current and self.ledger.queue
+            wanted = (offer.version, offer.digest)
+            idle = member.state is State.READY and (member.version, member.digest) != wanted and self.ledger.queue
             if member.state is State.JOINING or idle:
-                self.members.pull(member.id, asyncio.get_running_loop().time())
-                self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
+                now = asyncio.get_running_loop().time()
+                self.members.pull(member.id, now)
+                self.accounts.pulling(now, member.id)
+                self._load(member)
+            elif member.state is State.PULLING and member.asked != wanted and self.ledger.queue:
+                self._load(member)  # it gives up the older one
 
-    def _assign(self, loads: list[balance.Load]) -> None:
+    def _assign(self, loads: list[Load]) -> None:
         assert self.offer is not None
         room = sum(max(0, load.slots - load.running) for load in loads)
         first = list(islice(self.ledger.queue, room))
         behind = len(self.ledger.queue) - len(first)
         coming = self.members.coming(asyncio.get_running_loop().time())
-        chosen = balance.place(first, loads, behind=behind, coming=coming)
+        chosen = place(
+            first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
+        )
         by_worker: dict[str, list[Entry]] = {}
         for id, worker in chosen:
             assert self.ledger.queue[0] == id
             self.ledger.queue.popleft()
+            self._meant.pop(id, None)
+            self._holds.setdefault(id.rpartition("/")[0], set()).add(worker)
             by_worker.setdefault(worker, []).append(self.ledger.assign(id, worker, self.offer.version))
         for worker, entries in by_worker.items():
+            self._given(worker, entries)
             if self.journal is not None:
                 self.journal.assigned({e.handle: e.episode.id for e in entries})
-            self._tell(worker, m.Assign(work=tuple(map(_work, entries))))
+            for work in _frames(entries):
+                self._tell(worker, m.Assign(work=work))
+
+    def _given(self, worker: str, entries: list[Entry]) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.ledger.running(worker) == len(entries):  # it had nothing: what came before was not this work's time
+            self.members.all[worker].framed_s = now
+            self.accounts.busy(now, worker)
+        again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moves)
+        if again:
+            self.accounts.moved_in(now, worker, again)
 
     def _give_back(self, worker: str, entries: list[Entry]) -> None:
         handles = tuple(e.handle for e in entries)
@@ -347,9 +444,22 @@ class Dispatch:
             self._lose(id, f"link closed ({e})")
 
 
+def _frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
+    """Work in frames that are well within what a link takes, however long the prompts are."""
+    frame: list[m.Work] = []
+    size = 0
+    for work in map(_work, entries):
+        if frame and size + len(work.prompt) > ASSIGN_BYTES:
+            yield tuple(frame)
+            frame, size = [], 0
+        frame.append(work)
+        size += len(work.prompt)
+    yield tuple(frame)
+
+
 def _work(entry: Entry) -> m.Work:
     r = entry.episode.request()
     return m.Work(
-        handle=entry.handle, prompt=r.prompt, position=r.position, seed=r.seed, max_tokens=r.max_tokens,
-        sampling=r.sampling, stop=tuple(r.stop),
+        handle=entry.handle, prompt=array("I", r.prompt).tobytes(), position=r.position, seed=r.seed,
+        max_tokens=r.max_tokens, sampling=r.sampling, stop=tuple(r.stop),
     )  # fmt: skip

@@ -3,108 +3,89 @@
     journal/000010.wal     everything since the checkpoint of step 10
 
 A record is its length, a checksum, and a msgpack array. What a killed process left half-written at the end is cut off
-when the file is opened again. A write reaches the operating system before the event loop goes on to anything that
-depends on it, so it outlives the process. (Not the machine: a power cut leaves the last checkpoint, which is synced.)
+when the file is opened again. `flush` hands what was written to the operating system, where it outlives the process,
+and is called before anything that depends on it: work given out, a turn judged, a group handed on. (It does not outlive
+the machine: a power cut leaves the last checkpoint, which is synced.)
 
-Rule: reading gives back, for every response since the last checkpoint, exactly what was accepted, in order.
+Rules: reading gives back, for every response since the last checkpoint, exactly what was accepted, in order. After a
+write that failed there is no other: every later one fails as well, and `failed` has been told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import struct
-from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import xxhash
 
-from windfall.link.messages import Tokens, columns
-from windfall.types import Finish
+from windfall.errors import WindfallError
+from windfall.link.messages import Tokens
+from windfall.rollout.past import HEAD, Assigned, Began, Judged, Made, Past, Record, Stretch, read, records
 
-_HEAD = struct.Struct("<II")
-_MOST = 64 << 20
-
-
-class Began(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1):
-    """The file's first record. Responses of a run with other settings are not this run's."""
-
-    settings: str
+__all__ = ["Found", "Journal", "Judged", "Past", "Stretch", "records"]
 
 
-class Assigned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
-    handles: dict[int, str]
-
-
-class Made(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):
-    frame: Tokens
-
-
-class Judged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=4):
-    """What the environment said of a turn: a reward, an observation, or nothing (`error`)."""
-
-    id: str
-    reward: float | None
-    observation: str | None
-    error: str
-
-
-Record = Began | Assigned | Made | Judged
-
-
-@dataclass(kw_only=True, slots=True)
-class Stretch:
-    """Accepted tokens of one response, of one version."""
-
-    position: int
-    tokens: array[int]
-    logprobs: array[float]
-    version: int
-    finish: Finish | None = None
-
-    def grow(self, other: Stretch) -> bool:
-        """Take in what follows; False if it does not. Keeps a long journal small in memory."""
-        new = self.position + len(self.tokens) - other.position
-        if self.finish is not None or self.version != other.version or not 0 <= new <= len(other.tokens):
-            return False
-        self.tokens.extend(other.tokens[new:])  # a frame that overlapped gave its tail
-        self.logprobs.extend(other.logprobs[new:])
-        self.finish = other.finish
-        return True
-
-
-Past = dict[str, list[Stretch | Judged]]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    past: Past
+    newest: int | None
+    """The number of the newest file, to which is added."""
+    good: int
+    """How many bytes of it are whole records."""
 
 
 class Journal:
     def __init__(self, folder: Path, settings: str) -> None:
         self.folder, self._settings = folder, settings
+        self.failed: Callable[[WindfallError], None] = lambda e: None
+        """Told of the first write that fails: whoever asked for it may not be the one who can end the run."""
+        self._error: WindfallError | None = None
         self._file: BinaryIO | None = None
+        self._step = 0
         self._encode = msgspec.msgpack.Encoder().encode
-        folder.mkdir(parents=True, exist_ok=True)
+        with self._writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, step: int) -> Past:
+    def find(self) -> Found:
+        """All that is known. Takes a while for a long journal; a thread may do it while the journal is closed."""
+        past: Past = {}
+        newest, good = None, 0
+        for path in sorted(self.folder.glob("*.wal")):
+            newest = int(path.stem)
+            try:
+                good = read(path, self._settings, past)
+            except OSError as e:
+                raise WindfallError(f"cannot read the journal: {e.strerror or e}", where=str(path)) from e
+        return Found(past=past, newest=newest, good=good)
+
+    def begin(self, step: int, found: Found | None = None) -> Past:
         """Go on after the checkpoint of `step`: what is known of later steps. Files of earlier checkpoints stay."""
         self.close()
-        past: Past = {}
-        files = sorted(self.folder.glob("*.wal"))
-        for path in files:
-            _read(path, self._settings, past)
+        found = found or self.find()
         # Never before the newest: files are read in this order. A trainer that outlived the controller and then died
         # comes back with an earlier step than the file that was begun for it.
-        self._open(max(step, int(files[-1].stem)) if files else step)
-        return past
+        if found.newest is not None and found.newest >= step:
+            self._open(found.newest, found.good)
+        else:
+            self._open(step, 0)
+        return found.past
 
     def rotate(self, step: int) -> None:
         """The checkpoint of `step` is on disk: nothing before it is needed any more."""
-        old = [p for p in self.folder.glob("*.wal") if p != self._path(step)]
-        self.close()
-        self._open(step)
-        for path in old:
-            path.unlink()
+        if step > self._step:
+            self.close()
+            self._open(step, 0)
+        files = sorted(self.folder.glob("*.wal"))
+        with self._writing(self.folder):
+            for path, following in pairwise(files):
+                if int(following.stem) <= step:  # else it has something of a later step, from before a fall back
+                    path.unlink()
 
     def assigned(self, handles: dict[int, str]) -> None:
         self._write(Assigned(handles=handles))
@@ -119,29 +100,56 @@ class Journal:
     def flush(self) -> None:
         """To the operating system. Call before anything that depends on what was written."""
         if self._file is not None:
-            self._file.flush()
+            with self._writing(self._path(self._step)):
+                self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if self._error is not None:  # what is still in memory was never relied on
+            with contextlib.suppress(OSError):
+                file.close()
+            return
+        with self._writing(self._path(self._step)):
+            file.close()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:06d}.wal"
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int, good: int) -> None:
         path = self._path(step)
-        good = _good(path)
-        self._file = path.open("ab", buffering=1 << 18)
-        os.truncate(path, good)
-        self._file.seek(0, os.SEEK_END)
+        with self._writing(path):
+            self._file, self._step = path.open("ab", buffering=1 << 18), step
+            os.truncate(path, good)
+            self._file.seek(0, os.SEEK_END)
         # Handles start from 1 again in every life of the controller, so every life begins with its own record.
         self._write(Began(settings=self._settings))
 
     def _write(self, record: Record) -> None:
         assert self._file is not None, "the journal is not open"
         payload = self._encode(record)
-        self._file.write(_HEAD.pack(len(payload), xxhash.xxh32_intdigest(payload)) + payload)
+        if self._error is not None:
+            raise self._error
+        try:  # not _writing(): this is called for every frame
+            self._file.write(HEAD.pack(len(payload), xxhash.xxh32_intdigest(payload)) + payload)
+        except OSError as e:
+            raise self._fail(self._path(self._step), e) from e
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        if self._error is not None:
+            raise self._error
+        try:
+            yield
+        except OSError as e:
+            raise self._fail(path, e) from e
+
+    def _fail(self, path: Path, e: OSError) -> WindfallError:
+        fix = "Make room, or make it writable; then go on with `windfall resume`: nothing that counted is lost."
+        self._error = WindfallError(f"cannot write the journal: {e.strerror or e}", where=str(path), fix=fix)
+        self.failed(self._error)
+        return self._error
 
 
 def _only(frame: Tokens, rows: list[int]) -> Tokens:
@@ -155,57 +163,3 @@ def _only(frame: Tokens, rows: list[int]) -> Tokens:
         positions=tuple(frame.positions[r] for r in rows), tokens=cut(frame.tokens), logprobs=cut(frame.logprobs),
         finished={n: frame.finished[r] for n, r in enumerate(rows) if r in frame.finished},
     )  # fmt: skip
-
-
-def records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Whole records, each with the offset behind it, up to the first that is torn."""
-    decode = msgspec.msgpack.Decoder(Record).decode
-    with path.open("rb") as file:
-        at = 0
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
-            length, checksum = _HEAD.unpack(head)
-            payload = file.read(length) if length <= _MOST else b""
-            if len(payload) != length or xxhash.xxh32_intdigest(payload) != checksum:
-                return
-            at += _HEAD.size + length
-            yield at, decode(payload)
-
-
-def _good(path: Path) -> int:
-    """How many bytes of it are whole records."""
-    end = 0
-    if path.is_file():
-        for end, _ in records(path):  # noqa: B007
-            pass
-    return end
-
-
-def _read(path: Path, settings: str, past: Past) -> None:
-    names: dict[int, str] = {}
-    ours = False
-    for _, record in records(path):
-        match record:
-            case Began():
-                names, ours = {}, record.settings == settings
-            case Assigned() if ours:
-                names |= record.handles
-            case Made(frame=frame) if ours:
-                _unfold(frame, names, past)
-            case Judged() if ours:
-                past.setdefault(record.id, []).append(record)
-
-
-def _unfold(frame: Tokens, names: dict[int, str], past: Past) -> None:
-    tokens, logprobs = columns(frame)
-    at = 0
-    for row, handle in enumerate(frame.handles):
-        end = at + (frame.counts[row] if frame.counts else 1)
-        stretch = Stretch(
-            position=frame.positions[row], tokens=tokens[at:end], logprobs=logprobs[at:end], version=frame.version,
-            finish=frame.finished.get(row),
-        )  # fmt: skip
-        said = past.setdefault(names[handle], [])
-        last = said[-1] if said else None
-        if not (isinstance(last, Stretch) and last.grow(stretch)):
-            said.append(stretch)
-        at = end

@@ -26,6 +26,8 @@ from windfall.rollout.episode import Episode
 from windfall.types import Finish
 
 Place = Literal["queued", "running", "turn"]
+FRUITLESS = 12
+"""So many workers lost in a row without one token of a response are no coincidence."""
 REMEMBERED = 1 << 16
 """Handles that are over: enough to say why a late frame is late; an older one is just late."""
 
@@ -44,6 +46,8 @@ class Entry:
     marked: int = 0
     """Tokens whose version has been written down; those after it are of the current assignment."""
     moves: int = 0
+    fruitless: int = 0
+    """Workers in a row that were lost with it and had made no token of it."""
 
 
 @dataclass(slots=True)
@@ -136,7 +140,7 @@ class Ledger:
         if tokens and max(tokens) >= self.vocabulary:
             raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {self.vocabulary}")
         if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
-            raise Malformed("a log-prob is no log-prob")
+            raise Malformed(f"a log-prob is no log-prob{self._whose(worker, frame, logprobs)}")
         held = self._by_worker.get(worker) or {}
         entries = [held.get(handle) for handle in frame.handles]
         if not self._check_ends(frame, entries, tokens):
@@ -160,6 +164,15 @@ class Ledger:
             self._end_turn(entries[row], frame.finished[row])  # type: ignore[arg-type]
             out.turns.append(entries[row].episode.id)  # type: ignore[union-attr]
         return out
+
+    def _whose(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
+        """Which response has the first bad log-prob."""
+        bad = next((i for i, x in enumerate(logprobs) if not -math.inf < x <= 1e-3), 0)
+        row = next(
+            (r for r, end in enumerate(accumulate(frame.counts or repeat(1, len(frame.handles)))) if bad < end), 0
+        )
+        entry = self._by_worker.get(worker, {}).get(frame.handles[row])
+        return f", in {entry.episode.id}" if entry else ""
 
     def _take_rows(self, held: dict[int, Entry], frame: Tokens, tokens: array[int], logprobs: array[float]) -> Taken:
         """Row by row: not all of them are what comes next, or a response is in the frame twice."""
@@ -280,9 +293,14 @@ class Ledger:
         """The worker is gone: what it held is queued again, with every token it has."""
         entries = list(self._by_worker.get(worker, {}).values())
         for entry in reversed(entries):
+            entry.fruitless = entry.fruitless + 1 if len(entry.episode.tokens) == entry.marked else 0
             self._back(entry)
         self._by_worker.pop(worker, None)
         return [e.episode.id for e in entries]
+
+    def poison(self) -> Entry | None:
+        """A response that every worker it is given to is lost with, before a single token."""
+        return next((e for e in self.entries.values() if e.fruitless >= FRUITLESS), None)
 
     def recall(self, id: str) -> int:
         """Take a running response back to give it to another. Returns the handle that is over."""

@@ -110,6 +110,7 @@ class Rollout:
                     self._take(self._inbox.get_nowait(), live, grading)
         finally:
             self.dispatch.withdraw(list(live))
+            self.dispatch.done_with(f"{scope}{index}" for index in tasks)
             for task in grading:
                 task.cancel()
             await asyncio.gather(*grading, return_exceptions=True)
@@ -151,7 +152,7 @@ class Rollout:
         if response is None:
             self.dispatch.go_on(episode.id)
             return
-        self.dispatch.ledger.close(episode.id)
+        self.dispatch.close(episode.id)
         self._out(response, live)
 
     def _out(self, response: Response, live: dict) -> None:

@@ -21,6 +21,9 @@ from typing import Literal
 from windfall.link.messages import Stats
 from windfall.types import Lease
 
+LOCAL = "local"
+"""The name of the trainer's own engine, and of nobody else."""
+
 
 class State(StrEnum):
     JOINING = "joining"
@@ -64,6 +67,10 @@ class Member:
     digest: str = ""
     slots: int = 0
     stats: Stats | None = None
+    asked: tuple[int, str] = (-1, "")
+    """Version and digest that it was asked to load last."""
+    failed: int = 0
+    """Loads in a row that it could not do."""
     pulling_s: float = 0.0
     """Since when."""
     made: int = 0
@@ -104,6 +111,8 @@ class Members:
         """A new member, also when one of this name was here before."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
         id = name if n == 1 else f"{name}#{n}"
+        if len(self._generation) > 100 * self._remember:
+            del self._generation[next(iter(self._generation))]
         member = Member(id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest)
         member._rate_from = (now_s, 0)
         self.all[id] = member
@@ -132,6 +141,7 @@ class Members:
         member.version, member.digest, member.slots = version, digest, slots
         if member.state is State.PULLING:
             self.move(id, State.READY)
+            member.failed = 0
             self.pull_s = now_s - member.pulling_s
 
     def coming(self, now_s: float) -> int:

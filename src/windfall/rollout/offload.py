@@ -17,8 +17,8 @@ Two policies with one interface:
       T = (W (1 - R / A) + R P) / (L + R)
 
   W, L and A are those measured last; R is the sum of what today's workers are known to make, each with its own speed,
-  so a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups that
-  complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it.
+  so a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups
+  that complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it.
 """
 
 from __future__ import annotations

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 
 from windfall.events import EventLog
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Member, State
+from windfall.rollout.members import LOCAL, Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan
 
-LOCAL = "local"
 AGAIN_S = 0.05
 
 
 class Seeding:
-    def __init__(self, dispatch: Dispatch, policy: Offload, events: EventLog, rate: Callable[[Member], float]) -> None:
-        """`rate`: what a worker is known to make, in tokens per second; 0: nothing is known of it yet."""
+    def __init__(self, dispatch: Dispatch, policy: Offload, events: EventLog, responses: int) -> None:
+        """`responses`: of one step."""
         self.over = asyncio.Event()
-        self._dispatch, self._policy, self._events, self._rate = dispatch, policy, events, rate
+        self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = self._seeded_s = 0.0
         self._since_s: float | None = None
@@ -44,7 +42,7 @@ class Seeding:
         """A step begins: plan it, let local generate."""
         now = self._now()
         others = self._others()
-        known = sum(map(self._rate, others))
+        known = sum(self._rate(member, len(others) + 1) for member in others)
         plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=self._pull_s()))
         self._began_s = self._looked_s = now
         self._seeded_s = self._area = 0.0
@@ -141,6 +139,11 @@ class Seeding:
         """Workers that have, or are about to have, something to do with this step."""
         here = (State.PULLING, State.READY)
         return [m for m in self._dispatch.members.here() if m.name != LOCAL and m.state in here and not m.suspect]
+
+    def _rate(self, member: Member, sharing: int) -> float:
+        """What it should make with its part of the step's responses, in tokens per second; 0: nobody knows."""
+        batch = min(member.slots, -(-self._responses // sharing))
+        return self._dispatch.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
     def _pull_s(self) -> float:
         return self._dispatch.members.pull_s

@@ -1,8 +1,8 @@
-"""An engine that sleeps instead of computing. It keeps to the Engine seam (`tests/engine/test_contract.py` has its
-model-free part), so everything around it is the product: worker, link, ledger, policies.
+"""An engine that sleeps instead of computing. It keeps to the Engine seam, so everything around it is the product:
+worker, link, ledger, policies.
 
-A new request costs a prefill of its prompt; siblings share one, as pages would be shared. Swapping weights costs what is
-running a prefill each.
+A new request costs a prefill of its prompt; siblings share one, as pages would be shared. Swapping weights costs what
+is running a prefill each.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import xxhash
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """One machine. A decode step takes `fixed_s` (reading the weights) and `each_s` for every response in it; a token of
-    a prompt, or one computed again after a move, `prefill_s`; a trained token `train_s`.
+    """One machine. A decode step takes `fixed_s` (reading the weights) and `each_s` for every response in it; a token
+    of a prompt, or one computed again after a move, `prefill_s`; a trained token `train_s`.
 
     >>> h = Service(fixed_s=0.02, each_s=0.0001, prefill_s=0.00001, train_s=0.0002)
     >>> round(h.step_s(100, 1000), 3), h.training_s(5000)

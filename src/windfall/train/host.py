@@ -1,15 +1,18 @@
 """The trainer's process, around the trainer: dials the controller, does what it asks in one thread, publishes weights.
 
-    dial ──▶ TrainerHello(step, weights) ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again when the link ends
+    dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again
+                                       └───▶ Refused: end                              when the link ends
 
-What was accumulated for a step under way is dropped with the link: the controller sends it again, from its journal. A
-link that ends between two updates of one step leaves weights that are of no version: the process ends, and the next
-one starts from the last checkpoint.
+It obeys nobody who has not proved to be the run's controller, and goes on looking for that one. What was accumulated for
+a step under way is dropped with the link: the controller sends it again, from its journal. A link that ends between two
+updates of one step leaves weights that are of no version: the process ends, and the next one starts from the last
+checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,13 +24,19 @@ import numpy as np
 
 from windfall.link import auth
 from windfall.link import messages as m
-from windfall.link.base import Link, LinkClosed
+from windfall.link.base import Link, LinkClosed, clip
 from windfall.link.socket import Dialler
 from windfall.train.base import Trainer
 from windfall.train.checkpoint import State
 from windfall.train.remote import unpack
 
 SHAKE_S = 10.0
+REFUSALS = 3
+"""In a row, and it ends. One may come from another run, whose controller has just taken the port of a dead one."""
+
+
+class Refusal(LinkClosed):
+    """By a controller that will not change its mind."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +48,8 @@ class TrainerHost:
     save: Callable[[State], Any]
     hello: Callable[..., m.TrainerHello]
     """Fills in what is known of the run; given protocol, nonce, proof, state, version and digest."""
-    token: str
+    secret: str
+    """The trainer's own, not the token that workers have."""
     dialler: Dialler
     address: Callable[[], str]
     """Where the controller listens now."""
@@ -48,6 +58,8 @@ class TrainerHost:
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """The controller knows this trainer."""
     patience_s: float = 120.0
+    again_s: float = 0.2
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     @property
     def manifest(self) -> Any:
@@ -55,8 +67,9 @@ class TrainerHost:
         return self._manifest
 
     async def run(self) -> int:
-        """Until the controller is gone for good: the exit status."""
-        self._updates, self._manifest = 0, None
+        """Until it ends; the exit status: 1 no controller, 2 refused, 4 the weights are of no version."""
+        self._updates, refusals, said = 0, 0, ""
+        self._manifest = None
         alone_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads
@@ -68,36 +81,57 @@ class TrainerHost:
                     try:
                         await self._shake(link)
                         self.connected.set()
-                        await self._serve(link)
+                        refusals, said = 0, ""
+                        try:
+                            await self._serve(link)
+                        finally:
+                            alone_s = time.monotonic()
                     finally:
-                        alone_s = time.monotonic()
                         await link.close()
-                except LinkClosed:
-                    pass
+                except LinkClosed as e:
+                    refusals = refusals + 1 if isinstance(e, Refusal) else 0
+                    if str(e) != said:  # the same again and again is said once
+                        said = str(e)
+                        self.say(f"no link: {said}")
                 if self._updates:
                     return 4
+                if refusals >= REFUSALS:
+                    return 2
                 await self._do(self.trainer.begin)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(5 * self.again_s if refusals else self.again_s)
+        self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialler.url}")
         return 1
 
     async def _shake(self, link: Link) -> None:
-        async with asyncio.timeout(SHAKE_S):
-            challenge = await link.receive()
-            if not isinstance(challenge, m.Challenge):
-                raise LinkClosed("not a windfall controller")
-            nonce = auth.nonce()
-            proof = auth.proof(self.token, "trainer", challenge.run, challenge.nonce, nonce)
-            await link.send(
-                self.hello(
-                    protocol=m.PROTOCOL,
-                    nonce=nonce,
-                    proof=proof,
-                    step=self.state.step,
-                    next_task=self.state.next_task,
-                    version=self._manifest.version,
-                    digest=self._manifest.digest,
-                )
+        try:
+            async with asyncio.timeout(SHAKE_S):
+                await self._prove(link)
+        except TimeoutError:
+            raise LinkClosed(f"{link.peer}: waited {SHAKE_S:g} s for its TrainerWelcome") from None
+
+    async def _prove(self, link: Link) -> None:
+        challenge = await link.receive()
+        if not isinstance(challenge, m.Challenge):
+            raise LinkClosed(f"{link.peer}: not a windfall controller")
+        nonce = auth.nonce()
+        await link.send(
+            self.hello(
+                protocol=m.PROTOCOL,
+                nonce=nonce,
+                proof=auth.proof(self.secret, "trainer", challenge.run, challenge.nonce, nonce),
+                step=self.state.step,
+                next_task=self.state.next_task,
+                version=self._manifest.version,
+                digest=self._manifest.digest,
             )
+        )
+        answer = await link.receive()
+        if isinstance(answer, m.Refused):
+            raise (LinkClosed if answer.again else Refusal)(f"{link.peer}: refused: {clip(answer.why)}")
+        if not isinstance(answer, m.TrainerWelcome) or not auth.same(
+            answer.proof, auth.proof(self.secret, "trainer welcome", challenge.run, challenge.nonce, nonce)
+        ):
+            raise LinkClosed(f"{link.peer}: it does not know this run's secret: not the controller of this run")
 
     async def _serve(self, link: Link) -> None:
         orders: asyncio.Queue[object] = asyncio.Queue()

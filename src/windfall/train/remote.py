@@ -1,5 +1,7 @@
 """The trainer as the controller sees it: a process behind a link. One thing is asked of it at a time.
 
+Samples travel in messages of about FRAME_BYTES, however many there are; the trainer adds them up.
+
 A trainer that goes away raises TrainerLost from whatever is being waited for; the next one to dial in takes its place,
 with the step and the weights it has. One that fails says why, and the run ends with that.
 """
@@ -7,7 +9,7 @@ with the step and the weights it has. One that fails says why, and the run ends 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +17,12 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.link import messages as m
-from windfall.link.base import Link, LinkClosed
+from windfall.link.base import Link, LinkClosed, TooLarge
 from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import State
 from windfall.train.sample import Sample
+
+FRAME_BYTES = 16 << 20
 
 
 class RemoteTrainer:
@@ -59,12 +63,14 @@ class RemoteTrainer:
 
     async def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
         """Fix the log-probs of the policy that the step started from, for steps of several updates."""
-        reply = await self._ask(m.Prepare(samples=tuple(map(pack, samples))), m.Prepared)
-        return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, reply.old, strict=True)]
+        out: list[bytes] = []
+        for part in parts(samples):
+            out += (await self._ask(m.Prepare(samples=part), m.Prepared)).old
+        return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, out, strict=True)]
 
     async def accumulate(self, samples: Sequence[Sample]) -> float:
         """Returns how long the trainer worked on it."""
-        return (await self._ask(m.Accumulate(samples=tuple(map(pack, samples))), m.Done)).s
+        return sum([(await self._ask(m.Accumulate(samples=part), m.Done)).s for part in parts(samples)])
 
     async def update(self, state: State | None) -> tuple[Report, m.Updated]:
         """One optimizer update; with `state`, the step's last: the result is published as version `state.step`."""
@@ -83,6 +89,8 @@ class RemoteTrainer:
             raise TrainerLost("another trainer has taken its place")
         try:
             await link.send(message)
+        except TooLarge as e:  # the next trainer could not be told either
+            raise WindfallError(f"the trainer cannot be sent this: {e}", fix="Lower rollout.max_tokens.") from e
         except LinkClosed as e:
             raise TrainerLost(str(e)) from e
         # No timeout of its own: a step may take as long as it takes. That the process is alive and not frozen is
@@ -95,6 +103,21 @@ class RemoteTrainer:
         if not isinstance(reply, expected):
             raise TrainerLost(f"it answered a {type(message).__name__} with a {type(reply).__name__}")
         return reply
+
+
+def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.Sample, ...]]:
+    """What to send at a time. The same samples are always cut the same way: how they are summed must not change."""
+    part: list[m.Sample] = []
+    size = 0
+    for sample in samples:
+        # On the wire a number takes up to 5 bytes, a log-prob 8, and a sample has a few fields more.
+        wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 64
+        if part and size + wire > FRAME_BYTES:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(pack(sample))
+        size += wire
+    yield tuple(part)
 
 
 def pack(sample: Sample) -> m.Sample:

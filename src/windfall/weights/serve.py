@@ -9,6 +9,7 @@
 range that is none. Rules:
 
 - the kernel sends from the buffer to the socket where there is no TLS (send.py; Linux);
+- whoever has not shown the key is short of time and places (listening.py);
 - a reader that takes nothing for WRITE_TIMEOUT_S is cut off; it may come back and go on where it was;
 - a version that is withdrawn while it is read: its connections are reset before the next piece. What of it was on the
   way may be mixed with newer bytes; the reader's checksums find that.
@@ -29,6 +30,7 @@ from typing import Any
 
 from aiohttp import web
 
+from windfall import listening
 from windfall.errors import WindfallError
 from windfall.weights.memory import Buffer
 from windfall.weights.publish import Published, Publisher
@@ -40,10 +42,11 @@ RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 class Server:
-    def __init__(self, runner: web.AppRunner, port: int, sender: Sender) -> None:
-        self.port, self._runner, self._sender = port, runner, sender
+    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, door: listening.Door) -> None:
+        self.port, self._runner, self._sender, self._door = port, runner, sender, door
 
     async def close(self) -> None:
+        self._door.close()
         await self._runner.cleanup()
         self._sender.close()
 
@@ -56,36 +59,42 @@ async def serve(
     key: str,
     ssl: SSLContext | None = None,
     write_timeout_s: float = WRITE_TIMEOUT_S,
+    door: listening.Door | None = None,
 ) -> Server:
     """Listening when it returns. Port 0 takes a free one."""
     if not key:
         raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix="Give the run's token.")
-    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s)
+    door = door or listening.Door()
+    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, door)
     app = web.Application(middlewares=[handlers.admit], client_max_size=1024)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", handlers.manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/full", handlers.full)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", handlers.delta_manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", handlers.delta)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=60.0)
+    runner = web.AppRunner(
+        app, access_log=None, logger=listening.log, shutdown_timeout=0.5, keepalive_timeout=60.0, lingering_time=0.0
+    )
     await runner.setup()
+    assert runner.server is not None, "set up"
     try:
-        await web.TCPSite(runner, host, port, ssl_context=ssl, backlog=1024).start()
+        port = await door.listen(runner.server, host, port, ssl, backlog=1024)
     except OSError as e:
         await runner.cleanup()
         raise WindfallError(f"cannot listen: {e}", where=f"{host}:{port}", fix="Choose another port.") from e
-    return Server(runner, runner.addresses[0][1], handlers.sender)
+    return Server(runner, port, handlers.sender, door)
 
 
 class _Handlers:
-    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float) -> None:
+    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, door: listening.Door) -> None:
         self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
-        self.write_timeout_s, self.sender = write_timeout_s, Sender()
+        self.write_timeout_s, self.sender, self.door = write_timeout_s, Sender(), door
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self.key):
             raise web.HTTPUnauthorized(text="wrong key\n")
+        self.door.proved(request.transport)
         if request.can_read_body:
             raise web.HTTPRequestEntityTooLarge(1, request.content_length or 1, text="no request has a body\n")
         return await handler(request)

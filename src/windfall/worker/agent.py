@@ -28,7 +28,7 @@ from windfall.link.socket import Dialler, SocketLink
 from windfall.types import Lease
 from windfall.worker import notice as notices
 from windfall.worker.host import Host
-from windfall.worker.session import Session, Weights
+from windfall.worker.session import Session, Stalled, Weights
 
 SHAKE_S = 10.0
 LEAVE_S = 10.0
@@ -133,6 +133,9 @@ class Agent:
                     return 3
                 self._say(f"refused for now: {e}")
                 wait_s = min(wait_s, 0.5)
+            except Stalled as e:
+                self._say(str(e))
+                return 1
             except LinkClosed as e:
                 if self._leaving:
                     self._say(f"no link: {e}; leaving")
@@ -183,7 +186,9 @@ class Agent:
 
     async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
         host = self._host or await self._make_host(link, welcome)
-        session = self._session = Session(link, host, self._pull, heartbeat_s=welcome.heartbeat_s)
+        session = self._session = Session(
+            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s
+        )
         session.held = self._held
         self._say(f"joined as {welcome.worker}")
         try:

@@ -157,7 +157,7 @@ class Host:
             self.engine.add(
                 Request(
                     id=str(work.handle),
-                    prompt=work.prompt,
+                    prompt=tuple(array("I", work.prompt)),
                     seed=work.seed,
                     max_tokens=work.max_tokens,
                     position=work.position,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,13 @@ from windfall.worker.host import Host
 
 FRAMES = 64
 """That may wait to be sent before the engine waits, too."""
+LEAVE_S = 8.0
+SWAP_S = 120.0
+"""For one engine step and a copy of the weights."""
+
+
+class Stalled(Exception):
+    """The engine is stuck: this process is of no more use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +46,9 @@ Pull = Callable[[m.Load, threading.Event], Weights]
 
 
 class Session:
-    def __init__(self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float) -> None:
-        self.link, self.host, self._pull, self._heartbeat_s = link, host, pull, heartbeat_s
+    def __init__(self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf) -> None:
+        self.link, self.host, self._pull = link, host, pull
+        self._heartbeat_s, self._stalled_s = heartbeat_s, stalled_s
         self.held: tuple[int, str] = (-1, "")
         """Version and digest of the weights that the engine has."""
         self._loop = asyncio.get_running_loop()
@@ -94,7 +103,10 @@ class Session:
 
     async def _beat(self) -> None:
         while True:
-            self.say(self.host.stats())
+            stats = self.host.stats()
+            self.say(stats)
+            if stats.idle_s > self._stalled_s:
+                raise Stalled(f"no engine step for {stats.idle_s:.0f} s, with {stats.running} responses to make")
             await asyncio.sleep(self._heartbeat_s)
 
     async def _read(self) -> str:
@@ -124,10 +136,10 @@ class Session:
         """What was made is sent, then Left; nothing comes after that."""
         flushed = asyncio.Event()
         self.host.finish(lambda: self._loop.call_soon_threadsafe(flushed.set) and None)
-        await flushed.wait()  # at most one engine step
-        self.say(m.Left(why=why))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):
+        with contextlib.suppress(TimeoutError):  # nobody waits for an engine that is stuck, or for a link that is
+            async with asyncio.timeout(LEAVE_S):
+                await flushed.wait()  # at most one engine step
+                self.say(m.Left(why=why))
                 await self._left.wait()
 
     def _begin_loading(self, load: m.Load) -> None:
@@ -167,4 +179,7 @@ class Session:
                 done.set_exception(error) if error else done.set_result(None)
 
         self.host.swap(version, tensors, lambda error: self._loop.call_soon_threadsafe(tell, error) and None)
-        await done
+        try:
+            await asyncio.wait_for(done, SWAP_S)
+        except TimeoutError:
+            raise Stalled(f"waited {SWAP_S:g} s for the engine to take version {version}") from None

@@ -1,0 +1,143 @@
+"""What a step or a run came to: seconds and dollars by where they went, and what reserved machines alone would have
+cost. Plain sums; `accounts` makes them from what happens to workers, and says what each bucket means.
+
+Rules: seconds without a known price add to `unpriced_s`, never to dollars, so such a sum of dollars is a lower bound;
+the machine that trains is a holder of its own ("trainer"), all others are summed up by the terms of their lease.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+Bucket = Literal["booting", "pulling", "generating", "prefill_again", "waiting", "paused", "draining", "lost"]
+Holder = Literal["trainer", "reserved", "spot", "borrowed"]
+BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one worker, or of all of one holder."""
+
+    seconds: dict[Bucket, float] = {}
+    usd: dict[Bucket, float] = {}
+    tokens: int = 0
+    unpriced_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def total_usd(self) -> float:
+        return sum(self.usd.values())
+
+    @property
+    def tok_per_s(self) -> float | None:
+        """While it was generating; None: it never did."""
+        generating_s = self.seconds.get("generating", 0.0)
+        return self.tokens / generating_s if generating_s > 0 and self.tokens else None
+
+
+def priced(seconds: dict[Bucket, float], usd_per_h: float | None, tokens: int) -> Account:
+    if usd_per_h is None:
+        return Account(seconds=seconds, tokens=tokens, unpriced_s=sum(seconds.values()))
+    return Account(seconds=seconds, usd={b: s * usd_per_h / 3600 for b, s in seconds.items()}, tokens=tokens)
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a step or a run. `msgspec.to_builtins` makes it JSON for the event log, `msgspec.convert` a Totals again."""
+
+    holders: dict[Holder, Account] = {}
+
+    @property
+    def all(self) -> Account:
+        """Every holder together."""
+        return add(*self.holders.values())
+
+    def __add__(self, other: Totals) -> Totals:
+        holders = dict.fromkeys((*self.holders, *other.holders))
+        return Totals(holders={h: add(*(t.holders[h] for t in (self, other) if h in t.holders)) for h in holders})
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        return Totals(holders={h: _subtract(a, earlier.holders.get(h, Account())) for h, a in self.holders.items()})
+
+    def usd_per_million(self, trained_tokens: int) -> float | None:
+        """None: nothing was trained on, or no price is known. With `all.unpriced_s` over 0 it is a lower bound."""
+        total = self.all
+        return _per_million(total.total_usd if total.usd else None, trained_tokens)
+
+
+class ReservedOnly(msgspec.Struct, frozen=True, kw_only=True):
+    tok_per_s: float
+    measured_on: Literal["the trainer", "reserved workers"]
+    s: float
+    usd: float | None
+    """None: the trainer's price is not known."""
+
+    def usd_per_million(self, trained_tokens: int) -> float | None:
+        return _per_million(self.usd, trained_tokens)
+
+
+def reserved_only(totals: Totals, *, train_s: float) -> ReservedOnly | None:
+    """What the same tokens would have cost on the trainer's machine alone, by the rates that were measured:
+
+        s   = tokens of everybody / tok_per_s of the trainer's own engine + train_s
+        usd = s * the trainer's price
+
+    where tok_per_s = its tokens / its generating seconds; where it never generated, the same of an average reserved
+    worker; None where there is none either. `train_s`: measured seconds of training, less the waits for work. Left
+    out are its start, its weights' way to its own engine, and the thin tail of a rollout (it is measured while
+    batches are full): all would make reserved machines dearer, so the figure does not flatter us.
+
+    A trainer at $84 per hour made 1M tokens in 100 s, then trained; two spot workers at $6 made 2M in 300 s:
+
+    >>> run = Totals(holders={
+    ...     "trainer": priced({"generating": 100, "paused": 200}, 84.0, 1_000_000),
+    ...     "spot": priced({"generating": 600}, 6.0, 2_000_000),
+    ... })
+    >>> round(run.all.total_usd, 6)  # 300 s at 84 + 2 * 6 $ per hour
+    8.0
+    >>> reserved_only(run, train_s=180)  # 3M tokens / 10,000 tok/s + 180 s = 480 s at $84 per hour
+    ReservedOnly(tok_per_s=10000.0, measured_on='the trainer', s=480.0, usd=11.2)
+    """
+    trainer, workers = totals.holders.get("trainer", Account()), totals.holders.get("reserved", Account())
+    rate = trainer.tok_per_s or workers.tok_per_s
+    if rate is None:
+        return None
+    s = totals.all.tokens / rate + train_s
+    known = trainer.total_s > 0 and not trainer.unpriced_s
+    return ReservedOnly(
+        tok_per_s=rate,
+        measured_on="the trainer" if trainer.tok_per_s else "reserved workers",
+        s=s,
+        usd=round(s * trainer.total_usd / trainer.total_s, 9) if known else None,
+    )
+
+
+def add(*accounts: Account) -> Account:
+    seconds: dict[Bucket, float] = {}
+    usd: dict[Bucket, float] = {}
+    for account in accounts:
+        for total, part in ((seconds, account.seconds), (usd, account.usd)):
+            for bucket, amount in part.items():
+                total[bucket] = total.get(bucket, 0.0) + amount
+    tokens, unpriced_s = sum(a.tokens for a in accounts), sum(a.unpriced_s for a in accounts)
+    return Account(seconds=seconds, usd=usd, tokens=tokens, unpriced_s=unpriced_s)
+
+
+def _subtract(now: Account, before: Account) -> Account:
+    def less(a: dict[Bucket, float], b: dict[Bucket, float]) -> dict[Bucket, float]:
+        # Sums round by their order, which a worker that is gone changes: a trace of less than nothing is nothing.
+        return {k: max(0.0, v - b.get(k, 0.0)) for k, v in a.items()}
+
+    return Account(
+        seconds=less(now.seconds, before.seconds),
+        usd=less(now.usd, before.usd),
+        tokens=now.tokens - before.tokens,
+        unpriced_s=max(0.0, now.unpriced_s - before.unpriced_s),
+    )
+
+
+def _per_million(usd: float | None, trained_tokens: int) -> float | None:
+    return usd / trained_tokens * 1e6 if usd is not None and trained_tokens > 0 else None

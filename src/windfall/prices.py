@@ -1,0 +1,125 @@
+"""What a GPU costs: a small table with its date and source, and the price of a lease. Pure; fetches nothing.
+
+Rules:
+- a lease's own price wins over the table; a price of 0 in a lease means that none was given;
+- reserved is priced on demand, spot as spot; what is borrowed costs nothing, its lender pays for it anyway;
+- a name must say exactly which GPU it is: an L40 is no L40S, an A100 of 40 GB none of 80, a MIG slice no whole GPU.
+  What the table does not know has no price; that is said (`known`), never guessed;
+- where no cloud is named, the price is that of the middle one by on-demand price (of two in the middle, the dearer).
+  Both of its prices are used, so that a discount is one that somebody really offers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import get_args
+
+from windfall.errors import WindfallError, nearest
+from windfall.types import Lease, Terms
+
+DATE = "2026-08-22"
+SOURCE = "skypilot-org/skypilot-catalog"
+
+# cloud, GPU, $ per GPU-hour on demand, and spot
+TABLE: tuple[tuple[str, str, float, float], ...] = (
+    ("aws", "H100", 7.36, 2.63),
+    ("aws", "H200", 8.55, 3.29),
+    ("aws", "L40S", 3.77, 1.56),
+    ("aws", "A10G", 2.04, 0.87),
+    ("aws", "L4", 1.90, 0.70),
+    ("gcp", "H100", 11.17, 5.10),
+    ("gcp", "A100-80GB", 4.42, 2.14),
+    ("gcp", "L4", 0.62, 0.37),
+    ("nebius", "H100", 3.85, 2.15),
+)
+CLOUDS = frozenset(row[0] for row in TABLE)
+GPUS = frozenset(row[1] for row in TABLE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    usd_per_h: float
+    """Of the whole lease, all its GPUs together."""
+    source: str
+    date: str = ""
+    """When the source said so; empty: now."""
+    known: bool = True
+
+    @property
+    def or_none(self) -> float | None:
+        """For sums that must not take an unknown price for a free one."""
+        return self.usd_per_h if self.known else None
+
+
+def of(lease: Lease) -> Price:
+    """What a lease costs.
+
+    >>> of(Lease(kind="spot", device="NVIDIA H200")).usd_per_h
+    3.29
+    >>> of(Lease(kind="spot", device="NVIDIA H200", price_usd_per_h=2.0)).source
+    'the lease'
+    >>> of(Lease(device="cpu"))
+    Price(usd_per_h=0.0, source='unknown', date='', known=False)
+    """
+    own = lease.price_usd_per_h
+    if not (math.isfinite(own) and own >= 0):
+        raise WindfallError(
+            f"a price of {own} $ per hour", where="price_usd_per_h", fix="Give 0 or more; 0: the table's price is used."
+        )
+    if own > 0:
+        return Price(usd_per_h=own, source="the lease")
+    return lookup(lease.device, kind=lease.kind, where=lease.region) or UNKNOWN
+
+
+UNKNOWN = Price(usd_per_h=0.0, source="unknown", known=False)
+
+
+def lookup(device: str, *, kind: Terms, where: str = "") -> Price | None:
+    """The table's price of a device as torch names it ("8x" in front: of eight). `where`: a cloud or a region; it
+    narrows the choice if it names a cloud of the table, as in "aws" or "aws/us-east-1". None: not in the table.
+
+    >>> lookup("NVIDIA H100 80GB HBM3", kind="spot", where="nebius")
+    Price(usd_per_h=2.15, source='nebius H100 spot, skypilot-org/skypilot-catalog', date='2026-08-22', known=True)
+    >>> lookup("8x NVIDIA H100 80GB HBM3", kind="reserved").usd_per_h
+    58.88
+    >>> lookup("NVIDIA GeForce RTX 4090", kind="spot")
+    """
+    if kind not in get_args(Terms):
+        raise WindfallError(f"unknown terms {kind!r}", where="lease.kind", fix=nearest(kind, get_args(Terms)))
+    if kind == "borrowed":
+        return Price(usd_per_h=0.0, source="borrowed: its lender pays")
+    count, gpu = _gpu(device)
+    named = CLOUDS & set(_words(where.lower()))
+    rows = sorted((row for row in TABLE if row[1] == gpu and (not named or row[0] in named)), key=lambda row: row[2])
+    if not rows:
+        return None
+    cloud, _, on_demand, spot = rows[len(rows) // 2]
+    each, terms = (spot, "spot") if kind == "spot" else (on_demand, "on demand")
+    return Price(usd_per_h=round(count * each, 4), source=f"{cloud} {gpu} {terms}, {SOURCE}", date=DATE)
+
+
+def _gpu(device: str) -> tuple[int, str | None]:
+    """How many, and which of the table's.
+
+    >>> _gpu("2 x NVIDIA L4")
+    (2, 'L4')
+    """
+    name = device.upper().lstrip()
+    digits = "".join(takewhile(str.isdecimal, name))
+    times = name[len(digits) :].lstrip()
+    if digits and not times.startswith("X"):
+        return 0, None  # a number that says nothing clear
+    count, words = (int(digits), set(_words(times[1:]))) if digits else (1, set(_words(name)))
+    if "MIG" in words or count < 1:
+        return count, None
+    return count, next((gpu for gpu in GPUS if set(gpu.split("-")) <= words), None)
+
+
+def _words(name: str) -> list[str]:
+    """
+    >>> _words("A100-SXM4-80GB")
+    ['A100', 'SXM4', '80GB']
+    """
+    return "".join(c if c.isalnum() else " " for c in name).split()

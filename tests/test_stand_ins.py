@@ -1,0 +1,131 @@
+"""What the run does about a trainer or a worker that is there and is not: another takes its place, or it is frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from windfall import config, events
+from windfall.events import EventLog
+from windfall.launch import control as controls
+from windfall.launch import folder as folders
+from windfall.launch import supervisor as supervisors
+from windfall.link import auth
+from windfall.link.memory import pair
+from windfall.train.base import TrainerLost
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    auth.make_token(tmp_path / "token")
+    return tmp_path
+
+
+def lines(run: Path) -> list[str]:
+    return [e["name"] for e in events.read(run / "events.jsonl")]
+
+
+class Interrupted:
+    """A rollout that writes down what it was interrupted with."""
+
+    def __init__(self) -> None:
+        self.by: list[BaseException | None] = []
+
+    def interrupt(self, error: BaseException | None = None) -> None:
+        self.by.append(error)
+
+
+def dead() -> int:
+    """The number of a process that was."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -> None:
+    """A trainer dials in, and its link ends at once."""
+
+    async def story() -> None:
+        monkeypatch.setattr(controls, "TRAINER_BEAT_S", 0.01)
+        control = controls.Control(config.Recipe(), run, EventLog(run / "events.jsonl"), False)
+        control.rollout = rollout
+        ours, theirs = pair()
+        await theirs.close("killed")
+        hello: Any = SimpleNamespace(facts={"pid": pid})
+        await control._attend_trainer(ours, hello)
+
+    asyncio.run(asyncio.wait_for(story(), 10))
+
+
+def test_rollout_of_a_lost_trainers_version_ends_when_the_next_one_comes(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can pull that version any more: waiting for workers that have it could be for ever."""
+    rollout = Interrupted()
+    attend(run, dead(), monkeypatch, rollout)
+    assert [type(e) for e in rollout.by] == [TrainerLost]
+
+
+def test_the_first_trainer_interrupts_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend(run, dead(), monkeypatch, None)
+    assert lines(run) == []
+
+
+def test_a_dead_trainer_is_not_called_frozen_while_the_next_one_starts(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with folders.owned(run, "trainer"):  # as its successor holds it
+        attend(run, dead(), monkeypatch, None)
+    assert lines(run) == []
+
+
+def test_a_frozen_trainer_is_killed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with folders.owned(run, "trainer"):
+            attend(run, child.pid, monkeypatch, None)
+        assert child.wait(5) == -9
+    finally:
+        child.kill()
+        child.wait()
+    assert lines(run) == ["trainer_frozen"]
+
+
+class Held:
+    """The handle of a worker process."""
+
+    def __init__(self) -> None:
+        self.running, self.killed = True, 0
+
+    def kill(self) -> None:
+        self.killed += 1
+
+
+def look(run: Path, *workers: dict[str, str], age_s: float = 0.0, silent_s: float = 20.0) -> Held:
+    """One look at the fleet, of a supervisor whose worker w1.1 has not been in it for `silent_s`."""
+    supervisor, held = supervisors.Supervisor(config.Recipe(), run, None), Held()
+    handle: Any = held
+    supervisor._workers = {"w1.1": (handle, time.monotonic() - silent_s)}
+    supervisor._look_for_workers({"t": time.time() - age_s, "version": 3, "workers": list(workers)})
+    return held
+
+
+def test_a_worker_that_runs_and_is_not_in_the_fleet_is_killed(run: Path) -> None:
+    assert look(run).killed == 1
+    assert look(run, {"worker": "w1.1", "state": "gone"}).killed == 1
+    assert look(run, {"worker": "w1.1", "state": "gone"}, silent_s=5.0).killed == 0
+
+
+def test_a_worker_that_came_back_is_left_alone(run: Path) -> None:
+    assert look(run, {"worker": "w1.1", "state": "gone"}, {"worker": "w1.1#2", "state": "ready"}).killed == 0
+
+
+def test_nobody_is_missing_while_the_controller_is_silent(run: Path) -> None:
+    assert look(run, age_s=10.0).killed == 0

@@ -186,7 +186,7 @@ class Controller:
         over = asyncio.ensure_future(self.pace.over.wait())
         try:
             while True:
-                if over.done() and self._streaming and batch.whole:
+                if over.done() and self._early and batch.whole:
                     batch.early_s += await self._accumulate(batch.whole.popleft())
                     if coming is None or not coming.done():
                         await asyncio.sleep(0)
@@ -210,6 +210,11 @@ class Controller:
     @property
     def _streaming(self) -> bool:
         return self.algorithm.scope == "group" and self.recipe.train.minibatches == 1
+
+    @property
+    def _early(self) -> bool:
+        """Train on groups while others are still being made."""
+        return self._streaming and self.recipe.techniques.pipelining
 
     async def _accumulate(self, groups: Sequence[Group]) -> float:
         """Returns how long it took."""

@@ -18,6 +18,7 @@ from windfall.config.sections import (
     Rollout,
     Run,
     Section,
+    Techniques,
     Trace,
     Train,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Rollout",
     "Run",
     "Section",
+    "Techniques",
     "Trace",
     "Train",
     "dump",

@@ -238,6 +238,19 @@ class Fleet(Section):
         return self
 
 
+class Techniques(Section):
+    """What each is worth can be measured by leaving it out (benchmarks/harvest.py). Otherwise leave them on."""
+
+    seeding: bool = True
+    """The trainer's own engine generates at the start of a step; off: only when no other worker is there."""
+    migration: bool = True
+    """Responses of a lost worker go on from their last token; off: from zero."""
+    balancing: bool = True
+    """Placing by measured speed, and moving what runs; off: in turn, and nothing moves."""
+    pipelining: bool = True
+    """Groups are trained on while others are still being made; off: when all are."""
+
+
 class Trace(Section):
     nodes: int = Field(default=0, ge=0)
     """Machines that come and go, each with one worker that is really started and really killed; 0: no trace."""
@@ -274,6 +287,7 @@ class Recipe(Section):
     engine: Engine = Engine()
     fleet: Fleet = Fleet()
     trace: Trace = Trace()
+    techniques: Techniques = Techniques()
     log: Log = Log()
 
     @model_validator(mode="after")

@@ -81,9 +81,10 @@ class Control:
         self.recipe, self.folder, self.events, self._again = recipe, folder, events, again
         self.journal = Journal(folder / "journal", settings(recipe))
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
-        self.dispatch = Dispatch(events=events, journal=self.journal, patience=patience)
+        t = recipe.techniques
+        self.dispatch = Dispatch(events=events, journal=self.journal, patience=patience, techniques=t)
         self.trainer = RemoteTrainer()
-        policy = offload.make(f.offload, first_s=f.first_seed_s)
+        policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
         self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant, most_workers=f.max_workers,
@@ -222,7 +223,7 @@ class Control:
         c = self.dispatch.ledger.counts
         now = {
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
-            "stale": c.stale, "gaps": c.gaps, "lost_tokens": self.dispatch.ledger.lost(),
+            "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded, "lost_tokens": self.dispatch.ledger.lost(),
             "workers_lost": self.dispatch.members.lost,
         }  # fmt: skip
         since = {k: v - self._counted.get(k, 0) for k, v in now.items()}

@@ -15,12 +15,13 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from windfall import prices
 from windfall.accounts import Accounts
+from windfall.config import Techniques
 from windfall.events import EventLog
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
@@ -57,8 +58,10 @@ class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32,
+        techniques: Techniques | None = None,
     ) -> None:  # fmt: skip
-        self.ledger, self.members = Ledger(vocabulary), Members(patience)
+        self._with = techniques or Techniques()
+        self.ledger, self.members = Ledger(vocabulary, migrate=self._with.migration), Members(patience)
         self.speeds, self.accounts = Speeds(), Accounts()
         self.offer: Offer | None = None
         self.journal = journal
@@ -358,7 +361,7 @@ class Dispatch:
         ]
         if self.ledger.queue:
             self._assign(loads)
-        elif ready and not self._releasing:
+        elif ready and not self._releasing and self._with.balancing:
             self._rebalance(loads)
 
     def _rebalance(self, loads: list[Load]) -> None:
@@ -393,6 +396,8 @@ class Dispatch:
         first = list(islice(self.ledger.queue, room))
         behind = len(self.ledger.queue) - len(first)
         coming = self.members.coming(asyncio.get_running_loop().time())
+        if not self._with.balancing:
+            loads = [replace(load, profile=None) for load in loads]
         chosen = place(
             first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
         )

@@ -69,6 +69,8 @@ class Counts:
     """Of another version than the response was given out with."""
     moved: int = 0
     """Responses that lost their worker and went on elsewhere."""
+    discarded: int = 0
+    """Accepted, and thrown away with a lost worker: only where migration is switched off."""
     prefilled_again: int = 0
     """Tokens, prompts included, that a move made a worker compute again."""
 
@@ -87,8 +89,8 @@ class Taken:
 
 
 class Ledger:
-    def __init__(self, vocabulary: int = 1 << 32) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int = 1 << 32, *, migrate: bool = True) -> None:
+        self.vocabulary, self._migrate = vocabulary, migrate
         self.entries: dict[str, Entry] = {}
         self.queue: deque[str] = deque()
         self.counts = Counts()
@@ -295,8 +297,23 @@ class Ledger:
         for entry in reversed(entries):
             entry.fruitless = entry.fruitless + 1 if len(entry.episode.tokens) == entry.marked else 0
             self._back(entry)
+            if not self._migrate:
+                self._discard(entry)
         self._by_worker.pop(worker, None)
         return [e.episode.id for e in entries]
+
+    def _discard(self, entry: Entry) -> None:
+        """Without migration: what a lost worker had made of this turn is thrown away."""
+        episode = entry.episode
+        episode.runs, last = episode.runs[:], len(episode.tokens) - episode.turn_start
+        self.counts.discarded += last
+        del episode.tokens[episode.turn_start :], episode.logprobs[episode.turn_start :]
+        while last > 0:
+            version, count = episode.runs.pop()
+            if count > last:
+                episode.runs.append((version, count - last))
+            last -= count
+        entry.marked = len(episode.tokens)
 
     def poison(self) -> Entry | None:
         """A response that every worker it is given to is lost with, before a single token."""
@@ -342,7 +359,7 @@ class Ledger:
     def lost(self) -> int:
         """Tokens that were accepted and are nowhere: none, whatever happened."""
         inside = sum(_made(e.episode, e.marked) for e in self.entries.values())
-        return self.counts.accepted - inside - self.counts.closed - self.counts.withdrawn
+        return self.counts.accepted - inside - self.counts.closed - self.counts.withdrawn - self.counts.discarded
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""

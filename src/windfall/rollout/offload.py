@@ -155,9 +155,17 @@ class Predict:
         return new if old == 0 else (1 - self.forget) * old + self.forget * new
 
 
+class Never:
+    """No seeding: local generates only when nobody else is there."""
+
+    def plan(self, last: Measured | None, others: Others) -> Plan:
+        del last
+        return Plan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
+
+
 def make(name: str, *, first_s: float = 150.0) -> Offload:
     """
     >>> make("predict").plan(None, Others(workers=0, tok_per_s=0)).seed_s
     inf
     """
-    return Feedback(first_s=first_s) if name == "feedback" else Predict()
+    return Feedback(first_s=first_s) if name == "feedback" else Never() if name == "never" else Predict()

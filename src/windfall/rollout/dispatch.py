@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,10 +26,10 @@ from windfall.rollout.episode import Episode
 from windfall.rollout.journal import Journal
 from windfall.rollout.ledger import Entry, Ledger, Malformed
 from windfall.rollout.members import Member, Members, Patience, State
+from windfall.rollout.work import frames
 
 OUTBOX = 4096
 """Messages that may wait for one worker. One that lets so many pile up does not read."""
-ASSIGN_BYTES = 1 << 20
 LOAD_TRIES = 12
 WORDS = 300
 """Of a peer's words, so many characters are written down."""
@@ -65,7 +64,7 @@ class Dispatch:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._releasing: dict[int, str] = {}
         """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
-        self._settling = False
+        self._settling = self._flushing = False
         self._closing: set[asyncio.Task[None]] = set()
 
     # what rollout calls
@@ -139,7 +138,7 @@ class Dispatch:
             case m.Rejected():
                 entry = next((e for e in self.ledger.held(id) if e.handle == message.handle), None)
                 if entry is not None:
-                    self._rejected(entry.episode.id, message.why)
+                    self._rejected(entry.episode.id, message.why[:WORDS])
             case m.Notice():
                 self._warned(member, message)
             case m.Left():
@@ -152,6 +151,7 @@ class Dispatch:
         member.made += taken.accepted
         if self.journal is not None and taken.accepted:
             self.journal.made(frame, None if taken.whole else taken.rows)
+            self._flush_soon()
         if taken.dropped:
             self._tell(member.id, m.Cancel(handles=tuple(taken.dropped)))
         for id in taken.turns:
@@ -204,6 +204,7 @@ class Dispatch:
         self._soon()
 
     def _warned(self, member: Member, notice: m.Notice) -> None:
+        source, detail = notice.source[:WORDS], notice.detail[:WORDS]
         left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
         loop = asyncio.get_running_loop()
         at_s, timer = loop.time() + max(0.0, left - LEAVE_S), self._timers.get(member.id)
@@ -212,10 +213,8 @@ class Dispatch:
                 return
             timer.cancel()  # it is sooner than was said
         else:
-            self.members.move(member.id, State.DRAINING, f"{notice.source}: {notice.detail}")
-        self._events.instant(
-            "worker_warned", worker=member.id, source=notice.source, left_s=notice.left_s, detail=notice.detail
-        )
+            self.members.move(member.id, State.DRAINING, f"{source}: {detail}")
+        self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
         self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
         self._soon()
 
@@ -279,8 +278,6 @@ class Dispatch:
                     self._lose(change.id, change.why)
                 else:
                     self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
-            if self.journal is not None:
-                self.journal.flush()  # tokens of turns that take long: killed now, this is all that is made again
             if self.ledger.queue:
                 self._soon()  # what was held back for a worker that takes too long
             now = loop.time()
@@ -290,6 +287,17 @@ class Dispatch:
                 told_s = now
                 self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - manned_s)
             await asyncio.sleep(tick_s)
+
+    def _flush_soon(self) -> None:
+        """Once per round of the event loop: a controller killed in between loses the frames of that round at most."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self.journal is not None:
+            self.journal.flush()
 
     # giving out
 
@@ -344,7 +352,7 @@ class Dispatch:
         for worker, entries in by_worker.items():
             if self.journal is not None:
                 self.journal.assigned({e.handle: e.episode.id for e in entries})
-            for work in _frames(entries):
+            for work in frames(entries):
                 self._tell(worker, m.Assign(work=work))
 
     def _give_back(self, worker: str, entries: list[Entry]) -> None:
@@ -370,24 +378,3 @@ class Dispatch:
                 await link.send(await outbox.get())
         except LinkClosed as e:
             self._lose(id, f"link closed ({e})")
-
-
-def _frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
-    """Work in frames that are well within what a link takes, however long the prompts are."""
-    frame: list[m.Work] = []
-    size = 0
-    for work in map(_work, entries):
-        if frame and size + len(work.prompt) > ASSIGN_BYTES:
-            yield tuple(frame)
-            frame, size = [], 0
-        frame.append(work)
-        size += len(work.prompt)
-    yield tuple(frame)
-
-
-def _work(entry: Entry) -> m.Work:
-    r = entry.episode.request()
-    return m.Work(
-        handle=entry.handle, prompt=array("I", r.prompt).tobytes(), position=r.position, seed=r.seed,
-        max_tokens=r.max_tokens, sampling=r.sampling, stop=tuple(r.stop),
-    )  # fmt: skip

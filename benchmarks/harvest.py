@@ -3,11 +3,11 @@
     python benchmarks/harvest.py                              all variants, about a minute each
     python benchmarks/harvest.py --variants colocated,windfall --steps 12 --seed 3
 
-Controller, links, ledger, journal, policies, weight pulls and kills are the product's own, in processes of their own. Two
-cores cannot show a parallel speed-up, so engines and the trainer sleep by a stated service-time model instead of computing
-(windfall.sim): a decode step takes a fixed time and a time per response, a prefill and training a time per token. The trainer's
-machine stands for 8 GPUs, a worker for 2, at RLBoost's prices ($83.79 and $5.32 per hour). Workers come and go by a drawn trace
-(exponential times, stated below); a worker that is down costs nothing.
+Controller, links, ledger, journal, policies, weight pulls and kills are the product's own, in processes of their own.
+Two cores cannot show a parallel speed-up, so engines and the trainer sleep by a stated service-time model instead of
+computing (windfall.sim): a decode step takes a fixed time and a time per response, a prefill and training a time per
+token. The trainer's machine stands for 8 GPUs, a worker for 2, at RLBoost's prices ($83.79 and $5.32 per hour). Workers
+come and go by a drawn trace (exponential times, stated below); a worker that is down costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,9 @@ async def be_worker(url: str, name: str, factor: float) -> int:
     from windfall.weights.pull import Puller
     from windfall.worker.agent import Agent
 
-    service = Service(fixed_s=WORKER.fixed_s * factor, each_s=WORKER.each_s * factor, prefill_s=WORKER.prefill_s * factor)
+    service = Service(
+        fixed_s=WORKER.fixed_s * factor, each_s=WORKER.each_s * factor, prefill_s=WORKER.prefill_s * factor
+    )
     token = os.environ["WINDFALL_TOKEN"]
     return await Agent(
         url, token, name=name, lease=Lease(kind="spot", price_usd_per_h=WORKER_USD_PER_H),
@@ -161,7 +162,7 @@ async def be_worker(url: str, name: str, factor: float) -> int:
 async def run(folder: Path, *, nodes: int, steps: int, seed: int, fleet: str = "", techniques: str = "") -> None:
     folder.mkdir(parents=True)
     recipe = RECIPE.format(steps=steps, fleet=fleet, techniques=techniques)
-    (folder / "recipe.toml").write_text(recipe + f"\n[log]\ntensorboard = false\n")
+    (folder / "recipe.toml").write_text(recipe + "\n")
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
     env = {**os.environ, "WINDFALL_TOKEN": auth.read_token(folder / "token"), "OMP_NUM_THREADS": "1"}
@@ -175,7 +176,9 @@ async def run(folder: Path, *, nodes: int, steps: int, seed: int, fleet: str = "
         name="controller", argv=[sys.executable, "-m", "windfall.cli", "_controller", str(folder)], env=env,
         log=folder / "controller.log",
     )  # fmt: skip
-    trainer = await process.start(name="trainer", argv=[*me, "--trainer", str(folder)], env=env, log=folder / "trainer.log")
+    trainer = await process.start(
+        name="trainer", argv=[*me, "--trainer", str(folder)], env=env, log=folder / "trainer.log"
+    )
     provider = None
     try:
         async with asyncio.timeout(60):
@@ -229,7 +232,7 @@ def main() -> None:
         sys.exit(asyncio.run(be_trainer(options.trainer)))
     if options.worker:
         sys.exit(asyncio.run(be_worker(*options.worker, 1.0)))
-    print(f"{options.nodes} machines, up {UP_S:g} s and down {DOWN_S:g} s on average; {options.steps} steps of 192 responses")
+    print(f"{options.nodes} machines, up {UP_S:g} s, down {DOWN_S:g} s on average; {options.steps} steps of 192")
     print(f"sleeping engines: local {LOCAL}; worker {WORKER}; lengths {LENGTHS}")
     base: dict[str, float] | None = None
     print(f"{'variant':24}{'tok/s':>8}{'x':>7}{'tok/$':>10}{'x':>7}{'step s':>8}{'workers':>8}{'lost':>6}{'moved':>7}")

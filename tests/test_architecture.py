@@ -25,7 +25,7 @@ LAYERS = [
     {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices", "prices", "bill"},
     {"config", "engine", "accounts"},
     {"models", "console", "rollout", "train"},
-    {"controller", "worker"},
+    {"controller", "worker", "sim"},
     {"launch"},
     {"offline", "measure", "top"},
     {"cli"},
@@ -40,6 +40,12 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "rollout/balance.py",
     "rollout/speed.py",
     "rollout/worth.py",
+    "rollout/rebalance.py",
+    "rollout/offload.py",
+    "rollout/giving.py",
+    "sim/service.py",
+    "rollout/work.py",
+    "launch/vigil.py",
     "prices.py",
     "bill.py",
     "accounts.py",
@@ -49,7 +55,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
 ]
 PURE_MAY_IMPORT = {
     "__future__", "array", "collections", "dataclasses", "datetime", "enum", "heapq", "itertools", "math", "msgspec",
-    "numpy", "typing", "xxhash",
+    "numpy", "signal", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = ["cli", "config", "controller", "launch.control", "launch.supervisor", "offline", "top"]
 HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}

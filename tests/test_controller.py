@@ -26,6 +26,9 @@ class World:
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.made = self.restored = self.missing = 0
+        self.over = asyncio.Event()
+        self.writes = 0
+        """Checkpoints."""
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
         self.deaths: list[str] = []
@@ -71,6 +74,15 @@ class World:
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": self._updates - 1 in self.skip}
         return Report(**values), state.step if state else None  # pyright: ignore
 
+    # of the pace: nobody generates here, so training may begin at once
+
+    def begin(self, step: int) -> None:
+        self.over.set()
+
+    def everybody(self) -> None: ...
+    def generated(self) -> None: ...
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
+
     async def connect(self) -> State:
         self.done.append(("connect", self.kept.step))
         return self.kept
@@ -80,6 +92,7 @@ class World:
 
     async def save(self) -> str:
         self._live("save")
+        self.writes += 1
         return "somewhere"
 
     def saved(self, state: State) -> None:
@@ -94,7 +107,7 @@ class World:
         events = EventLog(folder / "events.jsonl")
         self.kept = start or self.kept
         controller = Controller(
-            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, events=events, connect=self.connect,
+            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events, connect=self.connect,
             offer=self.offer, saved=self.saved, micro_tokens=1000,
         )  # fmt: skip
         reached = asyncio.run(controller.run())
@@ -136,7 +149,8 @@ def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:
 def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tuple[int, int]) -> None:
     world = World(mixed, stop_at)
     reached = world.run(tmp_path)
-    assert world.done[-1] == ("save", *saved)
+    assert world.writes == 1
+    assert world.only("save") == []  # the journal stays: it has what was made of the step under way
     assert world.only("offer") == [("offer", n) for n in range(1, saved[0] + 1)]
     assert world.only("eval") == [("eval", 4)]
     assert reached == State(step=saved[0], next_task=saved[1])
@@ -206,3 +220,45 @@ def test_steps_since_the_checkpoint_are_done_again(tmp_path: Path, death: str) -
     assert again.only("eval") == world.only("eval")  # none is made twice
     lost = [e["name"] for e in read(tmp_path / "again" / "events.jsonl")].count("trainer_lost")
     assert lost == 2
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_step_whose_end_was_not_heard_of_is_saved(tmp_path: Path, every: int) -> None:
+    """The link ended during the last Update: the trainer dials again, and has the step."""
+    world = World(mixed)
+    world.deaths = ["update"]
+    at = world.connect
+
+    async def connect() -> State:
+        if world.only("died"):
+            world.kept = State(step=2, next_task=4)
+        return await at()
+
+    world.connect = connect
+    reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": every}, start=State(
+        step=1, next_task=2))  # fmt: skip
+    assert reached == State(step=2, next_task=4)
+    assert world.done[-3:] == [("connect", 2), ("save", 2, 4), ("eval", 4)]
+
+
+def test_evaluation_of_a_step_that_was_lost_is_made_again(tmp_path: Path) -> None:
+    """A resume makes void what was said of later steps."""
+    world = World(mixed)
+    world.deaths = ["accumulate", "accumulate"]
+    first, calls = world.accumulate, [0]
+
+    async def accumulate(samples: Sequence[Any]) -> float:
+        calls[0] += 1  # it dies in steps 2 (of the first life) and 1 (of the second) only
+        if calls[0] in (2, 3):
+            return await first(samples)
+        deaths, world.deaths = world.deaths, []
+        try:
+            return await first(samples)
+        finally:
+            world.deaths = deaths
+
+    world.accumulate = accumulate
+    world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4, "every": 1}, checkpoint={"every": 10})
+    assert len(world.only("died")) == 2
+    assert [e["step"] for e in read(tmp_path / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "eval")] == [
+        0, 1, 1, 2]  # fmt: skip

@@ -1,10 +1,9 @@
-"""The event log: what was written is read back, whatever happened in between, and no reader of it can end a run.
-
-Not covered: a disk that is full.
-"""
+"""The event log: what was written is read back, whatever happened in between, and no reader of it can end a run."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from windfall.errors import WindfallError
 from windfall.events import Event, EventLog, read, tensorboard
 
 
@@ -160,3 +160,34 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     board.Reload()
     assert board.Tags()["scalars"] == ["step/reward"]
     assert [(s.step, s.value) for s in board.Scalars("step/reward")] == [(1, 0.25), (3, 0.75)]
+
+
+class FullDisk(io.StringIO):
+    """Takes what is written, and has no room for it."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_is_an_error_that_names_the_file(path: Path) -> None:
+    log = EventLog(path)
+    told: list[WindfallError] = []
+    log.failed = told.append
+    log.instant("a")
+    log._file.close()
+    log._file = FullDisk()  # pyright: ignore
+    with pytest.raises(WindfallError, match="No space left on device") as caught:
+        log.instant("b")
+    assert caught.value.where == str(path)
+    assert told == [caught.value]
+    log.instant("c")  # the run is ending: that it cannot be logged is no second error
+    log._file.close = FullDisk().flush
+    log.close()
+    assert [e["name"] for e in read(path)] == ["a"]
+
+
+def test_log_that_cannot_be_made_names_the_file(path: Path) -> None:
+    path.parent.write_text("not a folder")
+    with pytest.raises(WindfallError, match="cannot write the event log") as caught:
+        EventLog(path)
+    assert caught.value.where == str(path)

@@ -1,5 +1,5 @@
 """A run that starts no worker of its own, over TLS: strangers are refused, workers join by hand, one is killed, another
-is asked to leave, and the run ends. Real processes and real sockets; what the fleet looks like is read by `windfall top`.
+is asked to leave, and the run ends. Real processes and real sockets; `windfall top` shows what the fleet looked like.
 """
 
 from __future__ import annotations

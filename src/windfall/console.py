@@ -98,9 +98,13 @@ class Console:
     def say(self, line: str) -> None:
         self._out.print(f"[yellow]{escape(line)}[/]")
 
-    def join(self, url: str, token: str) -> None:
-        """Said once, at the start."""
-        self._out.print(f"join from anywhere: {_command()} worker --join {escape(url)} --token {escape(token)}")
+    def join(self, url: str, token: str, *, everywhere: bool = False, ca: Path | None = None) -> None:
+        """Said once, at the start. `everywhere`: other machines may dial."""
+        trust = f" --tls-ca {_argument(ca)}" if ca else ""
+        said = f"{_command()} worker --join {escape(url)} --token {_argument(token)}{trust}"
+        self._out.print(f"join from {'anywhere' if everywhere else 'this machine'}: {said}")
+        if everywhere:
+            self._out.print("  (a worker must reach the weights' port, too: fleet.weights_port sets it)")
 
     def _line(self, e: Event) -> str:
         reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
@@ -114,7 +118,8 @@ class Console:
         )
 
     def summary(self, *, finished: bool) -> None:
-        events = read(self._folder / "events.jsonl")
+        path = self._folder / "events.jsonl"
+        events = read(path) if path.is_file() else []  # it may have been stopped before there was anything to log
         prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
         for line in summarise(events, self._folder, finished=finished, prompt=prompt):
             self._out.print(line)

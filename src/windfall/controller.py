@@ -139,7 +139,7 @@ class Controller:
 
     async def _stop(self) -> State:
         try:
-            await self._save()
+            await self._write()  # the journal stays: it has what was made of the step that is given up
         except TrainerLost as e:  # the last checkpoint and the journal hold all there is
             self.events.instant("trainer_lost", step=self.state.step, why=str(e))
         self.events.instant("stopped", step=self.state.step)
@@ -263,9 +263,12 @@ class Controller:
         self.evaluated.add(step)
 
     async def _save(self) -> None:
+        await self._write()
+        self.saved(self.state)
+
+    async def _write(self) -> None:
         with self.events.span("checkpoint", step=self.state.step) as span:
             span["path"] = await self.trainer.save()
-        self.saved(self.state)
 
     def _tell(self, step: int, batch: Batch, reports: list[Report], took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]

@@ -3,7 +3,7 @@
 - time: PROVE_S after he came he is cut off, whatever he has sent so far (with TLS, so long again for its handshake);
 - places: there are `most` of them. Whoever comes when all are taken gets the place of the one who has waited longest
   among those of the busiest address, so that a crowd from one machine keeps nobody else out;
-- bytes: as many as `bound` said, all frames together.
+- bytes: as many as `bound` says, all frames together.
 
 Who has proved himself is passed on to what stands behind the port, and costs nothing more. A process that is out of
 file descriptors says so now and then, not for each connection that it cannot take.
@@ -27,6 +27,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 PROVE_S = 20.0
 STRANGERS = 256
+HEAD_BYTES = 8 << 10
+"""Of a request with all its headers, about."""
 SAID_EVERY_S = 60.0
 FILES = 1 << 20
 
@@ -62,10 +64,12 @@ class Door:
             stranger.transport.set_protocol(stranger.inner)
 
     def bound(self, transport: asyncio.BaseTransport | None, most_bytes: int, over: Callable[[], object]) -> None:
-        """Until this one is known, so many bytes from now on. Those that are more go nowhere, and `over` is called."""
+        """Until this one is known, so many bytes after its request. What is more goes nowhere, and `over` is called."""
         stranger = self._strangers.get(transport) if transport else None
         if stranger is not None:
-            stranger.left_bytes, stranger.over = most_bytes, over
+            stranger.most_bytes, stranger.over = HEAD_BYTES + most_bytes, over
+            if stranger.came_bytes > stranger.most_bytes:  # right behind the request
+                over()
 
     def close(self) -> None:
         """Nobody else comes in. Those who are in are the business of what stands behind."""
@@ -92,7 +96,7 @@ class _Stranger(asyncio.Protocol):
     def __init__(self, door: Door, inner: Any) -> None:
         self.inner, self._door = inner, door
         self.address = "?"
-        self.left_bytes: int | None = None
+        self.came_bytes, self.most_bytes = 0, 1 << 62
         self.over: Callable[[], object] = lambda: None
         self.done: Callable[[], None] = lambda: None
         """Stops the clock."""
@@ -110,14 +114,11 @@ class _Stranger(asyncio.Protocol):
         self.inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.left_bytes is not None:
-            if self.left_bytes < 0:
-                return
-            self.left_bytes -= len(data)
-            if self.left_bytes < 0:
-                self.over()
-                return
-        self.inner.data_received(data)
+        self.came_bytes += len(data)
+        if self.came_bytes > self.most_bytes:
+            self.over()
+        else:
+            self.inner.data_received(data)
 
     def eof_received(self) -> bool | None:
         return self.inner.eof_received()
@@ -174,6 +175,8 @@ def _say_rarely(loop: asyncio.AbstractEventLoop) -> None:
                 said_s = time.monotonic()
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                 log.error("%s: connections wait. This process may have %d files open: ulimit -n", error.strerror, limit)
+        elif isinstance(error, ValueError) and "._start_serving(" in context.get("message", ""):
+            pass  # it wanted to try again, hundreds of times, and the port was closed meanwhile
         elif before is not None:
             before(loop, context)
         else:

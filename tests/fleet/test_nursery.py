@@ -6,6 +6,7 @@ The workers here run small pieces of code. Torch in a forked worker is what `pyt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -195,8 +196,8 @@ def test_a_request_cancelled_as_its_answer_comes_leaves_no_worker(within: Callab
         time.sleep(0.1)  # now the answer lies in the socket
         loop = asyncio.get_running_loop()
         loop.call_later(0, lambda: loop.call_soon(request.cancel))
-        with pytest.raises(asyncio.CancelledError):
-            await request
+        with contextlib.suppress(asyncio.CancelledError):
+            (await request).kill()  # the answer was quicker than the cancel: then it is whoever asked that has it
         while children.read_text():
             await asyncio.sleep(0.01)
 
@@ -319,3 +320,41 @@ def test_killing_supervisor_and_nursery_at_once_ends_the_workers(
     assert gone([nursery, *workers])
     supervisor.kill()
     supervisor.wait()
+
+
+def test_a_nursery_that_stands_still_is_killed_and_started_again(
+    within: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gone: Callable[..., bool]
+) -> None:
+    monkeypatch.setattr("windfall.fleet.nursery.PING_S", 0.05)
+
+    async def test(nursery: Nursery, start: Start) -> None:
+        worker = await start("a", SLEEP)
+        await asyncio.sleep(0.6)  # more pings than may stay without an answer
+        first = nursery.pid
+        assert first is not None
+        assert worker.running
+        os.kill(first, signal.SIGSTOP)
+        assert await worker.wait() == -signal.SIGKILL
+        assert gone([first, worker.pid])
+        assert await (await start("a", "pass")).wait() == 0
+
+    within(test)
+
+
+def test_a_fork_that_takes_too_long_is_an_oserror_and_can_be_asked_for_again(
+    within: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windfall.fleet.nursery.FORK_TIMEOUT_S", 0.2)
+
+    async def test(nursery: Nursery, start: Start) -> None:
+        await nursery.ready()
+        assert nursery.pid is not None
+        os.kill(nursery.pid, signal.SIGSTOP)
+        with pytest.raises(OSError, match="to fork a"):
+            await start("a", SLEEP)
+        monkeypatch.setattr("windfall.fleet.nursery.FORK_TIMEOUT_S", 10.0)
+        while nursery.pid is not None:
+            await asyncio.sleep(0.01)
+        assert await (await start("a", "pass")).wait() == 0
+
+    within(test)

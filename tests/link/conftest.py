@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from windfall import listening
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -18,6 +19,7 @@ from windfall.link.memory import pair
 from windfall.link.socket import Dialler, Port, Route, SocketLink
 
 RUN, TOKEN, MODEL = "demo", "a-token-for-the-tests-of-links", "model-1"
+SECRET = "a-secret-that-only-the-trainer-has"
 ANY = m.FromWorker | m.ToWorker
 
 
@@ -75,11 +77,15 @@ def sockets() -> Callable[[], Any]:
 class Door:
     """A gate on a real port. What it logs is in `logged`, what those inside say in `heard`."""
 
-    def __init__(self, most_workers: int = 8, log: Callable[..., None] | None = None) -> None:
+    def __init__(
+        self, most_workers: int = 8, log: Callable[..., None] | None = None, most_bytes: int = 1 << 16, **strangers: Any
+    ) -> None:
+        """`strangers`: what is allowed them, for listening.Door."""
+        self._most_bytes, self._door = most_bytes, listening.Door(**strangers)
         self.logged: list[dict[str, Any]] = []
         self.heard: dict[str, list[Any]] = {}
         self.inside: dict[str, Link] = {}
-        self.gate = Gate(RUN, TOKEN, log=log or self._log, most_workers=most_workers)
+        self.gate = Gate(RUN, TOKEN, log=log or self._log, most_workers=most_workers, trainer_secret=SECRET)
         self.gate.terms = Terms(model=MODEL, engine=engine(), heartbeat_s=1.0, stalled_s=60.0)
 
     def _log(self, name: str, **fields: Any) -> None:
@@ -92,14 +98,24 @@ class Door:
         while True:
             said.append(await link.receive())
 
+    async def attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
+        self.inside["trainer"] = link
+        while True:
+            self.heard.setdefault("trainer", []).append(await link.receive())
+
     @contextlib.asynccontextmanager
     async def open(self, ssl: Any = None) -> AsyncIterator[Door]:
         routes = {
             "/worker": Route(
-                receives=m.FromWorker, most_bytes=1 << 16, attend=lambda link: self.gate.worker(link, self.attend)
-            )
-        }
-        port = Port("127.0.0.1", 0, routes, ssl)
+                receives=m.FromWorker, most_bytes=self._most_bytes,
+                attend=lambda link: self.gate.worker(link, self.attend),
+            ),
+            "/trainer": Route(
+                receives=m.FromTrainer, most_bytes=self._most_bytes, here_only=True,
+                attend=lambda link: self.gate.trainer(link, self.attend_trainer),
+            ),
+        }  # fmt: skip
+        port = Port("127.0.0.1", 0, routes, ssl, self._door)
         await port.open()
         self.url = f"{'https' if ssl else 'http'}://127.0.0.1:{port.port}"
         self._dialler = Dialler(self.url, "/worker", m.ToWorker, ssl=None)

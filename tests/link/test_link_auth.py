@@ -36,6 +36,14 @@ def test_the_token_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
     assert auth.make_token(tmp_path / "another") != token
 
 
+def test_two_processes_make_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one made it between our look and our making."""
+    path = tmp_path / "token"
+    made = auth.make_token(path)
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    assert auth.make_token(path) == made
+
+
 def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="cannot be read"):
         auth.read_token(tmp_path / "token")
@@ -196,6 +204,86 @@ def test_a_worker_joins_over_tls_with_the_certificate_only(door: Door, certifica
     asyncio.run(run())
 
 
+class Chain:
+    """A root, what it issued, and a certificate for 127.0.0.1 that was issued by that."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._issue("root", None, "CA:TRUE")
+        self._issue("middle", "root", "CA:TRUE")
+        self._issue("leaf", "middle", "CA:FALSE", "subjectAltName=IP:127.0.0.1")
+        self._issue("sibling", "middle", "CA:FALSE", "subjectAltName=IP:127.0.0.1")
+        for leaf in ("leaf", "sibling"):
+            (folder / f"{leaf}-chain.pem").write_text(self.pem(leaf).read_text() + self.pem("middle").read_text())
+
+    def pem(self, name: str) -> Path:
+        return self.folder / f"{name}.pem"
+
+    def fleet(self, leaf: str = "leaf") -> Fleet:
+        """The server shows the whole chain, as one with a bought certificate does."""
+        return Fleet(tls_cert=self.pem(f"{leaf}-chain"), tls_key=self.folder / f"{leaf}.key")
+
+    def _issue(self, name: str, by: str | None, *extensions: str) -> None:
+        kind, rest = extensions[0], extensions[1:]
+        at = self.folder / name
+        said = "\n".join((f"basicConstraints=critical,{kind}", *rest))
+        at.with_suffix(".ext").write_text(said)
+        new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}"]
+        self._run("req", *new, "-keyout", f"{at}.key", "-out", f"{at}.csr")
+        signer = ["-signkey", f"{at}.key"] if by is None else [
+            "-CA", str(self.pem(by)), "-CAkey", f"{self.folder / by}.key", "-CAcreateserial"]  # fmt: skip
+        self._run("x509", "-req", "-in", f"{at}.csr", *signer, "-days", "2", "-extfile", f"{at}.ext", "-out",
+                  str(self.pem(name)))  # fmt: skip
+
+    def _run(self, *args: str) -> None:
+        subprocess.run(["openssl", *args], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl command")
+    return Chain(tmp_path_factory.mktemp("chain"))
+
+
+def test_a_certificate_that_somebody_issued_can_be_pinned(door: Door, chain: Chain) -> None:
+    async def joins(url: str, **trust: Any) -> bool:
+        agent, said = worker(url, ssl=security.dialling(url, **trust), patience_s=0.0)
+        code = await agent.run()
+        assert (code == 3) == ("built: so it was let in" in "".join(said)), said
+        return code == 3
+
+    async def run() -> None:
+        async with door().open(ssl=security.serving(chain.fleet())) as d:
+            by_name = d.url.replace("127.0.0.1", "localhost")
+            assert await joins(by_name, pinned=chain.pem("leaf"))
+            assert await joins(by_name, pinned=chain.pem("leaf-chain")), "with its issuer behind it"
+            for ca in ("root", "middle", "leaf", "leaf-chain"):
+                assert await joins(d.url, ca=chain.pem(ca)), ca
+                assert not await joins(by_name, ca=chain.pem(ca)), "the certificate is for another name"
+            assert not await joins(d.url, ca=chain.pem("sibling"))
+        async with door().open(ssl=security.serving(chain.fleet("sibling"))) as d:
+            for pinned in ("leaf", "leaf-chain"):
+                assert not await joins(d.url, pinned=chain.pem(pinned)), "another certificate of the same issuer"
+            assert await joins(d.url, pinned=chain.pem("sibling-chain"))
+
+    asyncio.run(run())
+
+
+def test_a_ca_is_trusted_besides_those_of_the_system(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(chain.pem("root")))  # as the system's
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+
+    def trusted(**given: Any) -> set[str]:
+        context = security.dialling("https://127.0.0.1", **given)
+        assert context is not None
+        return {dict(pair[0] for pair in c["subject"])["commonName"] for c in context.get_ca_certs()}  # type: ignore
+
+    assert "root" in trusted()
+    assert {"root", "middle"} <= trusted(ca=chain.pem("middle"))
+    assert "root" not in trusted(pinned=chain.pem("leaf-chain"))
+
+
 def test_certificates_that_cannot_be_used_are_refused(certificate: Fleet, tmp_path: Path) -> None:
     assert certificate.tls_cert is not None
     wrong = tmp_path / "wrong.pem"
@@ -203,7 +291,8 @@ def test_certificates_that_cannot_be_used_are_refused(certificate: Fleet, tmp_pa
     with pytest.raises(WindfallError, match="cannot be used") as caught:
         security.serving(Fleet(tls_cert=certificate.tls_cert, tls_key=wrong))
     assert str(wrong) in caught.value.where
-    with pytest.raises(WindfallError, match="cannot be used"):
-        security.dialling("https://127.0.0.1", ca=wrong)
+    for trust in ({"ca": wrong}, {"pinned": wrong}, {"ca": tmp_path / "none"}, {"pinned": tmp_path / "none"}):
+        with pytest.raises(WindfallError, match="cannot be used"):
+            security.dialling("https://127.0.0.1", **trust)
     assert security.dialling("http://127.0.0.1", ca=wrong) is None
     assert security.serving(Fleet()) is None

@@ -88,6 +88,7 @@ STRANGERS: dict[str, tuple[Callable[[Door], Awaitable[str]], str]] = {
     "the nonce of another": (lambda d: says(d, lambda c: d.hello(c, nonce=b"n" * 32)), "wrong token"),
     "the challenge as its own nonce": (lambda d: says(d, lambda c: d.hello(c, nonce=c.nonce)), "wrong token"),
     "replayed": (replayed, "another challenge"),
+    "a long region": (lambda d: says(d, lambda c: d.hello(c, lease=Lease(region="r" * 129))), "128 characters"),
     "wrong protocol": (lambda d: says(d, lambda c: d.hello(c, protocol=99)), "protocol 99, this run speaks 1"),
     "wrong model": (lambda d: says(d, lambda c: d.hello(c, model="model-2")), "trains model model-1, this worker has"),
     "no name": (lambda d: says(d, lambda c: d.hello(c, name="")), "name is 1 to 64"),
@@ -281,8 +282,10 @@ def test_the_token_is_in_no_event_and_on_no_wire(door: Door, tmp_path: Path) -> 
     assert b"a-wrong-token" not in shown
 
 
-def test_a_trainer_needs_the_token_too(door: Door) -> None:
-    async def meet(token: str, said: str) -> bool:
+def test_a_trainer_needs_its_own_secret(door: Door) -> None:
+    """Whoever has the workers' token must not be able to say what the run's weights are."""
+
+    async def meet(secret: str, said: str) -> bool:
         ours, theirs = pair()
         let_in = asyncio.Event()
 
@@ -293,16 +296,38 @@ def test_a_trainer_needs_the_token_too(door: Door) -> None:
         meeting = asyncio.create_task(d.gate.trainer(ours, attend))
         challenge: Any = await theirs.receive()
         nonce = auth.nonce()
-        proof = auth.proof(token, said, challenge.run, challenge.nonce, nonce)
+        proof = auth.proof(secret, said, challenge.run, challenge.nonce, nonce)
         await theirs.send(trainer_hello(d, nonce, proof))
+        answer: Any = await theirs.receive()
         await meeting
+        if let_in.is_set():
+            proof = auth.proof(secret, "trainer welcome", challenge.run, challenge.nonce, nonce)
+            assert answer == m.TrainerWelcome(proof=proof)
+        else:
+            assert isinstance(answer, m.Refused)
+            assert not answer.again
         assert let_in.is_set() or len(d.logged) == 1
         return let_in.is_set()
 
-    token = "a-token-for-the-tests-of-links"
-    assert asyncio.run(meet(token, "trainer"))
-    assert not asyncio.run(meet(token, "hello")), "a worker's proof is no trainer's"
+    secret = "a-secret-that-only-the-trainer-has"
+    assert asyncio.run(meet(secret, "trainer"))
+    assert not asyncio.run(meet(secret, "hello")), "a worker's proof is no trainer's"
     assert not asyncio.run(meet("another", "trainer"))
+    assert not asyncio.run(meet("a-token-for-the-tests-of-links", "trainer")), "a worker passes for the trainer"
+
+
+def test_a_gate_without_a_secret_lets_no_trainer_in() -> None:
+    async def run() -> None:
+        ours, theirs = pair()
+
+        async def attend(link: object, hello: object) -> None:
+            raise AssertionError
+
+        alone = gate.Gate("demo", "a-token-for-the-tests-of-links", log=lambda *_, **__: None, most_workers=1)
+        await alone.trainer(ours, attend)
+        assert isinstance(await theirs.receive(), m.Refused)
+
+    asyncio.run(run())
 
 
 def test_bad_frames_are_links_that_end() -> None:

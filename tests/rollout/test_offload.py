@@ -57,7 +57,9 @@ rates = st.floats(50, 5000)
 
 @settings(deadline=None, max_examples=200)
 @given(tokens=st.floats(1e3, 1e5), local=rates, train=rates, rate=rates, pull=st.floats(0, 0.2))
-def test_computed_seed_is_the_best_there_is(tokens: float, local: float, train: float, rate: float, pull: float) -> None:
+def test_computed_seed_is_the_best_there_is(
+    tokens: float, local: float, train: float, rate: float, pull: float
+) -> None:
     machine = Machine(tokens=tokens, local=local, train=train, pull_s=pull * tokens / local)
     reached = settle(Predict(), machine, rate, 2, steps=12)[-1]
     best = min(machine.run(tokens / local * k / 400, rate, 2)[0] for k in range(401))
@@ -77,7 +79,9 @@ def test_a_change_of_the_fleet_is_answered_at_once() -> None:
 @pytest.mark.parametrize("policy", [Feedback(first_s=3.0), Predict()], ids=["feedback", "predict"])
 def test_nobody_else_means_no_end(policy: Offload) -> None:
     assert policy.plan(None, Others(workers=0, tok_per_s=0)).seed_s == math.inf
-    last = Measured(tokens=100, seed_s=2, local_tokens=50, train_s=1, train_wait_s=0, remote_wait_s=0, remote_s=3, workers=2)
+    last = Measured(
+        tokens=100, seed_s=2, local_tokens=50, train_s=1, train_wait_s=0, remote_wait_s=0, remote_s=3, workers=2
+    )
     assert policy.plan(last, Others(workers=0, tok_per_s=0)).seed_s == math.inf
 
 

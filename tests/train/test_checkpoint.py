@@ -27,14 +27,16 @@ name = "r"
 steps = 7
 threads = 1
 deterministic = true
-{extra}
+[env]
+name = "guess"  # several turns
 [rollout]
 groups = 3
 group_size = 4
 max_tokens = 40
 [train]
 lr = 1e-3
-{train}
+minibatches = 3
+schedule = "cosine"
 [checkpoint]
 every = 2
 [eval]
@@ -119,16 +121,11 @@ def weights(run: Path) -> str:
     return hashlib.sha256((checkpoint.latest(run) / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("extra", "train"),
-    [("[env]\nname = 'guess'", ""), ("", "minibatches = 3\nschedule = 'cosine'")],
-    ids=["several-turns", "minibatches"],
-)
-def test_killed_at_any_moment_and_resumed_ends_with_the_same_weights(tmp_path: Path, extra: str, train: str) -> None:
+def test_killed_at_any_moment_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
     """kill -9 of the supervisor after the start, in the middle of steps, around checkpoints, which takes everything
     with it; each time `windfall resume` goes on."""
     recipe = tmp_path / "r.toml"
-    recipe.write_text(RECIPE.format(extra=extra, train=train))
+    recipe.write_text(RECIPE)
     assert windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/whole").wait(120) == 0
     run = tmp_path / "killed" / "r"
     process = windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/killed")

@@ -6,12 +6,17 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
+from windfall.errors import WindfallError
 from windfall.link import messages as m
+from windfall.link.base import TooLarge
 from windfall.link.memory import MemoryLink, pair
+from windfall.train import remote
 from windfall.train.base import TrainerLost
 from windfall.train.remote import RemoteTrainer
+from windfall.train.sample import Sample
 
 ENGINE = m.Engine(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=True,
@@ -91,6 +96,75 @@ def test_lost_while_it_is_waited_for() -> None:
             await asking
         with pytest.raises(TrainerLost, match="no trainer"):
             await trainer.save()
+        await attending
+
+    run(story())
+
+
+def sample(tokens: int, mark: float = 0.0) -> Sample:
+    ids = tuple(range(200_000, 200_000 + tokens))
+    return Sample(
+        ids=ids, targets=tuple(range(1, tokens)), behaviour=np.full(tokens - 1, -0.5), advantage=mark, limit=9,
+        old=np.full(tokens - 1, -0.5),
+    )  # fmt: skip
+
+
+def test_a_large_batch_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FRAME_BYTES", 1 << 16)
+    samples = [sample(n, mark) for mark, n in enumerate((700, 900, 1500, 20, 20, 5000, 30))]
+    frames: list[Any] = []
+
+    async def play(link: MemoryLink) -> None:
+        while True:
+            order: Any = await link.receive()
+            frames.append(order)
+            if isinstance(order, m.Prepare):
+                await link.send(m.Prepared(old=tuple(np.full(3, float(s.advantage)).tobytes() for s in order.samples)))
+            else:
+                await link.send(m.Done(s=0.5))
+
+    async def story() -> None:
+        trainer = RemoteTrainer()
+        link, attending = dial(trainer, 3)
+        await trainer.connected(5)
+        playing = asyncio.create_task(play(link))
+        took_s = await trainer.accumulate(samples)
+        assert took_s == 0.5 * len(frames)
+        assert len(frames) > 2
+        assert [s.advantage for f in frames for s in f.samples] == list(range(7))
+        sizes = [len(m.encode(f)) for f in frames]
+        alone = len(m.encode(m.Accumulate(samples=(remote.pack(samples[5]),))))
+        assert all(size < 1 << 16 for size in sizes if size != alone), sizes
+        frames.clear()
+        prepared = await trainer.prepare(samples)
+        assert len(frames) > 2
+        assert [s.old[0] for s in prepared if s.old is not None] == list(range(7))
+        frames.clear()
+        await trainer.accumulate([])
+        assert frames == [m.Accumulate(samples=())]
+        playing.cancel()
+        await link.close()
+        await attending
+
+    run(story())
+
+
+def test_a_sample_that_no_frame_holds_ends_the_run_with_a_reason() -> None:
+    """Not as a lost trainer: the next one could not be told either, and the run would try for ever."""
+
+    async def story() -> None:
+        trainer = RemoteTrainer()
+        ours, _ = pair()
+        attending = asyncio.create_task(trainer.attend(ours, hello(1)))
+        await trainer.connected(5)
+
+        async def send(message: object) -> None:
+            raise TooLarge("an Accumulate of 300,000,000 bytes")
+
+        ours.send = send  # type: ignore[method-assign]
+        with pytest.raises(WindfallError, match="an Accumulate of 300,000,000 bytes"):
+            await trainer.accumulate([sample(4)])
+        await ours.close()
         await attending
 
     run(story())

@@ -4,6 +4,13 @@
 
 It ends with status 0 when the run is finished or was stopped, 2 after an error that a person can put right. Killed, it
 is started again and goes on from its journal: workers and trainer dial again by themselves.
+
+    run ─┬─ _run         the trainer, then the loop     until the run is finished or stopped
+         ├─ watch        of dispatch                    for ever
+         ├─ _snapshots   fleet.json                     for ever
+         └─ _broken      a write that failed            whoever wrote: its error ends the run
+
+The first of them to end ends the others; nothing here fails unseen.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +45,7 @@ from windfall.rollout.dispatch import Dispatch, Offer
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
+from windfall.rollout.members import State as Stage
 from windfall.rollout.seeding import Seeding
 from windfall.text import Text
 from windfall.train.base import TrainerLost
@@ -49,22 +58,24 @@ TRAINER_HELLO_BYTES = 1 << 20
 """Its Hello has the model's whole configuration."""
 SNAPSHOT_S = 1.0
 TICK_S = 0.1
+SNAPSHOT_TRIES = 10
+"""In a row. Less than the supervisor takes for a sign that we are frozen."""
+GONE_TOLD = 50
+"""Of the workers that are gone, so many are in a snapshot."""
 
 
 def main(folder: Path) -> int:
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "controller", timeout_s=10.0):
         again = (folder / "events.jsonl").is_file()
-        events = EventLog(folder / "events.jsonl")
-        if recipe.log.tensorboard:
-            events.attach(tensorboard(folder / "tensorboard"))
         try:
-            asyncio.run(Control(recipe, folder, events, again).run())
+            with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
+                if recipe.log.tensorboard:
+                    events.attach(tensorboard(folder / "tensorboard"))
+                asyncio.run(Control(recipe, folder, events, again).run())
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
-        finally:
-            events.close()
     return 0
 
 
@@ -94,30 +105,42 @@ class Control:
         self._stop = asyncio.Event()
         self._counted: dict[str, int] = {}
         self._state = State(step=0, next_task=0)
+        self._error: WindfallError | None = None
+        self._failed = asyncio.Event()
+        self.journal.failed = events.failed = self._fail
         self._end: dict[str, Any] | None = None
         """The log's last word; none when the run ends by an error."""
 
     async def run(self) -> None:
         port = await self._listen()
-        env = envs.make(self.recipe.env, self.recipe.run.seed)
-        tasks = [asyncio.create_task(self.dispatch.watch()), asyncio.create_task(self._snapshots()),
-                 asyncio.create_task(self._tick())]  # fmt: skip
         try:
+            env = envs.make(self.recipe.env, self.recipe.run.seed)
             with self._signals():
-                hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))
-                text = Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
-                self._announce(hello)
-                await self._loop(env, text, hello.micro_tokens)
+                await first(self._run(env), self.dispatch.watch(), self._snapshots(), self._tick(), self._broken())
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self._send_all_away()
             await port.close()
+            with contextlib.suppress(OSError):  # the disk is full: that is being said already, or matters to nobody
+                self._snapshot(ended=True)
             self.journal.close()
-            self._snapshot(ended=True)
             if self._end is not None:
                 self.events.instant("end", **self._end)
+
+    async def _run(self, env: Any) -> None:
+        hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))
+        text = Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
+        self._announce(hello)
+        await self._loop(env, text, hello.micro_tokens)
+
+    def _fail(self, error: WindfallError) -> None:
+        """Something was not written. Whoever wrote it may be a worker's link or a callback: it is raised here, too."""
+        self._error = self._error or error
+        self._failed.set()
+
+    async def _broken(self) -> None:
+        await self._failed.wait()
+        assert self._error is not None
+        raise self._error
 
     async def _loop(self, env: Any, text: Text, micro_tokens: int) -> None:
         recipe = self.recipe
@@ -145,7 +168,11 @@ class Control:
         self._again = True
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
         assert self.rollout is not None, "connected before there is a loop"
-        self.rollout.past = self.journal.begin(hello.step)
+        self.journal.close()
+        found = await asyncio.to_thread(self.journal.find)  # seconds for a long one; workers must be heard meanwhile
+        if self.trainer.hello is not hello:
+            raise TrainerLost("it went away, or another has taken its place")
+        self.rollout.past = self.journal.begin(hello.step, found)
         self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
         self.gate.terms = Terms(model=hello.model, engine=hello.engine, heartbeat_s=self.recipe.fleet.heartbeat_s,
                                 stalled_s=self.recipe.fleet.stalled_s)  # fmt: skip
@@ -237,13 +264,23 @@ class Control:
             self.seeding.tick()
 
     async def _snapshots(self) -> None:
+        failed, path = 0, self.folder / "fleet.json"
         while True:
-            self._snapshot()
+            try:
+                self._snapshot()
+                failed = 0
+            except OSError as e:
+                failed += 1  # the run does not need it, and the next may work
+                if failed == SNAPSHOT_TRIES:
+                    fix = "Make room, or make it writable; then go on with `windfall resume`."
+                    raise WindfallError(f"cannot write: {e.strerror or e}", where=str(path), fix=fix) from e
             await asyncio.sleep(SNAPSHOT_S)
 
     def _snapshot(self, ended: bool = False) -> None:
         """fleet.json: the fleet as it is, for `windfall top`; and a sign of life for the supervisor."""
         now, ledger = asyncio.get_running_loop().time(), self.dispatch.ledger
+        members = list(self.dispatch.members.all.values())
+        told = {w.id for w in [w for w in members if w.state is Stage.GONE][-GONE_TOLD:]}
         workers = [
             {
                 "worker": w.id, "kind": w.lease.kind, "device": w.lease.device, "region": w.lease.region,
@@ -251,10 +288,12 @@ class Control:
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
                 "tok_per_s": w.tok_per_s, "made": w.made, "moved": w.moved, "age_s": now - w.joined_s, "why": w.why,
             }
-            for w in self.dispatch.members.all.values()
+            for w in members
+            if w.state is not Stage.GONE or w.id in told
         ]  # fmt: skip
         said = {
-            "t": time.time(), "run": self.recipe.run.name, "step": self._state.step, "steps": self.recipe.run.steps,
+            "t": time.time(), "pid": os.getpid(), "run": self.recipe.run.name,
+            "step": self._state.step, "steps": self.recipe.run.steps,
             "version": self.dispatch.offer.version if self.dispatch.offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self.dispatch.members.lost,
             "counts": asdict(ledger.counts), "workers": workers,
@@ -301,3 +340,16 @@ class Control:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+
+async def first(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Until the first of them ends, or fails; the others are then cancelled, and waited for."""
+    tasks = [asyncio.create_task(c) for c in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -103,6 +103,13 @@ def _lock(folder: Path, role: str) -> Path:
     return folder / f".{role or 'run'}.lock"
 
 
+def keep_newest(folder: Path, most: int, spare: set[str]) -> None:
+    """Of the files in it, without those to be spared, only the newest so many are kept."""
+    files = sorted((p for p in folder.iterdir() if p.name not in spare), key=lambda p: p.stat().st_mtime)
+    for path in files[: max(0, len(files) - most)]:
+        path.unlink(missing_ok=True)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """None: it is not there, or not yet."""
     try:

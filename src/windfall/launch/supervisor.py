@@ -5,6 +5,8 @@
                                                  └─ workers    local, or by a trace: their providers' business
 
 All of them end with the supervisor, however it ends (see fleet/guard.py). What it shows, it reads from the event log.
+
+Ctrl-C or SIGTERM: the run stops and saves, and nothing is started any more. Once more: everything is killed at once.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from windfall import algorithms, envs, models
 from windfall.config import Recipe
@@ -28,10 +32,12 @@ from windfall.errors import WindfallError
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
 from windfall.fleet.local import LocalProvider
-from windfall.fleet.nursery import Nursery, NurseryLost
+from windfall.fleet.nursery import Nursery
 from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
 from windfall.launch import security
+from windfall.launch.vigil import FROZEN_S, LOOK_S, MISSING_S, Absent, Pulse, Troubles
+from windfall.launch.vigil import how as ended
 from windfall.link import auth
 from windfall.types import Lease
 
@@ -40,10 +46,9 @@ PRELOADED = ["torch", "transformers", "windfall.launch.training", "windfall.laun
 QUICK_DEATHS = 8
 """A process that is killed so often within QUICK_S of its start has a cause that starting it again does not cure."""
 QUICK_S = 5.0
-FROZEN_S = 30.0
-"""A controller that gives no sign of life for so long is killed, and so started again."""
-MISSING_S = 15.0
-"""So is a worker of ours that runs and is not in the fleet for so long: frozen, it would hold its place for ever."""
+LOGS_KEPT = 50
+"""Of workers that ended."""
+FROZEN_TRAINER = ".trainer.frozen"
 TRACE_S = 24 * 3600.0
 
 
@@ -67,6 +72,11 @@ def changes(recipe: Recipe) -> list[Any]:
     """What the recipe's trace does to its machines."""
     t = recipe.trace
     if t.nodes == 0:
+        if t.file is not None:
+            what = "trace.file is given, and trace.nodes is 0: no machine would ever come"
+            raise WindfallError(
+                what, where="trace.nodes", fix="Set it to how many may be there at once, or leave out the file."
+            )
         return []
     if t.file is None:
         return trace.synthetic(
@@ -81,25 +91,31 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     with folders.owned(folder):
         if resume:
             folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
-        for left in folder.glob(".*.failure"):
+        for left in (*folder.glob(".*.failure"), *folder.glob(FROZEN_TRAINER)):
             left.unlink()
         auth.make_token(folder / "token")
+        auth.make_token(folder / "trainer.secret")
         console = None if quiet else Console(recipe, folder)
         with console or contextlib.nullcontext():
-            finished = asyncio.run(Supervisor(recipe, folder, console).run())
+            try:
+                finished = asyncio.run(Supervisor(recipe, folder, console, resumed=resume).run())
+            except asyncio.CancelledError:  # by a second Ctrl-C
+                raise KeyboardInterrupt from None
         if console is not None:
             console.summary(finished=finished)
 
 
 class Supervisor:
-    def __init__(self, recipe: Recipe, folder: Path, console: Console | None) -> None:
-        self.recipe, self.folder, self._console = recipe, folder, console
+    def __init__(self, recipe: Recipe, folder: Path, console: Console | None, *, resumed: bool = False) -> None:
+        self.recipe, self.folder, self._console, self._resumed = recipe, folder, console, resumed
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
         self._stopping = False
         self._controller: Handle | None = None
-        self._workers: dict[str, tuple[Handle, float]] = {}
-        """Those that this run started, and when each was last known to be in the fleet."""
+        self._trainer: Handle | None = None
+        self._workers: dict[str, Handle] = {}
+        """Those that this run started."""
+        self._troubles = Troubles()
         self._error: WindfallError | None = None
 
     async def run(self) -> bool:
@@ -111,7 +127,7 @@ class Supervisor:
             entry="windfall.cli:main", modules=PRELOADED, log=self.folder / "nursery.log", env=environment
         )
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with nursery, self._signals(), self._showing():
+        async with self._signals(nursery), nursery, self._showing():
             await self._all(nursery, environment)
         if self._error is not None:
             raise self._error
@@ -127,10 +143,11 @@ class Supervisor:
             return self._controller
 
         async def trainer() -> Handle:
-            return await nursery.start(
+            self._trainer = await nursery.start(
                 name="trainer", argv=["windfall", "_trainer", str(self.folder)], env=environment,
                 log=self.folder / "trainer.log",
             )  # fmt: skip
+            return self._trainer
 
         tasks = [
             asyncio.create_task(self._keep("trainer", trainer, restart_on={4})),
@@ -153,17 +170,18 @@ class Supervisor:
             await asyncio.gather(main, *tasks, return_exceptions=True)
 
     async def _keep(self, role: str, start: Callable[[], Any], restart_on: set[int] | None = None) -> None:
-        """Until it ends by itself with status 0. Killed by a signal, it is started again."""
+        """Until it ends by itself with status 0, or the run is asked to stop. Else killed, it is started again."""
         quick, handle = 0, None
         try:
-            while True:
-                began = time.monotonic()
+            while not self._stopping:
+                began, how = time.monotonic(), "was killed"
                 try:
                     handle = await start()
                     code = await handle.wait()
-                except NurseryLost:
-                    code = -signal.SIGKILL  # it took its children with it
-                if code == 0 and (role == "controller" or self._stopping):
+                    how = ended(code)
+                except OSError as e:  # the nursery died, and took its children with it; or it took too long
+                    code, how = -signal.SIGKILL, f"could not be started: {e}"
+                if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
                     return
                 if code > 0 and code not in (restart_on or set()):
                     raise WindfallError(
@@ -174,37 +192,39 @@ class Supervisor:
                 if quick >= QUICK_DEATHS:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
                     raise WindfallError(what, where=str(self.folder), fix="Is there enough memory? See its log.")
-                self._say(f"the {role} was killed (status {code}); starting it again")
+                self._say(f"the {role} {how}; starting it again")
                 await asyncio.sleep(min(5.0, 0.1 * 2**quick))
         finally:
             if handle is not None and handle.running:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
 
     async def _thaw(self) -> None:
-        """A controller or a worker that stands still is as bad as a dead one."""
+        """A controller, trainer or worker that stands still is as bad as a dead one."""
+        pulse, absent = Pulse(), Absent()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(LOOK_S)
             handle, said = self._controller, folders.read_json(self.folder / "fleet.json")
-            self._look_for_workers(said)
-            if handle and handle.running and said and said["t"] and not said["ended"]:
-                seen = max(said["t"], (self.folder / "address.json").stat().st_mtime)
-                if time.time() - seen > FROZEN_S:
-                    self._say(f"the controller gave no sign of life for {FROZEN_S:g} s")
-                    handle.kill()
-                    await asyncio.sleep(FROZEN_S)
-
-    def _look_for_workers(self, said: dict[str, Any] | None) -> None:
-        """`said`: what the controller last said of the fleet. While it is silent, nobody is held to be missing."""
-        now, live = time.monotonic(), said is not None and said["version"] is not None and time.time() - said["t"] < 3.0
-        here = {w["worker"].partition("#")[0] for w in said["workers"] if w["state"] != "gone"} if said else set()
-        for name, (handle, seen_s) in list(self._workers.items()):
-            if not handle.running:
-                del self._workers[name]
-            elif not live or name in here:
-                self._workers[name] = (handle, now)
-            elif now - seen_s > MISSING_S:
-                self._say(f"worker {name} runs, but has not been in the fleet for {MISSING_S:g} s; it is killed")
+            frozen = pulse.look(handle.pid if handle and handle.running else None, said)
+            if frozen and handle is not None:
+                self._say(f"the controller gave no sign of life for {FROZEN_S:g} s; it is killed")
                 handle.kill()
+                pulse = Pulse()
+            self._workers = {name: worker for name, worker in self._workers.items() if worker.running}
+            for name in absent.look(set(self._workers), said if pulse.beats else None):
+                self._say(f"worker {name} runs, but has not been in the fleet for {MISSING_S:g} s; it is killed")
+                self._workers[name].kill()
+            self._kill_frozen_trainer()
+
+    def _kill_frozen_trainer(self) -> None:
+        """The controller found it so, and left word. Only our own is killed: a pid alone may be anybody's by now."""
+        path = self.folder / FROZEN_TRAINER
+        said = folders.read_json(path)
+        if said is None:
+            return
+        if self._trainer is not None and self._trainer.running and self._trainer.pid == said.get("pid"):
+            self._say("the trainer does not answer; it is killed")
+            self._trainer.kill()
+        path.unlink(missing_ok=True)
 
     async def _providers(self, nursery: Nursery, environment: dict[str, str]) -> list[Provider]:
         f, t = self.recipe.fleet, self.recipe.trace
@@ -218,7 +238,8 @@ class Supervisor:
             handle = await nursery.start(
                 name=name, argv=argv, env=environment, log=self.folder / "workers" / f"{name}.log"
             )
-            self._workers[name] = (handle, time.monotonic())
+            self._workers[name] = handle
+            folders.keep_newest(self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers})
             return handle
 
         out: list[Provider] = []
@@ -240,8 +261,8 @@ class Supervisor:
 
     def _heard(self, name: str, /, **fields: Any) -> None:
         """Of a provider. What the workers themselves do is in the event log."""
-        if name == "refused":
-            self._say(f"worker {fields.get('worker', '?')} was refused: see workers/*.log")
+        if line := self._troubles.hear(name, fields, time.monotonic()):
+            self._say(line)
 
     # showing
 
@@ -285,9 +306,16 @@ class Supervisor:
             self._console.show(event)
 
     def _tell_how_to_join(self) -> None:
-        said = folders.read_json(self.folder / "address.json")
-        if said and self._console is not None:
-            self._console.join(said["url"], self._token)
+        said, f = folders.read_json(self.folder / "address.json"), self.recipe.fleet
+        if said is None or self._console is None:
+            return
+        everywhere = f.host in ("0.0.0.0", "::", "")
+        url = said["url"]
+        if everywhere:
+            url = f"{urlsplit(url).scheme}://{own_address()}:{said['port']}"
+        # A secret belongs on a screen once. Later its file says it, which `--token` takes as well.
+        token = str(self.folder / "token") if self._resumed else self._token
+        self._console.join(url, token, everywhere=everywhere, ca=f.tls_cert)
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -302,13 +330,16 @@ class Supervisor:
         return None
 
     @contextlib.asynccontextmanager
-    async def _signals(self) -> AsyncIterator[None]:
+    async def _signals(self, nursery: Nursery) -> AsyncIterator[None]:
         """The first Ctrl-C or SIGTERM asks the run to stop and save; the second ends it at once."""
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
 
         def asked() -> None:
             if self._stopping:
+                nursery.kill()  # and so the trainer and all workers
+                if self._controller is not None:
+                    self._controller.kill()
                 if current is not None:
                     current.cancel()
                 return
@@ -324,6 +355,16 @@ class Supervisor:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+
+def own_address() -> str:
+    """By which other machines may reach this one. Nothing is sent to find it, and no name is looked up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        try:
+            s.connect(("192.0.2.1", 9))  # an address that nobody has: only the route to it is of interest
+            return s.getsockname()[0]
+        except OSError:  # no network
+            return socket.gethostname()
 
 
 def _tail(log: Path, lines: int = 8) -> str:

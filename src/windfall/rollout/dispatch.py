@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 
 from windfall import prices
@@ -25,17 +22,16 @@ from windfall.config import Techniques
 from windfall.events import EventLog
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
-from windfall.rollout.balance import Load, place
 from windfall.rollout.episode import Episode
+from windfall.rollout.giving import Giving
 from windfall.rollout.journal import Journal
 from windfall.rollout.ledger import Entry, Ledger, Malformed
 from windfall.rollout.members import LOCAL, Member, Members, Patience, State
-from windfall.rollout.rebalance import Running, rebalance
-from windfall.rollout.speed import Speeds
+from windfall.rollout.work import Offer as Offer
+from windfall.rollout.work import frames
 
 OUTBOX = 4096
 """Messages that may wait for one worker. One that lets so many pile up does not read."""
-ASSIGN_BYTES = 1 << 20
 LOAD_TRIES = 12
 WORDS = 300
 """Of a peer's words, so many characters are written down."""
@@ -45,24 +41,15 @@ LEAVE_S = 5.0
 """A worker that was warned is drained so long before it is taken."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """The version that work is given out with, and where workers get it."""
-
-    version: int
-    digest: str
-    url: str
-
-
 class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32,
         techniques: Techniques | None = None,
     ) -> None:  # fmt: skip
-        self._with = techniques or Techniques()
-        self.ledger, self.members = Ledger(vocabulary, migrate=self._with.migration), Members(patience)
-        self.speeds, self.accounts = Speeds(), Accounts()
+        t = techniques or Techniques()
+        self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
+        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts()
         self.offer: Offer | None = None
         self.journal = journal
         self._events = events
@@ -73,32 +60,15 @@ class Dispatch:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._releasing: dict[int, str] = {}
         """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
-        self._ended = self._ended_tokens = 0
-        self._holds: dict[str, set[str]] = {}
-        """Group to workers that have pages of it."""
-        self._meant: dict[str, str] = {}
-        """Response to the worker that it was moved for."""
-        self._settling = False
+        self._settling = self._flushing = False
         self._closing: set[asyncio.Task[None]] = set()
-
-    @property
-    def typical(self) -> float:
-        """How long a response is, on average, as far as is known; 0: nothing is."""
-        return self._ended_tokens / self._ended if self._ended else 0.0
 
     # what rollout calls
 
     def close(self, id: str) -> None:
         """It is finished, and its group has it."""
-        entry = self.ledger.entries[id]
-        self._ended += 1
-        self._ended_tokens += len(entry.episode.tokens)
+        self.giving.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
-
-    def done_with(self, groups: Iterable[str]) -> None:
-        """Nobody needs the pages of these any more."""
-        for group in groups:
-            self._holds.pop(group, None)
 
     def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
         self._turn_ended, self._rejected = turn_ended, rejected
@@ -128,7 +98,7 @@ class Dispatch:
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
         self._links[id], self._outboxes[id] = link, asyncio.Queue(OUTBOX)
-        self.speeds.join(id, hello.lease.device)
+        self.giving.speeds.join(id, hello.lease.device)
         price = prices.of(hello.lease).or_none
         self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price, trainer=hello.name == LOCAL)
         self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device)
@@ -172,7 +142,7 @@ class Dispatch:
             case m.Rejected():
                 entry = next((e for e in self.ledger.held(id) if e.handle == message.handle), None)
                 if entry is not None:
-                    self._rejected(entry.episode.id, message.why)
+                    self._rejected(entry.episode.id, message.why[:WORDS])
             case m.Notice():
                 self._warned(member, message)
             case m.Left():
@@ -185,13 +155,14 @@ class Dispatch:
         taken = self.ledger.take(member.id, frame)
         member.made += taken.accepted
         if taken.accepted:
-            self.speeds.observe(member.id, batch, taken.accepted, now - member.framed_s)
+            self.giving.speeds.observe(member.id, batch, taken.accepted, now - member.framed_s)
             self.accounts.frame(now, member.id, taken.accepted)
         member.framed_s = now
         if batch and not self.ledger.running(member.id):
             self.accounts.idle(now, member.id)
         if self.journal is not None and taken.accepted:
             self.journal.made(frame, None if taken.whole else taken.rows)
+            self._flush_soon()
         if taken.dropped:
             self._tell(member.id, m.Cancel(handles=tuple(taken.dropped)))
         for id in taken.turns:
@@ -245,6 +216,7 @@ class Dispatch:
         self._soon()
 
     def _warned(self, member: Member, notice: m.Notice) -> None:
+        source, detail = notice.source[:WORDS], notice.detail[:WORDS]
         left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
         loop = asyncio.get_running_loop()
         at_s, timer = loop.time() + max(0.0, left - LEAVE_S), self._timers.get(member.id)
@@ -253,11 +225,9 @@ class Dispatch:
                 return
             timer.cancel()  # it is sooner than was said
         else:
-            self.members.move(member.id, State.DRAINING, f"{notice.source}: {notice.detail}")
+            self.members.move(member.id, State.DRAINING, f"{source}: {detail}")
             self.accounts.draining(loop.time(), member.id)
-        self._events.instant(
-            "worker_warned", worker=member.id, source=notice.source, left_s=notice.left_s, detail=notice.detail
-        )
+        self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
         self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
         self._soon()
 
@@ -306,7 +276,7 @@ class Dispatch:
         link = self._links.pop(id)
         del self._outboxes[id]
         now = asyncio.get_running_loop().time()
-        self.speeds.forget(id)
+        self.giving.speeds.forget(id)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
             "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
@@ -327,8 +297,6 @@ class Dispatch:
                     self._lose(change.id, change.why)
                 else:
                     self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
-            if self.journal is not None:
-                self.journal.flush()  # tokens of turns that take long: killed now, this is all that is made again
             if self.ledger.queue:
                 self._soon()  # what was held back for a worker that takes too long
             now = loop.time()
@@ -338,6 +306,17 @@ class Dispatch:
                 told_s = now
                 self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - manned_s)
             await asyncio.sleep(tick_s)
+
+    def _flush_soon(self) -> None:
+        """Once per round of the event loop: a controller killed in between loses the frames of that round at most."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self.journal is not None:
+            self.journal.flush()
 
     # giving out
 
@@ -354,26 +333,14 @@ class Dispatch:
         if self.offer is None:
             return
         self._bring_up_to_date()
-        ready = self.members.routable(self.offer.version, self.offer.digest)
-        loads = [
-            Load(worker=w.id, running=self.ledger.running(w.id), slots=w.slots, profile=self.speeds.profile(w.id))
-            for w in ready
-        ]
+        loads = self.giving.loads(self.members.routable(self.offer.version, self.offer.digest))
         if self.ledger.queue:
-            self._assign(loads)
-        elif ready and not self._releasing and self._with.balancing:
-            self._rebalance(loads)
-
-    def _rebalance(self, loads: list[Load]) -> None:
-        def held(worker: str) -> list[Running]:
-            return [
-                Running(id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves)
-                for e in self.ledger.held(worker)
-            ]
-
-        for move in rebalance(loads, held, typical=self.typical):
-            self._meant[move.id] = move.target
-            self._give_back(move.source, [self.ledger.entries[move.id]])
+            coming = self.members.coming(asyncio.get_running_loop().time())
+            for worker, entries in self.giving.give(loads, self.offer.version, coming=coming).items():
+                self._give(worker, entries)
+        elif loads and not self._releasing:
+            for worker, entry in self.giving.take_back(loads):
+                self._give_back(worker, [entry])
 
     def _bring_up_to_date(self) -> None:
         """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
@@ -390,30 +357,12 @@ class Dispatch:
             elif member.state is State.PULLING and member.asked != wanted and self.ledger.queue:
                 self._load(member)  # it gives up the older one
 
-    def _assign(self, loads: list[Load]) -> None:
-        assert self.offer is not None
-        room = sum(max(0, load.slots - load.running) for load in loads)
-        first = list(islice(self.ledger.queue, room))
-        behind = len(self.ledger.queue) - len(first)
-        coming = self.members.coming(asyncio.get_running_loop().time())
-        if not self._with.balancing:
-            loads = [replace(load, profile=None) for load in loads]
-        chosen = place(
-            first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
-        )
-        by_worker: dict[str, list[Entry]] = {}
-        for id, worker in chosen:
-            assert self.ledger.queue[0] == id
-            self.ledger.queue.popleft()
-            self._meant.pop(id, None)
-            self._holds.setdefault(id.rpartition("/")[0], set()).add(worker)
-            by_worker.setdefault(worker, []).append(self.ledger.assign(id, worker, self.offer.version))
-        for worker, entries in by_worker.items():
-            self._given(worker, entries)
-            if self.journal is not None:
-                self.journal.assigned({e.handle: e.episode.id for e in entries})
-            for work in _frames(entries):
-                self._tell(worker, m.Assign(work=work))
+    def _give(self, worker: str, entries: list[Entry]) -> None:
+        self._given(worker, entries)
+        if self.journal is not None:
+            self.journal.assigned({e.handle: e.episode.id for e in entries})
+        for work in frames(entries):
+            self._tell(worker, m.Assign(work=work))
 
     def _given(self, worker: str, entries: list[Entry]) -> None:
         now = asyncio.get_running_loop().time()
@@ -447,24 +396,3 @@ class Dispatch:
                 await link.send(await outbox.get())
         except LinkClosed as e:
             self._lose(id, f"link closed ({e})")
-
-
-def _frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
-    """Work in frames that are well within what a link takes, however long the prompts are."""
-    frame: list[m.Work] = []
-    size = 0
-    for work in map(_work, entries):
-        if frame and size + len(work.prompt) > ASSIGN_BYTES:
-            yield tuple(frame)
-            frame, size = [], 0
-        frame.append(work)
-        size += len(work.prompt)
-    yield tuple(frame)
-
-
-def _work(entry: Entry) -> m.Work:
-    r = entry.episode.request()
-    return m.Work(
-        handle=entry.handle, prompt=array("I", r.prompt).tobytes(), position=r.position, seed=r.seed,
-        max_tokens=r.max_tokens, sampling=r.sampling, stop=tuple(r.stop),
-    )  # fmt: skip

@@ -110,7 +110,7 @@ class Rollout:
                     self._take(self._inbox.get_nowait(), live, grading)
         finally:
             self.dispatch.withdraw(list(live))
-            self.dispatch.done_with(f"{scope}{index}" for index in tasks)
+            self.dispatch.giving.done_with(f"{scope}{index}" for index in tasks)
             for task in grading:
                 task.cancel()
             await asyncio.gather(*grading, return_exceptions=True)

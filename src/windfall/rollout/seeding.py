@@ -143,7 +143,7 @@ class Seeding:
     def _rate(self, member: Member, sharing: int) -> float:
         """What it should make with its part of the step's responses, in tokens per second; 0: nobody knows."""
         batch = min(member.slots, -(-self._responses // sharing))
-        return self._dispatch.speeds.tok_per_s(member.id, batch) if batch else 0.0
+        return self._dispatch.giving.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
     def _pull_s(self) -> float:
         return self._dispatch.members.pull_s

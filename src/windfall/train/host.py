@@ -3,9 +3,9 @@
     dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again
                                        └───▶ Refused: end                              when the link ends
 
-It obeys nobody who has not proved to be the run's controller, and goes on looking for that one. What was accumulated for
-a step under way is dropped with the link: the controller sends it again, from its journal. A link that ends between two
-updates of one step leaves weights that are of no version: the process ends, and the next one starts from the last
+It obeys nobody who has not proved to be the run's controller, and goes on looking for that one. What was accumulated
+for a step under way is dropped with the link: the controller sends it again, from its journal. A link that ends between
+two updates of one step leaves weights that are of no version: the process ends, and the next one starts from the last
 checkpoint.
 """
 

@@ -1,0 +1,80 @@
+"""Who gets what, and who gives what back: `balance` and `rebalance` applied to the ledger. No clock, no I/O.
+
+It remembers what those two need: how fast everybody is, who has pages of which group, for whom a response was moved,
+and how long responses are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from windfall.rollout.balance import Load, place
+from windfall.rollout.ledger import Entry, Ledger
+from windfall.rollout.members import Member
+from windfall.rollout.rebalance import Running, rebalance
+from windfall.rollout.speed import Speeds
+
+
+class Giving:
+    def __init__(self, ledger: Ledger, *, balancing: bool = True) -> None:
+        """`balancing` off: everybody counts as equally fast, and what runs stays where it is."""
+        self.speeds = Speeds()
+        self._ledger, self._balancing = ledger, balancing
+        self._holds: dict[str, set[str]] = {}
+        """Group to workers that have pages of it."""
+        self._meant: dict[str, str] = {}
+        """Response to the worker that it was moved for."""
+        self._ended = self._ended_tokens = 0
+
+    @property
+    def typical(self) -> float:
+        """How long a response is, on average, as far as is known; 0: nothing is."""
+        return self._ended_tokens / self._ended if self._ended else 0.0
+
+    def loads(self, ready: Iterable[Member]) -> list[Load]:
+        speed = self.speeds.profile if self._balancing else lambda worker: None
+        return [
+            Load(worker=w.id, running=self._ledger.running(w.id), slots=w.slots, profile=speed(w.id)) for w in ready
+        ]
+
+    def give(self, loads: Sequence[Load], version: int, *, coming: int) -> dict[str, list[Entry]]:
+        """Takes from the queue what should go now, and assigns it."""
+        room = sum(max(0, load.slots - load.running) for load in loads)
+        first = list(islice(self._ledger.queue, room))
+        behind = len(self._ledger.queue) - len(first)
+        chosen = place(
+            first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
+        )
+        out: dict[str, list[Entry]] = {}
+        for id, worker in chosen:
+            assert self._ledger.queue[0] == id
+            self._ledger.queue.popleft()
+            self._meant.pop(id, None)
+            self._holds.setdefault(id.rpartition("/")[0], set()).add(worker)
+            out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
+        return out
+
+    def take_back(self, loads: Sequence[Load]) -> list[tuple[str, Entry]]:
+        """(worker, what it should give back), when nothing is queued."""
+        if not self._balancing:
+            return []
+        moves = rebalance(loads, self._held, typical=self.typical)
+        self._meant |= {move.id: move.target for move in moves}
+        return [(move.source, self._ledger.entries[move.id]) for move in moves]
+
+    def _held(self, worker: str) -> list[Running]:
+        return [
+            Running(id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves)
+            for e in self._ledger.held(worker)
+        ]
+
+    def finished(self, tokens: int) -> None:
+        """A response came to this length."""
+        self._ended += 1
+        self._ended_tokens += tokens
+
+    def done_with(self, groups: Iterable[str]) -> None:
+        """Nobody needs the pages of these any more."""
+        for group in groups:
+            self._holds.pop(group, None)

@@ -1,0 +1,169 @@
+"""The controller's process ends with a word when something it needs fails, whoever noticed. No trainer, no workers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from windfall import config
+from windfall.errors import WindfallError
+from windfall.events import EventLog, read
+from windfall.launch import control
+from windfall.launch import folder as folders
+from windfall.launch.control import Control
+from windfall.link import auth
+from windfall.train.base import TrainerLost
+from windfall.train.checkpoint import State
+from windfall.types import Lease
+
+
+class FullDisk(io.BytesIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def run(folder: Path, disturb: Callable[[Control], Any], *, soon_s: float = 0.1) -> Control:
+    """Until it ends: by itself, or within 10 s by a stop of ours."""
+    auth.make_token(folder / "token")
+
+    async def go() -> Control:
+        events = EventLog(folder / "events.jsonl")
+        it = Control(config.Recipe(), folder, events, again=False)
+        asyncio.get_running_loop().call_later(soon_s, disturb, it)
+        async with asyncio.timeout(10):
+            await it.run()
+        events.close()
+        return it
+
+    return asyncio.run(go())
+
+
+def stop(it: Control) -> None:
+    it._stop.set()
+
+
+def test_stopped_before_there_was_a_trainer(tmp_path: Path) -> None:
+    run(tmp_path, stop)
+    assert [e["name"] for e in read(tmp_path / "events.jsonl")] == ["stopped", "end"]
+    assert json.loads((tmp_path / "fleet.json").read_text())["ended"]
+
+
+def test_watch_that_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def watch(self: object) -> None:
+        await asyncio.sleep(0.1)
+        raise OSError(errno.EIO, "a word")
+
+    monkeypatch.setattr("windfall.rollout.dispatch.Dispatch.watch", watch)
+    with pytest.raises(OSError, match="a word"):
+        run(tmp_path, lambda it: None)
+
+
+@pytest.mark.parametrize("failures", [5, 1000])
+def test_snapshots_may_fail_for_a_while(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SNAPSHOT_S", 0.01)
+    tried, real = [0], folders.replace
+
+    def replace(path: Path, text: str) -> None:
+        if path.name == "fleet.json":
+            tried[0] += 1
+            if tried[0] <= failures:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(folders, "replace", replace)
+    if failures < control.SNAPSHOT_TRIES:
+        run(tmp_path, stop, soon_s=0.5)
+        assert tried[0] > failures + 5
+        return
+    with pytest.raises(WindfallError, match="No space left on device") as caught:
+        run(tmp_path, lambda it: None)
+    assert caught.value.where == str(tmp_path / "fleet.json")
+
+
+def test_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    """Though it is noticed in a callback, of which nobody hears."""
+
+    def fill(it: Control) -> None:
+        it.journal.begin(0)
+        it.journal._file = FullDisk()
+        it.journal.judged("1/0", 1.0, None, "")
+        it.dispatch._soon()
+
+    with pytest.raises(WindfallError, match="cannot write the journal: No space left on device") as caught:
+        run(tmp_path, fill)
+    assert caught.value.where == str(tmp_path / "journal" / "000000.wal")
+
+
+def test_event_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    def fill(it: Control) -> None:
+        it.events._file = io.TextIOWrapper(FullDisk())  # pyright: ignore
+        asyncio.get_running_loop().call_soon(it.events.instant, "x")
+
+    with pytest.raises(WindfallError, match="cannot write the event log") as caught:
+        run(tmp_path, fill)
+    assert caught.value.where == str(tmp_path / "events.jsonl")
+
+
+def test_a_snapshot_has_the_newest_of_those_that_are_gone(tmp_path: Path) -> None:
+    def come_and_go(it: Control) -> None:
+        members = it.dispatch.members
+        for n in range(200):
+            members.join(f"w{n}", Lease(), 0.0)
+            if n % 10:
+                members.move(f"w{n}", control.Stage.GONE, "why")
+        it._snapshot()
+        said = json.loads((tmp_path / "fleet.json").read_text())["workers"]
+        told.append([int(w["worker"][1:]) for w in said])
+        for n in range(0, 200, 10):
+            members.move(f"w{n}", control.Stage.GONE, "why")
+        stop(it)
+
+    told: list[list[int]] = []
+    run(tmp_path, come_and_go)
+    here, gone = list(range(0, 200, 10)), [n for n in range(200) if n % 10][-50:]
+    assert told == [sorted(here + gone)]
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_long_journal_is_read_while_others_are_heard(
+    tmp_path: Path, another: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auth.make_token(tmp_path / "token")
+    hello: Any = SimpleNamespace(
+        step=3, next_task=6, facts={"pid": 1}, digest="d", version=3, url="u", model="m",
+        engine=SimpleNamespace(model_config="{}"),
+    )  # fmt: skip
+
+    async def go() -> None:
+        it = Control(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), again=False)
+        it.rollout, it.trainer.hello = SimpleNamespace(past=None), hello  # pyright: ignore
+        find = it.journal.find
+        monkeypatch.setattr(it.journal, "find", lambda: time.sleep(0.3) or find())
+        connecting = asyncio.create_task(it._connect())
+        for turns in range(1, 1000):  # noqa: B007
+            await asyncio.sleep(0.01)
+            if connecting.done():
+                break
+            if another:
+                it.trainer.hello = SimpleNamespace()  # pyright: ignore
+        assert turns > 5
+        if another:  # what this one said of weights and step is no longer so
+            with pytest.raises(TrainerLost):
+                connecting.result()
+            assert it.dispatch.offer is None
+        else:
+            assert connecting.result() == State(step=3, next_task=6)
+            assert it.rollout.past == {}  # pyright: ignore
+        it.journal.close()
+        it.events.close()
+
+    asyncio.run(go())

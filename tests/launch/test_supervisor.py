@@ -1,0 +1,197 @@
+"""What the supervisor starts again and what not, how it is stopped, and what it says. Some tests start real runs."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as Terminal
+
+from windfall import config
+from windfall.console import Console
+from windfall.errors import WindfallError
+from windfall.fleet.base import Handle
+from windfall.launch import supervisor
+from windfall.launch.supervisor import Supervisor
+from windfall.link import auth
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    return out
+
+
+def of(folder: Path, resumed: bool = False, **sections: Any) -> Supervisor:
+    recipe = config.parse(sections, where="here")
+    auth.make_token(folder / "token")
+    return Supervisor(recipe, folder, Console(recipe, folder), resumed=resumed)
+
+
+def ends(*codes: int | OSError, then: Callable[[], None] = lambda: None) -> tuple[Callable[[], Any], list[int]]:
+    """Starts processes that end with these statuses; and how many were started."""
+    left, started = list(codes), [0]
+
+    async def start() -> Handle:
+        started[0] += 1
+        code = left.pop(0)
+        then()
+        if isinstance(code, OSError):
+            raise code
+        handle = Handle(name="it", pid=1, send=lambda number: None)
+        handle.ended(code)
+        return handle
+
+    return start, started
+
+
+def test_killed_is_started_again_and_ended_is_not(tmp_path: Path, said: io.StringIO) -> None:
+    start, started = ends(-9, TimeoutError("waited 30 s for the nursery to fork it"), 0)
+    asyncio.run(of(tmp_path)._keep("controller", start))
+    assert started == [3]
+    assert "the controller was killed (SIGKILL); starting it again" in said.getvalue()
+    assert "the controller could not be started: waited 30 s" in said.getvalue()
+
+
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+@pytest.mark.parametrize("code", [0, -signal.SIGTERM, -signal.SIGKILL])
+def test_nothing_is_started_again_while_stopping(tmp_path: Path, role: str, code: int) -> None:
+    it = of(tmp_path)
+    start, started = ends(code, -9, -9, then=lambda: setattr(it, "_stopping", True))
+    asyncio.run(it._keep(role, start))
+    assert started == [1]
+
+
+def test_asked_to_stop_before_anything_was_started(tmp_path: Path) -> None:
+    it = of(tmp_path)
+    it._stopping = True
+    start, started = ends(0)
+    asyncio.run(it._keep("controller", start))
+    assert started == [0]
+
+
+def test_error_is_shown_with_the_end_of_the_log(tmp_path: Path) -> None:
+    (tmp_path / "trainer.log").write_text("much\n" * 50 + "ValueError: last word\n")
+    with pytest.raises(WindfallError, match="last word"):
+        asyncio.run(of(tmp_path)._keep("trainer", ends(1)[0], restart_on={4}))
+
+
+@pytest.mark.parametrize("pid", [1234, 999])
+def test_frozen_trainer_is_killed_if_it_is_ours(tmp_path: Path, pid: int, said: io.StringIO) -> None:
+    async def go() -> list[int]:
+        sent: list[int] = []
+        it = of(tmp_path)
+        it._kill_frozen_trainer()  # nothing was left
+        it._trainer = Handle(name="trainer", pid=1234, send=sent.append)
+        (tmp_path / ".trainer.frozen").write_text(json.dumps({"pid": pid}))
+        it._kill_frozen_trainer()
+        assert not (tmp_path / ".trainer.frozen").exists()
+        return sent
+
+    assert asyncio.run(go()) == ([signal.SIGKILL] if pid == 1234 else [])
+
+
+def test_trace_without_machines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,add,a\n")
+    recipe = config.parse({"trace": {"file": str(tmp_path / "t.csv")}}, where="here")
+    with pytest.raises(WindfallError, match=r"trace\.nodes"):
+        supervisor.check(recipe)
+
+
+def test_how_to_join(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:81", "port": 81}))
+    of(tmp_path)._tell_how_to_join()
+    token = (tmp_path / "token").read_text()
+    assert f"join from this machine: windfall worker --join http://127.0.0.1:81 --token {token}" in said.getvalue()
+    assert "weights" not in said.getvalue()
+
+    monkeypatch.setattr(supervisor, "own_address", lambda: "10.0.0.5")
+    said.truncate(0)
+    of(tmp_path, resumed=True, fleet={"host": "0.0.0.0"})._tell_how_to_join()
+    assert f"--join http://10.0.0.5:81 --token {tmp_path / 'token'}" in said.getvalue()
+    assert "fleet.weights_port" in said.getvalue()
+    assert token not in said.getvalue()  # it was shown when the run began
+
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).touch()
+    tls = {"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
+    of(tmp_path, fleet=tls)._tell_how_to_join()
+    assert f"--tls-ca {tmp_path / 'cert.pem'}" in said.getvalue()
+
+
+def test_own_address_is_one() -> None:
+    assert supervisor.own_address() not in ("", "127.0.0.1", "0.0.0.0")
+
+
+# real runs
+
+
+def windfall(here: Path, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "windfall.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=here, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def until(true: Callable[[], Any], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s"
+        time.sleep(0.005)
+
+
+def descendants(pid: int) -> set[int]:
+    children = {int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return children.union(*(descendants(c) for c in children))
+
+
+@pytest.mark.parametrize("when", [".run.lock", "controller.log", "address.json"])
+def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
+    run = here / "runs" / "small"
+    process = windfall(here, "train", "small.toml", "--set", "run.steps=100000")
+    try:
+        until((run / when).exists)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode in ((0, 130) if when == ".run.lock" else (0,)), out + err
+    assert "Traceback" not in err
+    assert "starting it again" not in out
+
+
+def test_second_ctrl_c_kills_all_at_once(here: Path) -> None:
+    run = here / "runs" / "small"
+    process = windfall(here, "train", "small.toml", "--set", "run.steps=100000")
+    try:
+        until(lambda: list((run / "workers").glob("*.log")) if run.exists() else False)
+        until(lambda: (run / "trainer.log").exists() and len(descendants(process.pid)) >= 4)
+        left = descendants(process.pid)
+        controller = json.loads((run / "address.json").read_text())["pid"]
+        assert controller in left
+        nursery = next(p for p in left if b"windfall.fleet.forker" in Path(f"/proc/{p}/cmdline").read_bytes())
+        for pid in (controller, nursery):
+            os.kill(pid, signal.SIGSTOP)  # they cannot stop in order
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert process.poll() is None
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - began < 3.0
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 5.0)

@@ -28,6 +28,7 @@ from windfall.rollout.dispatch import Dispatch, Offer
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout
 from windfall.rollout.members import Member, State
+from windfall.rollout.rebalance import Move
 from windfall.types import Lease, Response, Sampling
 from windfall.worker.host import Host
 from windfall.worker.inside import has_it
@@ -268,3 +269,13 @@ def state_of(hand: Hand) -> State | None:
 
 def later(crew: Crew, delay_s: float, call: Callable[[], object]) -> None:
     crew.loop.call_later(delay_s, call)
+
+
+def relieve(loads: Any, held: Any, **_: Any) -> list[Any]:
+    """In place of `rebalance`: whoever stands idle gets half of what the busiest has, whether that pays or not."""
+    idle = [load for load in loads if load.running == 0]
+    busy = max(loads, key=lambda load: load.running)
+    if not idle or busy.running < 2:
+        return []
+    some = sorted(held(busy.worker), key=lambda r: r.context)[: busy.running // 2]
+    return [Move(id=r.id, source=busy.worker, target=idle[0].worker, gain_s=1.0, cost_s=0.0) for r in some]

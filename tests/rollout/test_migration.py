@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crew import relieve
 from scene import IDS, LONGEST, STOPS, Scene, clone, drained, engine, model, request, scene, uninterrupted
 
+from windfall.rollout import giving
 from windfall.rollout.dispatch import Offer
 from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
@@ -109,8 +111,9 @@ def test_paused(cut: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])
-def test_relieved(cut: int, tmp_path: Path) -> None:
+def test_relieved(cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody stands idle, so it gives some back, and goes on with the others itself."""
+    monkeypatch.setattr(giving, "rebalance", relieve)
 
     async def main() -> None:
         async with scene(tmp_path, cut) as s:

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from windfall.bill import Totals, reserved_only
 from windfall.config import Recipe
 from windfall.events import Event, read
 
@@ -109,6 +111,10 @@ class Console:
     def _line(self, e: Event) -> str:
         reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
         missing = f"  missing {e['missing']}" if e["missing"] else ""
+        bill = _bill(e)
+        per_million = bill.usd_per_million(e["trained"]) if bill else None
+        if per_million is not None:
+            missing = f"  ${per_million:,.2f}/M{missing}"
         if e.get("restored"):
             missing += f"  ({e['restored']:,} tokens from the journal)"
         return (
@@ -145,7 +151,7 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (counted, not trained on)")
-    out += _fleet(events, steps)
+    out += [*_fleet(events, steps), *_dollars(events, steps)]
     out.append(f"  written to                 {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:
         out.append(f"  go on with                 {_command()} resume {_argument(folder)}")
@@ -153,6 +159,33 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     saved = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
     out.append(f"  try next                   {_command()} generate {saved} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {saved}")
+    return out
+
+
+def _bill(step: Event) -> Totals | None:
+    return msgspec.convert(step["bill"], Totals) if step.get("bill") else None
+
+
+def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
+    """What it cost and where that went, beside the same run on the trainer's machine alone."""
+    total = sum((b for b in map(_bill, steps) if b), Totals())
+    trained, bought = sum(e["trained"] for e in steps), total.all
+    per_million = total.usd_per_million(trained)
+    if per_million is None or bought.total_usd == 0:
+        return []
+    least = " at least: some workers have no price" if bought.unpriced_s > 0 else ""
+    parts = sorted(bought.usd.items(), key=lambda item: -item[1])
+    names = {"paused": "training"}
+    shares = ", ".join(f"{names.get(b, b)} {usd / bought.total_usd:.0%}" for b, usd in parts if usd > 0)
+    out = [
+        f"  dollars                    ${bought.total_usd:,.2f}, ${per_million:,.2f} per million trained tokens{least}",
+        f"                             {shares}",
+    ]
+    spans = [e for e in events if e["kind"] == "span" and e["name"] == "train" and "error" not in e]
+    alone = reserved_only(total, train_s=sum(e["s"] + e.get("early_s", 0.0) for e in spans))
+    if alone is not None and alone.usd:
+        on = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
+        out.append(f"  on the trainer alone       {on}, by the rates measured on {alone.measured_on}")
     return out
 
 

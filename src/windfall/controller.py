@@ -102,7 +102,7 @@ class Controller:
     """The trainer has published: workers get work with this from now on."""
     saved: Callable[[State], None]
     """A checkpoint of this state is on disk."""
-    counters: Callable[[], dict[str, int]] = dict
+    counters: Callable[[], dict[str, Any]] = dict
     """What happened to the fleet since the last call."""
     evaluated: set[int] = field(default_factory=set)
     """Steps whose evaluation is in the log already."""

@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from windfall import algorithms, config, envs, listening, tokenizer
@@ -246,7 +247,7 @@ class Control:
 
     # what others see
 
-    def _counters(self) -> dict[str, int]:
+    def _counters(self) -> dict[str, Any]:
         c = self.dispatch.ledger.counts
         now = {
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
@@ -256,7 +257,8 @@ class Control:
         since = {k: v - self._counted.get(k, 0) for k, v in now.items()}
         self._counted = now
         here = sum(1 for _ in self.dispatch.members.here())
-        return {**since, "workers": here}
+        bill = self.dispatch.accounts.step(asyncio.get_running_loop().time())
+        return {**since, "workers": here, "bill": msgspec.to_builtins(bill)}
 
     async def _tick(self) -> None:
         while True:

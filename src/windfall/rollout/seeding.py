@@ -86,8 +86,12 @@ class Seeding:
     def generated(self) -> None:
         """Every response of the step is made: from here on local only trains."""
         self._cancel()
-        self._stop_clock(self._now())
+        now = self._now()
+        self._stop_clock(now)
         self.over.set()
+        local = self._local()
+        if local is not None and local.state is State.READY:
+            self._dispatch.accounts.paused(now, local.id)  # what it does from here on is training
 
     # local
 
@@ -113,6 +117,7 @@ class Seeding:
         self.over.set()
 
     def _resume(self, local: Member) -> None:
+        self._dispatch.accounts.resumed(self._now(), local.id)
         if local.state is State.PAUSED:
             self._dispatch.resume(local.id)
         if self._since_s is None:

@@ -34,6 +34,7 @@ max_tokens = 120
 tasks = 0
 [fleet]
 workers = 0
+local = false
 """
 
 

@@ -173,7 +173,7 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
 
 def test_second_ctrl_c_kills_all_at_once(here: Path) -> None:
     run = here / "runs" / "small"
-    process = windfall(here, "train", "small.toml", "--set", "run.steps=100000")
+    process = windfall(here, "train", "small.toml", "--set", "run.steps=100000", "--set", "fleet.workers=1")
     try:
         until(lambda: list((run / "workers").glob("*.log")) if run.exists() else False)
         until(lambda: (run / "trainer.log").exists() and len(descendants(process.pid)) >= 4)

@@ -220,7 +220,7 @@ def figures(folder: Path, skip: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--trainer", type=Path)
     parser.add_argument("--worker", nargs=2)
     parser.add_argument("--variants", default=",".join(VARIANTS))
@@ -231,7 +231,8 @@ def main() -> None:
     if options.trainer:
         sys.exit(asyncio.run(be_trainer(options.trainer)))
     if options.worker:
-        sys.exit(asyncio.run(be_worker(*options.worker, 1.0)))
+        url, name = options.worker
+        sys.exit(asyncio.run(be_worker(url, name, 1.0)))
     print(f"{options.nodes} machines, up {UP_S:g} s, down {DOWN_S:g} s on average; {options.steps} steps of 192")
     print(f"sleeping engines: local {LOCAL}; worker {WORKER}; lengths {LENGTHS}")
     base: dict[str, float] | None = None

@@ -69,7 +69,7 @@ class TrainerHost:
     async def run(self) -> int:
         """Until it ends; the exit status: 1 no controller, 2 refused, 4 the weights are of no version."""
         self._updates, refusals, said = 0, 0, ""
-        self._manifest = None
+        self._manifest: Any = None
         alone_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
             self._threads = threads

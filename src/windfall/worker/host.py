@@ -110,7 +110,7 @@ class Host:
     def stats(self) -> Stats:
         """Safe from any thread; the numbers may be a step old."""
         running = len(self.engine)
-        waits = running > 0 and not self._paused
+        waits = running > 0 and not self._paused and not getattr(self.engine, "waiting", False)
         counters = getattr(self.engine, "counters", None)
         return Stats(
             running=running,

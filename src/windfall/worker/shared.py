@@ -17,6 +17,8 @@ class Shared:
 
     def __init__(self, engine: Engine, lock: threading.Lock) -> None:
         self._engine, self._lock = engine, lock
+        self.waiting = False
+        """For the trainer to be done: that is no fault of the engine's."""
 
     @property
     def version(self) -> int:
@@ -40,7 +42,9 @@ class Shared:
         self._engine.cancel(id)
 
     def step(self) -> list[Chunk]:
+        self.waiting = True
         with self._lock:
+            self.waiting = False
             return self._engine.step()
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:

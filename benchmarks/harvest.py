@@ -131,7 +131,7 @@ async def be_trainer(folder: Path) -> int:
     if recipe.fleet.local:
         await asyncio.sleep(0.5)
         agent = Agent(
-            address, token, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),
+            address, secret, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),
             build=lambda spec: (Shared(SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY), lock), 1024),
             puller=HasThem(lambda: host.manifest), patience_s=math.inf,
         )  # fmt: skip

@@ -16,8 +16,9 @@ from windfall.config import Recipe, parse
 from windfall.envs.base import HELD_OUT
 from windfall.events import EventLog
 from windfall.launch.training import derive, longest_prompt, spec, text_for
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout, seed_of
+from windfall.rollout.work import Offer
 from windfall.text import Text
 from windfall.train import checkpoint
 from windfall.types import Request, Sampling

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
 Terms = Literal["reserved", "spot", "borrowed"]
+LOCAL = "local"
+"""The worker that is the trainer's own engine, and nobody else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

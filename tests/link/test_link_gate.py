@@ -23,6 +23,7 @@ from windfall.events import EventLog
 from windfall.link import auth, gate
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, LinkClosed
+from windfall.link.gate import Gate, Terms
 from windfall.link.memory import pair
 from windfall.types import Lease
 
@@ -333,3 +334,48 @@ def test_a_gate_without_a_secret_lets_no_trainer_in() -> None:
 def test_bad_frames_are_links_that_end() -> None:
     """Whoever handles LinkClosed has handled a bad frame."""
     assert issubclass(BadFrame, LinkClosed)
+
+
+@pytest.mark.parametrize(("knows", "let_in"), [("token", False), ("trainer secret", True), ("nothing", False)])
+def test_only_the_trainers_process_is_local(knows: str, let_in: bool) -> None:
+    """A worker of that name would be paused with training, and billed as the trainer."""
+
+    async def main() -> None:
+        came: list[str] = []
+
+        async def attend(link: object, hello: m.Hello) -> None:
+            came.append(hello.name)
+
+        porter = Gate("run", "the token", log=lambda name, **fields: None, most_workers=9, trainer_secret="its secret")
+        engine: Any = None
+        porter.terms = Terms(model="m", engine=engine, heartbeat_s=1.0)
+        ours, theirs = pair()
+        meeting = asyncio.create_task(porter.worker(ours, attend))
+        challenge: Any = await theirs.receive()
+        nonce, secret = auth.nonce(), {"token": "the token", "trainer secret": "its secret", "nothing": ""}[knows]
+        proof = auth.proof(secret, "hello", challenge.run, challenge.nonce, nonce)
+        await theirs.send(m.Hello(protocol=m.PROTOCOL, nonce=nonce, proof=proof, name="local"))
+        answer: Any = await theirs.receive()
+        await meeting
+        assert isinstance(answer, m.Welcome if let_in else m.Refused)
+        assert came == (["local"] if let_in else [])
+
+    asyncio.run(main())
+
+
+def test_without_a_trainers_secret_nobody_is_local() -> None:
+    async def main() -> None:
+        async def attend(link: object, hello: m.Hello) -> None:
+            raise AssertionError("let in")
+
+        porter = Gate("run", "the token", log=lambda name, **fields: None, most_workers=9)
+        ours, theirs = pair()
+        meeting = asyncio.create_task(porter.worker(ours, attend))
+        challenge: Any = await theirs.receive()
+        nonce = auth.nonce()
+        proof = auth.proof("", "hello", challenge.run, challenge.nonce, nonce)
+        await theirs.send(m.Hello(protocol=m.PROTOCOL, nonce=nonce, proof=proof, name="local"))
+        assert isinstance(await theirs.receive(), m.Refused)
+        await meeting
+
+    asyncio.run(main())

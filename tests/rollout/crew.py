@@ -24,11 +24,12 @@ from windfall.events import EventLog
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout
 from windfall.rollout.members import Member, State
 from windfall.rollout.rebalance import Move
+from windfall.rollout.work import Offer
 from windfall.types import Lease, Response, Sampling
 from windfall.worker.host import Host
 from windfall.worker.inside import has_it

@@ -20,9 +20,10 @@ from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.episode import Episode
 from windfall.rollout.members import Patience, State
+from windfall.rollout.work import Offer
 from windfall.types import Chunk, Lease, Sampling
 from windfall.worker.agent import Agent
 

@@ -23,9 +23,10 @@ from small_models import engine as new_engine
 
 from windfall.engine import attention
 from windfall.events import EventLog
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
+from windfall.rollout.work import Offer
 from windfall.types import Chunk, Request, Sampling
 from windfall.worker.inside import has_it, inside
 from windfall.worker.session import Session

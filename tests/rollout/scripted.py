@@ -11,8 +11,9 @@ from typing import Any
 
 from windfall.config import Rollout as Options
 from windfall.events import EventLog
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout, seed_of
+from windfall.rollout.work import Offer
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
 from windfall.worker.inside import inside
 

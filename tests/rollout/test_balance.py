@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from windfall.rollout.balance import Load, even, place
+from windfall.rollout.balance import Load, place
 from windfall.rollout.speed import Profile
 
 FAST = Profile(fixed_s=0.010, each_s=0.0001)
@@ -198,38 +198,3 @@ def test_a_response_that_was_moved_goes_where_it_was_meant_to() -> None:
 def test_nothing_and_nobody() -> None:
     assert place([], [Load(worker="a", running=0, slots=1)]) == []
     assert place(["1/0"], []) == []
-    assert even([]) == []
-
-
-@given(fleets())
-def test_giving_back_makes_it_better_and_comes_to_rest(loads: list[Load]) -> None:
-    """Give back, place again, look again: the most loaded never gets more, somebody idle gets work, and it ends."""
-    for _ in range(5):
-        back = dict(even(loads))
-        if not back:
-            break
-        before = loads
-        loads = [replace(load, running=load.running - back.get(load.worker, 0)) for load in loads]
-        moved = [f"{n}/0" for n in range(sum(back.values()))]
-        placed = place(moved, loads)
-        assert len(placed) == len(moved), "what was taken back waits"
-        assert not {worker for _, worker in placed} & set(back), "a move to where it was is a prefill for nothing"
-        loads = after(loads, placed)
-        assert max(load.running for load in loads) <= max(load.running for load in before)
-        assert sum(load.running == 0 for load in loads) < sum(load.running == 0 for load in before)
-    assert even(loads) == [], "it does not come to rest"
-
-
-@pytest.mark.parametrize(
-    ("loads", "back"),
-    [
-        ([(1, 4), (0, 4)], {}),
-        ([(2, 4), (0, 4)], {"w0": 1}),
-        ([(9, 16), (0, 1)], {"w0": 1}),
-        ([(8, 8), (8, 8), (0, 8)], {"w0": 2, "w1": 2}),
-        ([(0, 4), (0, 4)], {}),
-    ],
-)
-def test_how_much_is_given_back(loads: list[tuple[int, int]], back: dict[str, int]) -> None:
-    made = [Load(worker=f"w{n}", running=running, slots=slots) for n, (running, slots) in enumerate(loads)]
-    assert dict(even(made)) == back

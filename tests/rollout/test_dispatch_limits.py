@@ -16,9 +16,10 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.rollout import dispatch as dispatches
 from windfall.rollout import ledger as ledgers
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
+from windfall.rollout.work import Offer
 from windfall.types import Sampling
 
 OFFER = Offer(version=1, digest="one", url="http://_:1")

@@ -15,8 +15,8 @@ import pytest
 from crew import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 
 from windfall.rollout import giving
-from windfall.rollout.dispatch import Offer
 from windfall.rollout.members import State
+from windfall.rollout.work import Offer
 from windfall.types import Response
 
 ENGINE_STEP = len(TASKS) * SIZE

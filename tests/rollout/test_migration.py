@@ -14,9 +14,9 @@ from crew import relieve
 from scene import IDS, LONGEST, STOPS, Scene, clone, drained, engine, model, request, scene, uninterrupted
 
 from windfall.rollout import giving
-from windfall.rollout.dispatch import Offer
 from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
+from windfall.rollout.work import Offer
 from windfall.types import Sampling
 from windfall.worker.session import Weights
 

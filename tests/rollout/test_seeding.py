@@ -15,12 +15,13 @@ from scripted import SEED, Asks, Scripted, Words
 
 from windfall.config import Rollout as Options
 from windfall.events import EventLog, read
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout
-from windfall.rollout.members import LOCAL, State
+from windfall.rollout.members import State
 from windfall.rollout.offload import Measured, Others, Plan
 from windfall.rollout.seeding import Seeding
-from windfall.types import Feedback, Sampling, Task, Turn
+from windfall.rollout.work import Offer
+from windfall.types import LOCAL, Feedback, Sampling, Task, Turn
 from windfall.worker.inside import inside
 
 
@@ -146,6 +147,24 @@ def test_paused_at_its_time_and_its_responses_go_on_elsewhere(tmp_path: Path) ->
             await w.step([3, 4])  # and it is there again in the next
             assert [o.workers for _, o in w.policy.heard] == [1, 1]
             assert w.policy.heard[1][1].tok_per_s > 0
+
+    play(main())
+
+
+def test_no_time_for_seeding_and_training_may_begin_at_once(tmp_path: Path) -> None:
+    """Also in the second step, when local is paused from the first."""
+
+    async def main() -> None:
+        async with world(tmp_path, 0.0, (LOCAL, slow(0.005)), ("w", slow(0.005))) as w:
+            for tasks in ([0, 1, 2], [3, 4, 5]):
+                heard = len(w.policy.heard)
+                step = asyncio.create_task(w.step(tasks))
+                await w.until(lambda heard=heard: len(w.policy.heard) > heard)
+                began = time.monotonic()
+                await w.until(w.seeding.over.is_set)
+                assert time.monotonic() - began < 0.06
+                assert not step.done()
+                await step
 
     play(main())
 

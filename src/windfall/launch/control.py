@@ -8,6 +8,7 @@ is started again and goes on from its journal: workers and trainer dial again by
     run ─┬─ _run         the trainer, then the loop     until the run is finished or stopped
          ├─ watch        of dispatch                    for ever
          ├─ _snapshots   fleet.json                     for ever
+         ├─ _tick        of seeding                     for ever
          └─ _broken      a write that failed            whoever wrote: its error ends the run
 
 The first of them to end ends the others; nothing here fails unseen.
@@ -42,12 +43,13 @@ from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.rollout import offload
-from windfall.rollout.dispatch import Dispatch, Offer
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
 from windfall.rollout.members import State as Stage
 from windfall.rollout.seeding import Seeding
+from windfall.rollout.work import Offer
 from windfall.text import Text
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import State

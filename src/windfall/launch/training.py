@@ -22,12 +22,11 @@ from windfall.launch import security
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
-from windfall.rollout.members import LOCAL
 from windfall.text import Text
 from windfall.train import checkpoint
 from windfall.train.checkpoint import State
 from windfall.train.host import TrainerHost
-from windfall.types import Lease
+from windfall.types import LOCAL, Lease
 from windfall.worker.agent import Agent
 from windfall.worker.build import engine_for
 from windfall.worker.shared import HasThem, Shared
@@ -106,7 +105,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         ),
         address=where,
     )  # fmt: skip
-    local = asyncio.create_task(_local(recipe, host, model, device, token, where)) if f.local else None
+    local = asyncio.create_task(_local(recipe, host, model, device, secret, where)) if f.local else None
     try:
         return await host.run()
     finally:
@@ -118,7 +117,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
 
 
 async def _local(
-    recipe: Recipe, host: TrainerHost, model: Any, device: str, token: str, where: Callable[[], str]
+    recipe: Recipe, host: TrainerHost, model: Any, device: str, secret: str, where: Callable[[], str]
 ) -> None:
     """The trainer's own engine, as the worker called `local`. Without it the run goes on, on others."""
     f, address = recipe.fleet, where()
@@ -131,7 +130,7 @@ async def _local(
     while True:
         await host.connected.wait()
         agent = Agent(
-            address, token, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
+            address, secret, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
             ssl=security.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
         if await agent.run() != 1:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed, clip
+from windfall.types import LOCAL
 
 SHAKE_S = 10.0
 LOGGED_PER_S = 5
@@ -51,7 +52,7 @@ class Gate:
         self._knocks: list[float] = []
 
     async def worker(self, link: Link, attend: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
-        hello, challenge = await self._meet(link, m.Hello, "hello", self._token)
+        hello, challenge = await self._meet(link, m.Hello, "hello", self._secret)
         if hello is None:
             return
         terms = self.terms
@@ -68,7 +69,7 @@ class Gate:
         elif self.workers >= self.most_workers:
             await self._refuse(link, f"the run has its {self.most_workers} workers (fleet.max_workers)", again=True)
         else:
-            proof = auth.proof(self._token, "welcome", self.run, challenge, hello.nonce)
+            proof = auth.proof(self._secret(hello), "welcome", self.run, challenge, hello.nonce)
             self.workers += 1
             try:
                 await link.send(
@@ -89,13 +90,18 @@ class Gate:
         if not self._trainer_secret:
             await self._refuse(link, "no trainer is expected here")
             return
-        hello, challenge = await self._meet(link, m.TrainerHello, "trainer", self._trainer_secret)
+        hello, challenge = await self._meet(link, m.TrainerHello, "trainer", lambda hello: self._trainer_secret)
         if hello is not None:
             proof = auth.proof(self._trainer_secret, "trainer welcome", self.run, challenge, hello.nonce)
             await link.send(m.TrainerWelcome(proof=proof))
             await attend(link, hello)
 
-    async def _meet(self, link: Link, kind: type[Any], said: str, secret: str) -> tuple[Any, bytes]:
+    def _secret(self, hello: m.Hello) -> str:
+        """What a worker must know. Only the trainer's process may call itself `local`: that name is paused and resumed
+        with training, and billed as the trainer."""
+        return self._trainer_secret if hello.name == LOCAL else self._token
+
+    async def _meet(self, link: Link, kind: type[Any], said: str, secret: Callable[[Any], str]) -> tuple[Any, bytes]:
         """Challenge it; its Hello if it knows the secret, else None."""
         challenge = auth.nonce()
         try:
@@ -115,8 +121,10 @@ class Gate:
         elif hello.protocol != m.PROTOCOL:
             fix = "install the same version of windfall on both"
             await self._refuse(link, f"protocol {hello.protocol}, this run speaks {m.PROTOCOL}: {fix}")
-        elif len(hello.nonce) != auth.NONCE_BYTES or not auth.same(
-            hello.proof, auth.proof(secret, said, self.run, challenge, hello.nonce)
+        elif (
+            not (needed := secret(hello))  # an empty one proves nothing
+            or len(hello.nonce) != auth.NONCE_BYTES
+            or not auth.same(hello.proof, auth.proof(needed, said, self.run, challenge, hello.nonce))
         ):
             await self._refuse(link, "wrong token, or a Hello made for another challenge")
         else:

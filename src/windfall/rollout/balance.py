@@ -186,23 +186,3 @@ def _give(
             else:
                 heapq.heappop(heap)
     return out
-
-
-def even(loads: Sequence[Load]) -> list[tuple[str, int]]:
-    """(worker, how many it should give back), when nothing is queued and somebody stands idle.
-
-    >>> even([Load(worker="a", running=9, slots=16), Load(worker="b", running=0, slots=16)])
-    [('a', 4)]
-    """
-    idle = [load for load in loads if load.running == 0]
-    if not idle:
-        return []
-    fair = -(-sum(load.running for load in loads) // len(loads))
-    room = sum(max(0, min(load.slots, fair) - load.running) for load in loads)
-    out = []
-    for load in loads:
-        count = min(load.running - fair, room)  # more would only come back to where it was
-        if count > 0:
-            out.append((load.worker, count))
-            room -= count
-    return out

@@ -26,9 +26,9 @@ from windfall.rollout.episode import Episode
 from windfall.rollout.giving import Giving
 from windfall.rollout.journal import Journal
 from windfall.rollout.ledger import Entry, Ledger, Malformed
-from windfall.rollout.members import LOCAL, Member, Members, Patience, State
-from windfall.rollout.work import Offer as Offer
-from windfall.rollout.work import frames
+from windfall.rollout.members import Member, Members, Patience, State
+from windfall.rollout.work import Offer, frames
+from windfall.types import LOCAL
 
 OUTBOX = 4096
 """Messages that may wait for one worker. One that lets so many pile up does not read."""

@@ -21,9 +21,6 @@ from typing import Literal
 from windfall.link.messages import Stats
 from windfall.types import Lease
 
-LOCAL = "local"
-"""The name of the trainer's own engine, and of nobody else."""
-
 
 class State(StrEnum):
     JOINING = "joining"

@@ -15,8 +15,9 @@ import math
 
 from windfall.events import EventLog
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import LOCAL, Member, State
+from windfall.rollout.members import Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan
+from windfall.types import LOCAL
 
 AGAIN_S = 0.05
 
@@ -109,8 +110,9 @@ class Seeding:
     def _enough(self) -> None:
         """T_seed is over. If nobody else is there, local goes on until somebody is."""
         local = self._local()
-        if local is not None and local.state is State.READY and self._others():
-            self._pause(local)
+        if local is not None and local.state in (State.READY, State.PAUSED) and self._others():
+            if local.state is State.READY:
+                self._pause(local)
         elif local is not None and (len(self._dispatch.ledger) or local.state is State.PULLING):
             self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._enough)
             return

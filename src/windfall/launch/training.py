@@ -17,6 +17,7 @@ import xxhash
 from windfall import algorithms, config, devices, envs, listening, models
 from windfall.config import Recipe
 from windfall.errors import WindfallError
+from windfall.fleet import process
 from windfall.launch import folder as folders
 from windfall.launch import security
 from windfall.link import auth
@@ -88,7 +89,10 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     hello = partial(
         m.TrainerHello, micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine,
         url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}",
-        facts={"parameters": parameters, "pid": os.getpid(), **asdict(derived)},
+        facts={
+            "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
+            "age_s": process.age_s(), **asdict(derived),
+        },
     )  # fmt: skip
     address = await _address(folder)
     where = lambda: (folders.read_json(folder / "address.json") or {}).get("url", address)  # noqa: E731

@@ -37,6 +37,8 @@ WORDS = 300
 """Of a peer's words, so many characters are written down."""
 ALONE_S = 15.0
 """Work without any worker for so long is worth a word, and another as long after."""
+ASKED = ("sigterm", "ctrl-c")
+"""Warnings that come from whoever runs the worker, not from whoever owns its machine."""
 LEAVE_S = 5.0
 """A worker that was warned is drained so long before it is taken."""
 
@@ -45,11 +47,11 @@ class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32,
-        techniques: Techniques | None = None,
+        techniques: Techniques | None = None, billed_s: float = -math.inf,
     ) -> None:  # fmt: skip
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts()
+        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.offer: Offer | None = None
         self.journal = journal
         self._events = events
@@ -99,9 +101,12 @@ class Dispatch:
         id = member.id
         self._links[id], self._outboxes[id] = link, asyncio.Queue(OUTBOX)
         self.giving.speeds.join(id, hello.lease.device)
-        price = prices.of(hello.lease).or_none
-        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price, trainer=hello.name == LOCAL)
-        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device)
+        price = prices.of(hello.lease)
+        started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
+        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
+                           started_s=started, name=hello.name)  # fmt: skip
+        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
+                             usd_per_h=price.or_none, price_from=price.said)  # fmt: skip
         sender = asyncio.create_task(self._send(id, link))
         self._soon()
         why = "cancelled"
@@ -227,6 +232,8 @@ class Dispatch:
         else:
             self.members.move(member.id, State.DRAINING, f"{source}: {detail}")
             self.accounts.draining(loop.time(), member.id)
+            if source not in ASKED:
+                self.members.taken(member)
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
         self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
         self._soon()
@@ -269,7 +276,6 @@ class Dispatch:
             )
         member.moved += len(entries)
         drained = member.state is State.DRAINING
-        self.members.lost += not drained
         self.members.move(id, State.GONE, why)
         if id in self._timers:
             self._timers.pop(id).cancel()
@@ -344,18 +350,13 @@ class Dispatch:
 
     def _bring_up_to_date(self) -> None:
         """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
-        offer = self.offer
-        assert offer is not None
-        for member in list(self.members.here()):
-            wanted = (offer.version, offer.digest)
-            idle = member.state is State.READY and (member.version, member.digest) != wanted and self.ledger.queue
-            if member.state is State.JOINING or idle:
-                now = asyncio.get_running_loop().time()
+        assert self.offer is not None
+        now = asyncio.get_running_loop().time()
+        for member in self.members.behind(self.offer.version, self.offer.digest, needed=bool(self.ledger.queue)):
+            if member.state is not State.PULLING:  # else it gives up an older one
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
-                self._load(member)
-            elif member.state is State.PULLING and member.asked != wanted and self.ledger.queue:
-                self._load(member)  # it gives up the older one
+            self._load(member)
 
     def _give(self, worker: str, entries: list[Entry]) -> None:
         self._given(worker, entries)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from windfall import prices
 from windfall.link.messages import Stats
 from windfall.types import Lease
 
@@ -95,6 +96,8 @@ class Members:
         self.all: dict[str, Member] = {}
         """Those that are here, and the newest of those that are gone."""
         self.lost = 0
+        self.lost_of: dict[str, int] = {}
+        """By kind (`prices.kind`): those that were taken away, with or without a word."""
         self._remember = remember
         self._generation: dict[str, int] = {}
         self._ticked_s: float | None = None
@@ -118,11 +121,19 @@ class Members:
     def move(self, id: str, state: State, why: str = "") -> None:
         member = self.all[id]
         assert state in _NEXT[member.state], f"{id}: {member.state} cannot become {state}"
+        if state is State.GONE and member.state is not State.DRAINING:
+            self.lost += 1
+            self.taken(member)
         member.state = state
         member.why = why or member.why
         if state is State.GONE:
             member.suspect = False
             self._forget()
+
+    def taken(self, member: Member) -> None:
+        """Its machine is taken away, or will be."""
+        kind = prices.kind(member.lease)
+        self.lost_of[kind] = self.lost_of.get(kind, 0) + 1
 
     def _forget(self) -> None:
         gone = [i for i, m in self.all.items() if m.state is State.GONE]
@@ -185,6 +196,16 @@ class Members:
             m for m in self.all.values()
             if m.state is State.READY and not m.suspect and m.version == version and m.digest == digest
         ]  # fmt: skip
+
+    def behind(self, version: int, digest: str, *, needed: bool) -> list[Member]:
+        """Who should pull this version now: at once when new, else when there is work that needs it."""
+        wanted = (version, digest)
+
+        def lacks(m: Member) -> bool:
+            held = m.asked if m.state is State.PULLING else (m.version, m.digest)
+            return m.state in (State.READY, State.PULLING) and held != wanted
+
+        return [m for m in self.here() if m.state is State.JOINING or (needed and lacks(m))]
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""

@@ -157,13 +157,15 @@ class Accounts:
     def trainer_waited(self, now_s: float, s: float) -> None:
         """Of the time since the last `step()` in which the trainer's engine was paused, `s` seconds were no training:
         there was nothing to train on."""
-        before = self._closed.holders.get("trainer", Account()).seconds.get("paused", 0.0)
+        closed, gone = (
+            t.holders.get("trainer", Account()).seconds.get("paused", 0.0) for t in (self._closed, self._gone)
+        )
         for worker, w in self._here.items():
             if w.holder == "trainer":
                 self._at(now_s, worker).settle()
-                earlier = self._gone.holders.get("trainer", Account()).seconds.get("paused", 0.0)
-                moved_s = min(s, max(0.0, earlier + w.settled.get("paused", 0.0) - before), w.settled.get("paused", 0.0))
-                w.settled["paused"] = w.settled.get("paused", 0.0) - moved_s
+                paused_s = w.settled.get("paused", 0.0)
+                moved_s = min(s, paused_s, max(0.0, gone + paused_s - closed))
+                w.settled["paused"] = paused_s - moved_s
                 w.settled["waiting"] = w.settled.get("waiting", 0.0) + moved_s
                 return
 

@@ -60,6 +60,7 @@ class Pace(Protocol):
 
     def begin(self, step: int) -> None: ...
     def everybody(self) -> None: ...
+    def trainable(self) -> None: ...
     def generated(self) -> None: ...
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
 
@@ -178,6 +179,8 @@ class Controller:
                     batch.rewards += group.rewards
                     if self.algorithm.informative(outcomes(group, o.max_tokens)):
                         batch.add(group, self.micro_tokens)
+                        if self._early and batch.whole:
+                            self.pace.trainable()
         return batch
 
     async def _arrivals(self, made: AsyncGenerator[Group], batch: Batch) -> AsyncGenerator[Group]:

@@ -18,7 +18,8 @@ Two policies with one interface:
 
   W, L and A are those measured last; R is the sum of what today's workers are known to make, each with its own speed,
   so a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups
-  that complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it.
+  that complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it. However
+  fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates, too.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Plan:
     most_workers: float
     """More than so many others would wait for training."""
     why: str
+    hold: bool = False
+    """Not before there is something to train on: until then the trainer could only wait."""
 
 
 class Offload(Protocol):
@@ -139,7 +142,7 @@ class Predict:
         alone = w / low
         each = r / others.workers
         why = f"{w:,.0f} tokens at {low:,.0f} here and {r:,.0f} tok/s elsewhere, trained at {a:,.0f}"
-        return Plan(seed_s=seed if seed < alone else math.inf, most_workers=a / each, why=why)
+        return Plan(seed_s=seed if seed < alone else math.inf, most_workers=a / each, why=why, hold=True)
 
     def _learn(self, last: Measured) -> None:
         self.tokens = self._mix(self.tokens, last.tokens)

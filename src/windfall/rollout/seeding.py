@@ -1,8 +1,8 @@
 """Acts on `offload`: lets the trainer's own engine roll out at the start of a step, then pauses it so that it trains.
 
     begin() ──▶ local generates ──(seed_s, and somebody else is there)──▶ paused: `over` is set, training may begin
-                     ▲                                                        │
-                     └───────── nobody else is there, and work is open ◀──────┘
+                     ▲             (and something to train on, if the plan holds)    │
+                     └───────── nobody else is there, and work is open ◀─────────────┘
 
 Without a worker called `local` training may begin at once. Rule: whenever responses are open, either somebody else can
 take them or local is not paused; so a run never waits for a fleet that is not there.
@@ -28,6 +28,8 @@ class Seeding:
         self.over = asyncio.Event()
         self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
         self._timer: asyncio.TimerHandle | None = None
+        self._plan: Plan | None = None
+        self._trainable = self._due = False
         self._began_s = self._seeded_s = 0.0
         self._since_s: float | None = None
         """Since when local generates; None while it does not."""
@@ -60,13 +62,20 @@ class Seeding:
     def _go(self, plan: Plan) -> None:
         self._cancel()
         self.over.clear()
+        self._plan, self._trainable, self._due = plan, False, False
         local = self._local()
         if local is None:
             self.over.set()
-        elif plan.seed_s > 0:
+        elif plan.seed_s > 0 or plan.hold:
             self._resume(local)
         if math.isfinite(plan.seed_s):
             self._timer = asyncio.get_running_loop().call_later(plan.seed_s, self._enough)
+
+    def trainable(self) -> None:
+        """There is something to train on."""
+        self._trainable = True
+        if self._due:
+            self._enough()
 
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
         """The step is over: what it was like."""
@@ -108,8 +117,12 @@ class Seeding:
             self._resume(local)
 
     def _enough(self) -> None:
-        """T_seed is over. If nobody else is there, local goes on until somebody is."""
+        """T_seed is over. If nobody else is there, local goes on until somebody is; if the plan says so, until there is
+        something to train on."""
         local = self._local()
+        if local is not None and self._plan is not None and self._plan.hold and not self._trainable:
+            self._due = True
+            return
         if local is not None and local.state in (State.READY, State.PAUSED) and self._others():
             if local.state is State.READY:
                 self._pause(local)

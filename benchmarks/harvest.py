@@ -47,9 +47,12 @@ TRAINER_USD_PER_H, WORKER_USD_PER_H = 83.79, 5.32
 # about as long as it trains, and a worker makes a quarter to a fifth of what that machine makes.
 LOCAL = Service(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
 WORKER = Service(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
-LENGTHS = Lengths(median=75, sigma=0.7)
+SLOW = float(os.environ.get("HARVEST_SLOW", "1"))
+"""So many times slower than said above, the trace as well: what processes cost in earnest then counts for less."""
+LOCAL, WORKER = LOCAL.slower(SLOW), WORKER.slower(SLOW)
+LENGTHS = Lengths(median=75, sigma=0.7, alike=0.5)
 VOCABULARY = 1000
-UP_S, DOWN_S, NODES = 40.0, 15.0, 6
+UP_S, DOWN_S, NODES = 40.0, 15.0, 5
 
 RECIPE = """
 [run]
@@ -61,7 +64,7 @@ groups = 48
 group_size = 8
 max_tokens = 350
 [train]
-micro_tokens = 2500
+micro_tokens = 1600
 [eval]
 tasks = 0
 [checkpoint]
@@ -158,9 +161,7 @@ async def be_worker(url: str, name: str, factor: float) -> int:
     from windfall.worker import notice
     from windfall.worker.agent import Agent
 
-    service = Service(
-        fixed_s=WORKER.fixed_s * factor, each_s=WORKER.each_s * factor, prefill_s=WORKER.prefill_s * factor
-    )
+    service = WORKER.slower(factor)
     token = os.environ["WINDFALL_TOKEN"]
     agent = Agent(
         url, token, name=name, lease=Lease(kind="spot", price_usd_per_h=WORKER_USD_PER_H),
@@ -249,7 +250,10 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="where in the trace to begin, in its seconds")
     parser.add_argument("--speedup", type=float, default=1.0)
+    parser.add_argument("--slow", type=float, default=SLOW, help="stretch all times, for a busy machine")
     options = parser.parse_args()
+    if options.slow != SLOW:  # for the processes to come as well
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "HARVEST_SLOW": str(options.slow)})
     if options.trainer:
         sys.exit(asyncio.run(be_trainer(options.trainer)))
     if options.worker:
@@ -264,6 +268,7 @@ def main() -> None:
             nodes=options.nodes, mean_up_s=UP_S, mean_down_s=DOWN_S, seconds=3600.0, seed=options.seed
         )
         print(f"{options.nodes} machines, up {UP_S:g} s, down {DOWN_S:g} s on average; {options.steps} steps of 384")
+    print(f"all times {SLOW:g} times as long; " if SLOW != 1 else "", end="")
     print(f"sleeping engines: local {LOCAL}; worker {WORKER}; lengths {LENGTHS}")
     print(f"{'':24}{'':8}{'':7}{'':10}{'':7}{'':8}{'trainer':>9}{'workers':>9}")
     heads = ("tok/s", 8), ("x", 7), ("tok/$", 10), ("x", 7), ("step s", 8), ("idle", 9), ("there", 9), ("idle", 8)
@@ -274,7 +279,7 @@ def main() -> None:
         for name in options.variants.split(","):
             how = {"changes": changes, **VARIANTS[name]}
             folder = Path(place) / name.replace(" ", "-").replace(",", "")
-            asyncio.run(run(folder, steps=options.steps, speedup=options.speedup, **how))
+            asyncio.run(run(folder, steps=options.steps, speedup=options.speedup / SLOW, **how))
             f = figures(folder, skip=2)
             base = base or f
             print(

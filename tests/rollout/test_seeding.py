@@ -29,12 +29,12 @@ class Fixed:
     """An Offload that always says the same, and hears what was measured."""
 
     def __init__(self, seed_s: float) -> None:
-        self.seed_s = seed_s
+        self.seed_s, self.hold = seed_s, False
         self.heard: list[tuple[Measured | None, Others]] = []
 
     def plan(self, last: Measured | None, others: Others) -> Plan:
         self.heard.append((last, others))
-        return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test")
+        return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
 
 async def right(task: Task, turns: Sequence[Turn]) -> Feedback:
@@ -165,6 +165,26 @@ def test_no_time_for_seeding_and_training_may_begin_at_once(tmp_path: Path) -> N
                 assert time.monotonic() - began < 0.06
                 assert not step.done()
                 await step
+
+    play(main())
+
+
+@pytest.mark.parametrize("seed_s", [0.0, 0.05])
+def test_it_generates_until_there_is_something_to_train_on(tmp_path: Path, seed_s: float) -> None:
+    """However short its time is. The trainer could only wait."""
+
+    async def main() -> None:
+        async with world(tmp_path, seed_s, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
+            w.policy.hold = True
+            step = asyncio.create_task(w.step())
+            await w.until(lambda: w.made(LOCAL) > 40)
+            assert (w.state(), w.seeding.over.is_set()) == (State.READY, False)
+            w.seeding.trainable()
+            assert (w.state(), w.seeding.over.is_set()) == (State.PAUSED, True)
+            await step
+            assert w.made(LOCAL) + w.made("w") == 12 * 21
+            await w.step([3, 4])  # nothing ever: then to the end
+            assert w.seeding.over.is_set()
 
     play(main())
 

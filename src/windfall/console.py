@@ -128,7 +128,8 @@ class Console:
         bill = _bill(e)
         per_million = bill.usd_per_million(e["trained"]) if bill else None
         if per_million is not None:
-            missing = f"  ${per_million:,.2f}/M{missing}"
+            least = ">" if bill and bill.all.unpriced_s > 0 else ""
+            missing = f"  {least}${per_million:,.2f}/M{missing}"
         if e.get("restored"):
             missing += f"  ({e['restored']:,} tokens from the journal)"
         return (

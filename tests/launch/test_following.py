@@ -11,7 +11,8 @@ KIND = "spot cpu at $1.00/h"
 
 def said(step: int, count: int, workers: list[str], lease: str = KIND) -> dict[str, Any]:
     rows = [{"worker": w, "state": "ready", "lease": KIND} for w in workers]
-    return {"step": step, "workers": rows, "advice": [{"lease": lease, "now": len(rows), "count": count, "why": ""}]}
+    now = len(rows) - ("local" in workers)
+    return {"step": step, "workers": rows, "advice": [{"lease": lease, "now": now, "count": count, "why": ""}]}
 
 
 def test_two_steps_in_a_row_must_say_the_same() -> None:
@@ -42,6 +43,13 @@ def test_bounds_and_workers_of_others() -> None:
     for step in (3, 4):  # ours are gone; what they were is remembered
         wanted = f.look(said(step, 3, ["x"]), set())
     assert wanted == 2
+
+
+def test_one_of_ours_that_has_come_back_is_ours_and_the_trainer_is_nobodys() -> None:
+    f = Following(2, 8)
+    for step in (1, 2):
+        wanted = f.look(said(step, 3, ["w1.1#2", "w2.1", "local"]), {"w1.1", "w2.1"})
+    assert wanted == 3
 
 
 def test_advice_on_other_kinds_is_not_ours_to_follow() -> None:

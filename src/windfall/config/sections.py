@@ -206,6 +206,8 @@ class Fleet(Section):
     """Not 0: the run begins with `workers`, then keeps between 0 and so many, by what measured rates and prices say."""
     worker_threads: Count = 1
     """CPU threads of each of them."""
+    worker_memory: float = Field(default=0.4, gt=0, lt=1)
+    """The part of a GPU's free memory that the KV cache of each of them may take; several on one GPU need less each."""
     kind: Literal["reserved", "spot", "borrowed"] = "reserved"
     """On what terms this machine's workers are held."""
     price_usd_per_h: float = Field(default=0.0, ge=0)

@@ -127,7 +127,7 @@ class Control:
                 self._snapshot(ended=True)
             self.journal.close()
             if self._end is not None:
-                self.events.instant("end", **self._end)
+                self.events.instant("end", **self._end, **self.telling.last_bill(asyncio.get_running_loop().time()))
 
     async def _run(self, env: Any) -> None:
         hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from windfall.types import LOCAL
+
 
 class Following:
     def __init__(self, count: int, most: int) -> None:
@@ -20,8 +22,8 @@ class Following:
 
     def look(self, said: dict[str, Any] | None, ours: Collection[str]) -> int | None:
         """How many there should be, when that is new. `ours`: names of the workers that we keep."""
-        rows = [w for w in (said or {}).get("workers", []) if w["state"] != "gone"]
-        mine = [w for w in rows if w["worker"] in ours]
+        rows = [w for w in (said or {}).get("workers", []) if w["state"] != "gone" and _name(w) != LOCAL]
+        mine = [w for w in rows if _name(w) in ours]
         if mine:
             self._lease = mine[0]["lease"]
         advice = next((a for a in (said or {}).get("advice", []) if a["lease"] == self._lease), None)
@@ -37,3 +39,8 @@ class Following:
             return None
         self.count, self._heard = wanted, None
         return wanted
+
+
+def _name(row: dict[str, Any]) -> str:
+    """Who it is, however often it has come back."""
+    return row["worker"].partition("#")[0]

@@ -248,7 +248,7 @@ class Supervisor:
             argv = [
                 "windfall", "worker", "--join", await self._url(), "--name", name, "--lease", lease.kind,
                 "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
-                "--device", self.recipe.run.device,
+                "--device", self.recipe.run.device, "--memory", str(f.worker_memory),
             ]  # fmt: skip
             handle = await nursery.start(
                 name=name, argv=argv, env=environment, log=self.folder / "workers" / f"{name}.log"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from windfall import prices
+from windfall import algorithms, prices
 from windfall.config import Recipe
 from windfall.events import EventLog, read
 from windfall.rollout.advising import Advisor
@@ -20,7 +20,7 @@ from windfall.rollout.members import State as Stage
 from windfall.rollout.offload import Measured
 
 MOST = 64
-"""Workers of one kind that advice speaks of, where nobody says how many could be had."""
+"""Workers of one kind that advice speaks of."""
 GONE_TOLD = 50
 """Of the workers that are gone, so many are in a snapshot."""
 
@@ -31,6 +31,12 @@ def billed_s(log: Path) -> float:
     return time.monotonic() + max(bills, default=-math.inf) - time.time()
 
 
+def overlaps(recipe: Recipe) -> bool:
+    """Whether groups can be trained on while others are still being made."""
+    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    return algorithm.scope == "group" and recipe.train.minibatches == 1 and recipe.techniques.pipelining
+
+
 class Telling:
     def __init__(self, recipe: Recipe, dispatch: Dispatch, events: EventLog) -> None:
         f, o = recipe.fleet, recipe.rollout
@@ -38,7 +44,7 @@ class Telling:
         self._counted: dict[str, int] = {}
         self._advisor = Advisor(
             dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
-            most=f.workers_max or MOST,
+            most=MOST, overlap=overlaps(recipe),
         )  # fmt: skip
 
     def counters(self, last: Measured | None, now_s: float) -> dict[str, Any]:
@@ -57,6 +63,10 @@ class Telling:
             self._advise(last, now_s)
             self._dispatch.accounts.trainer_waited(now_s, last.train_wait_s)
         return {**since, "workers": here, "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
+
+    def last_bill(self, now_s: float) -> dict[str, Any]:
+        """Of what came after the last step."""
+        return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
     def _advise(self, last: Measured, now_s: float) -> None:
         for kind, a in self._advisor.step(last, now_s).items():

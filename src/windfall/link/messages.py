@@ -189,6 +189,8 @@ class Stats(Message, frozen=True, tag=16):
     idle_s: float
     preemptions: int = 0
     reused_tokens: int = 0
+    waiting: int = 0
+    """Of those running: the engine has no room for them, and makes steps without them."""
 
 
 class Left(Message, frozen=True, tag=17):

@@ -29,7 +29,7 @@ class Seeding:
         self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
         self._timer: asyncio.TimerHandle | None = None
         self._plan: Plan | None = None
-        self._trainable = self._due = False
+        self._trainable = self._due = self._missing = False
         self._began_s = self._seeded_s = 0.0
         self._since_s: float | None = None
         """Since when local generates; None while it does not."""
@@ -48,6 +48,7 @@ class Seeding:
         known = sum(self._rate(member, len(others) + 1) for member in others)
         plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=self._pull_s()))
         self._began_s = self._looked_s = now
+        self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
@@ -60,10 +61,15 @@ class Seeding:
         self._go(Plan(seed_s=math.inf, most_workers=math.inf, why=""))
 
     def _go(self, plan: Plan) -> None:
+        self._plan, self._trainable = plan, False
+        self._apply(plan)
+
+    def _apply(self, plan: Plan) -> None:
         self._cancel()
         self.over.clear()
-        self._plan, self._trainable, self._due = plan, False, False
+        self._due = False
         local = self._local()
+        self._missing = local is None
         if local is None:
             self.over.set()
         elif plan.seed_s > 0 or plan.hold:
@@ -106,14 +112,18 @@ class Seeding:
     # local
 
     def tick(self) -> None:
-        """Every now and then: has the fleet collapsed, or is there no local any more?"""
+        """Every now and then: has the fleet collapsed, is there no local any more, or is there one now?"""
         now = self._now()
         self._look(now)
         local = self._local()
         if local is None:
+            self._missing = True
             self.over.set()
+        elif self._missing and self._plan is not None and len(self._dispatch.ledger):
+            self._apply(self._plan)
         elif local.state is State.PAUSED and self._dispatch.ledger.queue and not self._others():
             self._events.instant("local_resumed", why="no other worker is there")
+            self.over.clear()  # from here on the step is one of local alone, whoever else may come
             self._resume(local)
 
     def _enough(self) -> None:
@@ -156,9 +166,10 @@ class Seeding:
         return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
 
     def _others(self) -> list[Member]:
-        """Workers that have, or are about to have, something to do with this step."""
-        here = (State.PULLING, State.READY)
-        return [m for m in self._dispatch.members.here() if m.name != LOCAL and m.state in here and not m.suspect]
+        """Workers that can do something for this step, now or any moment."""
+        members = self._dispatch.members
+        ready = [m for m in members.here() if m.state is State.READY and not m.suspect]
+        return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
 
     def _rate(self, member: Member, sharing: int) -> float:
         """What it should make with its part of the step's responses, in tokens per second; 0: nobody knows."""

@@ -25,9 +25,9 @@ LAYERS = [
     {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices", "prices", "bill"},
     {"config", "engine", "accounts"},
     {"models", "console", "rollout", "train"},
-    {"controller", "worker", "sim"},
+    {"controller", "worker"},
     {"launch"},
-    {"offline", "measure", "top"},
+    {"offline", "measure", "top", "sim"},
     {"cli"},
 ]
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
@@ -44,6 +44,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "rollout/offload.py",
     "rollout/giving.py",
     "sim/service.py",
+    "sim/decode.py",
+    "sim/book.py",
     "rollout/work.py",
     "launch/vigil.py",
     "prices.py",
@@ -57,7 +59,17 @@ PURE_MAY_IMPORT = {
     "__future__", "array", "collections", "dataclasses", "datetime", "enum", "heapq", "itertools", "math", "msgspec",
     "numpy", "signal", "typing", "xxhash",
 }  # fmt: skip
-LIGHT = ["cli", "config", "controller", "launch.control", "launch.supervisor", "offline", "top"]
+LIGHT = [
+    "cli",
+    "config",
+    "controller",
+    "launch.control",
+    "launch.supervisor",
+    "offline",
+    "top",
+    "sim.command",
+    "sim.calibrate",
+]
 HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}
 
 

@@ -119,6 +119,32 @@ def top(
     top.show(run, once=once)
 
 
+@app.command(epilog="Example: windfall sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures")
+def sim(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE.toml | calibrate FILE...", help="What to simulate; or measurements to fit."),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="Simulate so many, from run.seed on: other tasks and traces.")] = 1,
+    compare: Annotated[str, typer.Option(help="Variants, with commas between them, or all.")] = "windfall",
+    out: Annotated[Path | None, typer.Option(help="Write figures (JSON, CSV, SVG) and event logs there.")] = None,
+    set: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="Of calibrate: the GPU that was measured, such as H100.")] = "",
+    to: Annotated[str, typer.Option(help="Of calibrate: scale to this GPU by published figures.")] = "",
+) -> None:
+    """What a run would cost and yield, in virtual time: the real controller and policies with simulated machines."""
+    if what[0] == "calibrate":
+        from windfall.sim import calibrate
+
+        calibrate.main([Path(w) for w in what[1:]], gpu=gpu, to=to)
+        return
+    from windfall.sim import command
+
+    if len(what) > 1:
+        raise WindfallError(f"one recipe at a time, not {len(what)}", where="windfall sim")
+    command.main(config.load(Path(what[0]), set), seeds=seeds, names=compare, out=out)
+
+
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
     from windfall.launch import control

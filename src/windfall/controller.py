@@ -25,7 +25,6 @@ The state of a run is (step, next_task) and the weights. Tasks, seeds and hence 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -147,21 +146,21 @@ class Controller:
         return self.state
 
     async def _step(self) -> None:
-        step, started = self.state.step + 1, time.monotonic()
+        step, started = self.state.step + 1, _now()
         self.rollout.made = self.rollout.restored = self.rollout.missing = 0
         self.pace.begin(step)
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect(self.state.next_task)
             span["tokens"] = self.rollout.made
         self.pace.generated()
-        training = time.monotonic()
+        training = _now()
         with self.events.span("train", step=step, early_s=batch.early_s):
             state = State(step=step, next_task=self.state.next_task + batch.drawn)
             reports = await self._update(batch, state)
             self.state = state
-        train_s = batch.early_s + time.monotonic() - training
+        train_s = batch.early_s + _now() - training
         self.pace.end(tokens=self.rollout.made, train_s=train_s, train_wait_s=batch.wait_s)
-        self._tell(step, batch, reports, time.monotonic() - started)
+        self._tell(step, batch, reports, _now() - started)
 
     async def _collect(self, first: int) -> Batch:
         """The groups of one batch. Those that need no more than themselves are trained on as they arrive."""
@@ -195,12 +194,12 @@ class Controller:
                     batch.early_s += await self._accumulate(batch.whole.popleft())
                     continue
                 coming = coming or asyncio.ensure_future(arrived.get())
-                began, waits = time.monotonic(), over.is_set()
+                began, waits = _now(), over.is_set()
                 change = asyncio.ensure_future(over.wait())
                 await asyncio.wait([coming] if waits else [coming, change], return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
                 if waits and over.is_set():  # else local has taken up the work again
-                    batch.wait_s += time.monotonic() - began
+                    batch.wait_s += _now() - began
                 if coming.done():
                     group, coming = coming.result(), None
                     if group is None:
@@ -310,6 +309,11 @@ async def _pump(made: AsyncGenerator[Group], into: asyncio.Queue[Group | None]) 
             into.put_nowait(group)
     finally:
         into.put_nowait(None)
+
+
+def _now() -> float:
+    """The event loop's clock: a simulated run has its own."""
+    return asyncio.get_running_loop().time()
 
 
 def _tokens(groups: Sequence[Group]) -> int:

@@ -10,6 +10,8 @@ A line is written whole and flushed at once, so a killed process leaves at most 
 it, and opening the log again starts on a fresh line. The first write that fails raises, and tells `failed`; after it
 the log is silent, because the run is ending. A run that was resumed from step k has an instant "resumed" with
 that step; `read` then leaves out what the lost steps after k had said.
+
+The log reads its clock from a `Clock`: a run in virtual time (windfall.sim) brings one of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,20 @@ Event = dict[str, Any]
 Sink = Callable[[Event], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """The two clocks of an event, in seconds."""
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+
+REAL = Clock()
+
+
 class EventLog:
-    def __init__(self, path: Path, sinks: list[Sink] | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, sinks: list[Sink] | None = None, *, clock: Clock = REAL) -> None:
+        self.path, self.clock = path, clock
         self.failed: Callable[[WindfallError], None] = lambda e: None
         self._sinks = list(sinks or [])
         self._broken = False
@@ -58,20 +72,20 @@ class EventLog:
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
         """Times its body; the body may add fields to the dict it gets. Written at the end, also after an error."""
-        start = time.monotonic()
+        start = self.clock.monotonic()
         try:
             yield fields
         except BaseException as e:  # only to write down which; it goes on up
             fields["error"] = type(e).__name__
             raise
         finally:
-            self._write("span", name, {**fields, "s": time.monotonic() - start})
+            self._write("span", name, {**fields, "s": self.clock.monotonic() - start})
 
     def _write(self, kind: str, name: str, fields: dict[str, Any]) -> None:
         assert not {"t", "m", "kind", "name"} & fields.keys(), f"{name}: a field would hide one that every event has"
         if self._broken:
             return
-        event = _plain({"t": time.time(), "m": time.monotonic(), "kind": kind, "name": name} | fields)
+        event = _plain({"t": self.clock.wall(), "m": self.clock.monotonic(), "kind": kind, "name": name} | fields)
         try:
             self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
             self._file.flush()

@@ -276,6 +276,67 @@ class Trace(Section):
     """Of one machine while it is there."""
 
 
+class Sim(Section):
+    """For `windfall sim`: the machines as formulas. Everything else of the recipe means what it means in a real run."""
+
+    trainer: dict[str, float] = {}
+    """The trainer's machine: fixed_s, each_s, context_s, prefill_s, train_s, update_s; see docs/sim.md."""
+    worker: dict[str, float] = {}
+    """A worker's, likewise; `windfall sim calibrate` prints either."""
+    trainer_slots: Count = 1024
+    """Responses that the trainer's engine runs at once."""
+    worker_slots: Count = 256
+    """And a worker's."""
+    worker_spread: float = Field(default=0.0, ge=0)
+    """How much machines differ in speed: the standard deviation of its logarithm."""
+    boot_s: float = Field(default=60.0, ge=0)
+    """From a machine's start until its worker dials in."""
+    weights_bytes: float = Field(default=16e9, ge=0)
+    """Of one pull."""
+    egress_bytes_per_s: float = Field(default=25e9, gt=0)
+    """What the trainer sends, shared by all who pull."""
+    ingress_bytes_per_s: float = Field(default=6.25e9, gt=0)
+    """What one worker takes in."""
+    latency_s: float = Field(default=0.0, ge=0)
+    """Of a message, in either direction."""
+    notice_s: float = Field(default=0.0, ge=0)
+    """A machine is warned so long before it is taken; 0: it is not."""
+    save_s: float = Field(default=0.0, ge=0)
+    """Of a checkpoint."""
+    prompt_tokens: Count = 256
+    """Of every task."""
+    median_tokens: float = Field(default=1000.0, gt=0)
+    """Response lengths are log-normal with this median, cut off at rollout.max_tokens."""
+    sigma: float = Field(default=0.7, ge=0)
+    """The standard deviation of their logarithm."""
+    alike: float = Field(default=0.5, ge=0, le=1)
+    """Its correlation within a group."""
+    lengths_file: FilePath | None = None
+    """Draw lengths from these instead: a number per line."""
+    reward_mean: float = Field(default=0.5, ge=0, le=1)
+    """Rewards are 1 with this probability, else 0."""
+    reward_s: float = Field(default=0.0, ge=0)
+    """How long a reward takes."""
+    market: Literal["machines", "poisson", "bursts", "diurnal", "skypilot"] = "machines"
+    """How machines come and go where [trace] names no file (docs/sim.md); skypilot: the file it names is SkyPilot's."""
+    arrivals_per_h: float = Field(default=10.0, ge=0)
+    """Of poisson: machines that are given per hour, at most trace.nodes at a time."""
+    bursts_per_h: float = Field(default=1.0, ge=0)
+    """Of bursts."""
+    burst_share: Share = 0.5
+    """Of bursts: of the machines that are up, so many are taken at once."""
+    day_s: float = Field(default=86400.0, gt=0)
+    """Of diurnal: how long a day is."""
+    prices_file: FilePath | None = None
+    """Price of a machine of the trace over time, lines of `seconds,usd_per_h`; none: trace.price_usd_per_h."""
+    granule: int = Field(default=0, ge=0)
+    """Real tokens that a simulated one stands for; 0: a thirty-second of the median length, 1: exact and slow."""
+    seconds: float = Field(default=0.0, ge=0)
+    """Stop after so many virtual seconds; 0: after run.steps."""
+    skip_steps: int = Field(default=2, ge=0)
+    """Steps at the start that figures leave out: rates are still being measured."""
+
+
 class Log(Section):
     tensorboard: bool = False
     """Also write every number for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
@@ -294,6 +355,7 @@ class Recipe(Section):
     fleet: Fleet = Fleet()
     trace: Trace = Trace()
     techniques: Techniques = Techniques()
+    sim: Sim = Sim()
     log: Log = Log()
 
     @model_validator(mode="after")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import msgspec
 
 from windfall import algorithms, prices
 from windfall.config import Recipe
-from windfall.events import EventLog, read
+from windfall.events import REAL, Clock, EventLog, read
 from windfall.rollout.advising import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import State as Stage
 from windfall.rollout.offload import Measured
+from windfall.types import LOCAL
 
 MOST = 64
 """Workers of one kind that advice speaks of."""
@@ -25,10 +25,10 @@ GONE_TOLD = 50
 """Of the workers that are gone, so many are in a snapshot."""
 
 
-def billed_s(log: Path) -> float:
+def billed_s(log: Path, clock: Clock = REAL) -> float:
     """Until when a bill has been written, by this process's clock."""
     bills = (e["t"] for e in read(log) if e.get("bill")) if log.is_file() else ()
-    return time.monotonic() + max(bills, default=-math.inf) - time.time()
+    return clock.monotonic() + max(bills, default=-math.inf) - clock.wall()
 
 
 def overlaps(recipe: Recipe) -> bool:
@@ -62,7 +62,23 @@ class Telling:
         if last is not None:
             self._advise(last, now_s)
             self._dispatch.accounts.trainer_waited(now_s, last.train_wait_s)
-        return {**since, "workers": here, "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
+        return {
+            **since,
+            "workers": here,
+            "speeds": self._speeds(),
+            "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s)),
+        }
+
+    def _speeds(self) -> dict[str, list[list[float]]]:
+        """What was seen of every kind of worker: [batch, seconds of a step, windows], for `windfall sim calibrate`."""
+        sums: dict[str, dict[int, list[float]]] = {}
+        for member in self._dispatch.members.here():
+            kind = LOCAL if member.name == LOCAL else prices.kind(member.lease)
+            for size, (batch, step_s, windows) in self._dispatch.giving.speeds.seen(member.id).items():
+                row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
+                for n, x in enumerate((batch * windows, step_s * windows, windows)):
+                    row[n] += x
+        return {kind: [[b / w, s / w, w] for b, s, w in rows.values()] for kind, rows in sums.items()}
 
     def last_bill(self, now_s: float) -> dict[str, Any]:
         """Of what came after the last step."""
@@ -92,7 +108,7 @@ class Telling:
             if w.state is not Stage.GONE or w.id in told
         ]  # fmt: skip
         return {
-            "t": time.time(), "pid": os.getpid(), "run": self._recipe.run.name,
+            "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "workers": workers,

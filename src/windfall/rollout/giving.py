@@ -21,8 +21,8 @@ class Giving:
         """`balancing` off: everybody counts as equally fast, and what runs stays where it is."""
         self.speeds = Speeds()
         self._ledger, self._balancing = ledger, balancing
-        self._holds: dict[str, set[str]] = {}
-        """Group to workers that have pages of it."""
+        self._holds: dict[str, dict[str, None]] = {}
+        """Group to workers that have pages of it, in the order in which they got them: the same in every process."""
         self._meant: dict[str, str] = {}
         """Response to the worker that it was moved for."""
         self._ended = self._ended_tokens = 0
@@ -56,7 +56,7 @@ class Giving:
             assert self._ledger.queue[0] == id
             self._ledger.queue.popleft()
             self._meant.pop(id, None)
-            self._holds.setdefault(id.rpartition("/")[0], set()).add(worker)
+            self._holds.setdefault(id.rpartition("/")[0], {})[worker] = None
             out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
         return out
 

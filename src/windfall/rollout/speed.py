@@ -185,6 +185,12 @@ class Speeds:
             return known.profile(self._prior(known))
         return self._typical.get(known.device) or self._typical.get(None)
 
+    def seen(self, worker: str) -> dict[int, tuple[float, float, int]]:
+        """By size of batch: the batch, the time of a step, and how many windows say so."""
+        known = self._workers.get(worker)
+        sizes = known.sizes if known is not None else {}
+        return {n: (s.batch, math.exp(s.log_step_s), s.windows) for n, s in sizes.items()}
+
     def tok_per_s(self, worker: str, batch: int) -> float:
         """0: nobody has made anything yet."""
         profile = self.profile(worker)

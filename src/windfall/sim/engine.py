@@ -53,7 +53,10 @@ class SleepingEngine:
         self._rows.pop(id, None)
 
     def step(self) -> list[Chunk]:
-        self._sleep(self._service.step_s(len(self._rows), self._prefill))
+        context = 0
+        if self._service.context_s:
+            context = sum(len(row.request.prompt) + row.made for row in self._rows.values())
+        self._sleep(self._service.step_s(len(self._rows), self._prefill, context))
         self._prefill = 0
         return [self._next(id, row) for id, row in list(self._rows.items())]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import xxhash
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """One machine. A decode step takes `fixed_s` (reading the weights) and `each_s` for every response in it; a token
-    of a prompt, or one computed again after a move, `prefill_s`; a trained token `train_s`.
+    """One machine. A decode step takes `fixed_s` (reading the weights), `each_s` for every response in it and
+    `context_s` for every token that these have behind them (reading the cache); a token of a prompt, or one computed
+    again after a move, `prefill_s`; a trained token `train_s`; an optimizer update with what follows it `update_s`.
 
     >>> h = Service(fixed_s=0.02, each_s=0.0001, prefill_s=0.00001, train_s=0.0002)
     >>> round(h.step_s(100, 1000), 3), h.training_s(5000)
@@ -20,19 +22,39 @@ class Service:
 
     fixed_s: float
     each_s: float
+    context_s: float = 0.0
     prefill_s: float = 0.0
     train_s: float = 0.0
+    update_s: float = 0.0
+    """The optimizer, and the copy of the weights that others pull."""
 
-    def step_s(self, batch: int, prefill_tokens: int = 0) -> float:
-        return (self.fixed_s + self.each_s * batch if batch else 0.0) + self.prefill_s * prefill_tokens
+    def __post_init__(self) -> None:
+        assert self.fixed_s > 0, "a step takes time"
+
+    def step_s(self, batch: float, prefill_tokens: float = 0, context: float = 0) -> float:
+        decode_s = self.fixed_s + self.each_s * batch + self.context_s * context if batch else 0.0
+        return decode_s + self.prefill_s * prefill_tokens
+
+    def steps_s(self, count: float, batch: float, context: float) -> float:
+        """So many steps in a row of the same batch, whose context grows by a token each.
+
+        >>> s = Service(fixed_s=1.0, each_s=0.1, context_s=0.01)
+        >>> round(s.steps_s(3, 2, 100), 9) == round(sum(s.step_s(2, 0, 100 + 2 * n) for n in range(3)), 9)
+        True
+        """
+        return count * self.step_s(batch, 0, context) + self.context_s * batch * count * (count - 1) / 2
+
+    def steps_in(self, seconds: float, batch: float, context: float) -> float:
+        """How many steps in a row take so long: `steps_s` the other way round."""
+        a, b = self.context_s * batch / 2, self.step_s(batch, 0, context)
+        if seconds <= 0 or not batch:
+            return 0.0
+        return seconds / b if a == 0 else (math.sqrt((b - a) ** 2 + 4 * a * seconds) - (b - a)) / (2 * a)
 
     def slower(self, factor: float) -> Service:
-        return Service(
-            fixed_s=self.fixed_s * factor, each_s=self.each_s * factor, prefill_s=self.prefill_s * factor,
-            train_s=self.train_s * factor,
-        )  # fmt: skip
+        return Service(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
-    def training_s(self, tokens: int) -> float:
+    def training_s(self, tokens: float) -> float:
         return self.train_s * tokens
 
 
@@ -56,9 +78,32 @@ class Lengths:
         return max(self.least, round(self.median * math.exp(self.sigma * normal)))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """Lengths drawn from a list of measured ones, by the same two numbers.
+
+    >>> Listed(lengths=(10, 20, 30)).of(1) in (10, 20, 30)
+    True
+    """
+
+    lengths: Sequence[int]
+    """Sorted."""
+    alike: float = 0.0
+
+    def of(self, seed: int, group: int = 0) -> int:
+        normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
+        share = (1 + math.erf(normal / math.sqrt(2))) / 2
+        return max(1, self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))])
+
+
 def _normal(name: str) -> float:
-    a, b = (xxhash.xxh3_64_intdigest(f"{name}/{n}".encode()) / 2.0**64 for n in "ab")
+    a, b = uniform(f"{name}/a"), uniform(f"{name}/b")
     return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
+
+
+def uniform(name: str) -> float:
+    """From 0 to 1, the same for the same name, in every process."""
+    return xxhash.xxh3_64_intdigest(name.encode()) / 2.0**64
 
 
 def token(seed: int, position: int, vocabulary: int, stop: frozenset[int]) -> int:

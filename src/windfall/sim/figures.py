@@ -1,0 +1,160 @@
+"""What a simulated run came to, from its event log alone but for what no log knows: the machines' stays. Pure but for
+reading the log. All figures are in real tokens, of the steps after the first `sim.skip_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windfall.bill import Account, Bucket, Totals
+from windfall.errors import WindfallError
+from windfall.events import Event, read
+from windfall.sim.machines import Stay
+from windfall.sim.world import World
+
+LOST: tuple[Bucket, ...] = ("booting", "pulling", "prefill_again", "lost", "draining")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    steps: int
+    virtual_s: float
+    """Of those steps."""
+    whole_s: float
+    """Of the whole simulation."""
+    tok_per_s: float
+    tok_per_usd: float
+    """0: no price is known."""
+    usd: float
+    """At least this much, where a price is unknown."""
+    unpriced_s: float
+    step_s: tuple[float, ...]
+    trainer_idle: float
+    workers_there: float
+    """On average."""
+    workers_idle: float
+    """Of what they were paid for."""
+    workers_lost: float
+    """Booting, pulling, prefill again, work that nobody got."""
+    killed: int
+    moved: int
+    again: float
+    """Tokens made again, as a share of all."""
+    unjoined_s: float
+    """Machines that were taken before their workers had dialled in: no bill knows of them."""
+    advice: tuple[str, ...]
+    """The last, of each kind of worker."""
+
+    @property
+    def step_mean_s(self) -> float:
+        return statistics.mean(self.step_s)
+
+    def row(self) -> dict[str, Any]:
+        return {**asdict(self), "step_mean_s": self.step_mean_s}
+
+
+def figures(log: Path, world: World, stays: Sequence[Stay]) -> Figures:
+    events = read(log)
+    all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    skip = world.real.sim.skip_steps
+    steps = all_steps[skip:]
+    if not steps:
+        fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
+        raise WindfallError(f"{len(all_steps)} steps were made, and {skip} are left out", where="sim", fix=fix)
+    start_s, end_s = steps[0]["m"] - steps[0]["s"], steps[-1]["m"]
+    before = all_steps[skip - 1]["real_tokens"] if skip else 0
+    tokens, seconds = steps[-1]["real_tokens"] - before, end_s - start_s
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
+    trainer = bill.holders.get("trainer", Account())
+    others = [a for h, a in bill.holders.items() if h != "trainer"]
+    usd = bill.all.total_usd + _price_changes(world, stays, start_s, end_s)
+    paid_s = max(1e-9, sum(a.total_s for a in others))
+    return Figures(
+        steps=len(steps), virtual_s=seconds, whole_s=events[-1]["m"], tok_per_s=tokens / seconds,
+        tok_per_usd=tokens / usd if usd else 0.0, usd=usd, unpriced_s=bill.all.unpriced_s,
+        step_s=tuple(e["s"] for e in steps),
+        trainer_idle=trainer.seconds.get("waiting", 0.0) / max(1e-9, trainer.total_s),
+        workers_there=sum(a.total_s for a in others) / seconds,
+        workers_idle=_seconds(others, "waiting") / paid_s, workers_lost=_seconds(others, *LOST) / paid_s,
+        killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["m"] <= end_s),
+        moved=sum(e["moved"] for e in steps),
+        again=sum(e["discarded"] for e in steps) * world.granule / max(1, tokens),
+        unjoined_s=sum(_overlap(s, start_s, end_s) for s in stays if not s.joined), advice=_advice(events),
+    )  # fmt: skip
+
+
+def _seconds(accounts: Sequence[Account], *buckets: Bucket) -> float:
+    return sum(a.seconds.get(b, 0.0) for a in accounts for b in buckets)
+
+
+def _overlap(stay: Stay, start_s: float, end_s: float) -> float:
+    return max(0.0, min(stay.end_s, end_s) - max(stay.start_s, start_s))
+
+
+def _price_changes(world: World, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
+    """A bill has the price at which a worker joined. What it cost more, or less, since then."""
+    extra, boot_s = 0.0, world.real.sim.boot_s
+    for stay in stays:
+        held_s = _overlap(stay, start_s, end_s)
+        if stay.joined and held_s > 0:
+            cost = world.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
+            extra += cost - world.prices.at(stay.start_s + boot_s) * held_s / 3600
+    return extra
+
+
+def _advice(events: Sequence[Event]) -> tuple[str, ...]:
+    last = {e["lease"]: e for e in events if e["name"] == "advice"}
+    return tuple(f"{e['count']} of {lease}, now {e['now']}: {e['why']}" for lease, e in last.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A figure over several seeds."""
+
+    mean: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:,.4g} ({self.least:,.4g} to {self.most:,.4g})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """
+    >>> spread([1.0, 3.0])
+    Spread(mean=2.0, least=1.0, most=3.0)
+    """
+    return Spread(mean=statistics.mean(values), least=min(values), most=max(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The fleet at one time, for a timeline."""
+
+    at_s: float
+    workers: int
+    tok_per_s: float
+    """Of the step that it is in."""
+
+
+def timeline(log: Path, granule: int) -> list[Moment]:
+    """Workers there after every change, and the speed of every step."""
+    out: list[Moment] = []
+    here, rate = 0, math.nan
+    events = read(log)
+    rates = [(e["m"] - e["s"], e["m"], e["tok_per_s"] * granule) for e in events if e["name"] == "step"]
+    for event in events:
+        if event["name"] in ("worker_joined", "worker_lost", "worker_left"):
+            here += 1 if event["name"] == "worker_joined" else -1
+        elif event["name"] != "step":
+            continue
+        rate = next((r for a, b, r in rates if a <= event["m"] <= b), 0.0)
+        out.append(Moment(at_s=event["m"], workers=here, tok_per_s=rate))
+    return out

@@ -1,0 +1,102 @@
+"""From measured points to a Service, and how far off it is on points that it was not fitted to. Pure.
+
+The time of a step is a line over the batch, fitted in relative error, with neither part below 0. The error that is said
+is that of leaving one point out, fitting the others, and predicting it; of the smallest and the largest batch, too,
+which makes it a hard test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from windfall.errors import WindfallError, nearest
+from windfall.sim.service import Service
+
+FLAT = 1e-4
+"""The least that a response adds to a step, as a share of its fixed time."""
+
+
+class Point(NamedTuple):
+    batch: float
+    step_s: float
+    weight: float = 1.0
+
+
+def line(points: Sequence[Point]) -> tuple[float, float]:
+    """(fixed_s, each_s).
+
+    >>> fixed, each = line([Point(1, 0.011), Point(10, 0.02), Point(100, 0.11)])
+    >>> round(fixed, 6), round(each, 6)
+    (0.01, 0.001)
+    """
+    w_ = wx = wxx = wy = wxy = 0.0
+    for x, y, weight in points:
+        w = weight / (y * y)
+        w_, wx, wxx, wy, wxy = w_ + w, wx + w * x, wxx + w * x * x, wy + w * y, wxy + w * x * y
+    det = w_ * wxx - wx * wx
+    if det <= 1e-12 * w_ * wxx:  # one batch only: nothing is known of another
+        return wy / w_, FLAT * wy / w_
+    fixed, each = (wy * wxx - wx * wxy) / det, (w_ * wxy - wx * wy) / det
+    if fixed <= 0:
+        return FLAT * wxy / wxx, wxy / wxx
+    return (wy / w_, FLAT * wy / w_) if each <= 0 else (fixed, each)
+
+
+def held_out(points: Sequence[Point]) -> list[tuple[Point, float]]:
+    """Of every point: what the others predict, as a share of it less 1. Nothing for fewer than three.
+
+    >>> [round(abs(off), 3) for _, off in held_out([Point(1, 0.011), Point(10, 0.02), Point(100, 0.11)])]
+    [0.0, 0.0, 0.0]
+    """
+    out = []
+    for n, point in enumerate(points if len(points) > 2 else ()):
+        fixed, each = line([*points[:n], *points[n + 1 :]])
+        out.append((point, (fixed + each * point.batch) / point.step_s - 1))
+    return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """Published figures of one GPU."""
+
+    bytes_per_s: float
+    """Of its memory."""
+    flop_per_s: float
+    """bfloat16, dense."""
+
+
+SPECS = {
+    "H200": Spec(bytes_per_s=4.8e12, flop_per_s=989e12),
+    "H100": Spec(bytes_per_s=3.35e12, flop_per_s=989e12),
+    "A100-80GB": Spec(bytes_per_s=2.039e12, flop_per_s=312e12),
+    "L40S": Spec(bytes_per_s=0.864e12, flop_per_s=362e12),
+    "A10G": Spec(bytes_per_s=0.6e12, flop_per_s=70e12),
+    "L4": Spec(bytes_per_s=0.3e12, flop_per_s=121e12),
+}
+"""From the makers' data sheets (SXM where there is a choice)."""
+MEMORY_BOUND = ("fixed_s", "context_s")
+COMPUTE_BOUND = ("prefill_s", "train_s")
+SLACK = 1.25
+"""No GPU reaches the same share of its figures as another: so much either way."""
+
+
+def scaled(service: Service, source: str, target: str) -> tuple[Service, Service, Service]:
+    """The same work on another GPU: an estimate, and the range that it is in. Steps scale with memory bandwidth,
+    prefill and training with FLOP/s; what a response adds to a step is bound by one or the other, and an update by
+    either."""
+    for name in (source, target):
+        if name not in SPECS:
+            raise WindfallError(f"no published figures of {name!r}", where="--gpu, --to", fix=nearest(name, SPECS))
+    a, b = SPECS[source], SPECS[target]
+    memory, compute = a.bytes_per_s / b.bytes_per_s, a.flop_per_s / b.flop_per_s
+    low, middle, high = {}, {}, {}
+    for field in fields(service):
+        bounds = (memory,) if field.name in MEMORY_BOUND else (compute,) if field.name in COMPUTE_BOUND else (
+            memory, compute)  # fmt: skip
+        value = getattr(service, field.name)
+        low[field.name], high[field.name] = value * min(bounds) / SLACK, value * max(bounds) * SLACK
+        middle[field.name] = value * math.prod(bounds) ** (1 / len(bounds))
+    return replace(service, **low), replace(service, **middle), replace(service, **high)

@@ -1,0 +1,146 @@
+"""The machines of a simulated fleet: those of the recipe that stay, and those that come and go by a trace.
+
+A machine that comes up boots, then dials in; a new life of the same node has a new name (`n3.1`, `n3.2`), as in
+fleet/replay.py. One that is taken is warned before, if the recipe says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from windfall.errors import WindfallError
+from windfall.fleet.formats import Change
+from windfall.sim.book import Book
+from windfall.sim.network import Network
+from windfall.sim.service import Service, uniform
+from windfall.sim.worker import Attend, Kit, SimWorker
+from windfall.sim.world import World
+from windfall.types import LOCAL, Lease
+
+
+@dataclass(slots=True, kw_only=True)
+class Stay:
+    """One machine from its start to its end, as it is paid for."""
+
+    name: str
+    start_s: float
+    end_s: float = math.inf
+    joined: bool = False
+
+
+class Machines:
+    def __init__(self, world: World, book: Book, attend: Attend) -> None:
+        self._world, self._book, self._attend = world, book, attend
+        self._network = Network(world.real.sim.egress_bytes_per_s)
+        self.workers: dict[str, SimWorker] = {}
+        """Those that are there, by their machine."""
+        self.stays: list[Stay] = []
+        """Of machines of the trace."""
+        self._lives: dict[str, count[int]] = {}
+        self._up: dict[str, Stay] = {}
+
+    def local(self) -> SimWorker | None:
+        return self.workers.get(LOCAL)
+
+    async def run(self) -> None:
+        """The whole trace. Those that stay are there from the start."""
+        real, loop = self._world.real, asyncio.get_running_loop()
+        f, s = real.fleet, real.sim
+        if f.local:
+            lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
+            kit = Kit(
+                name=LOCAL, lease=lease, service=self._world.trainer, slots=s.trainer_slots,
+                heartbeat_s=f.heartbeat_s, quantum_s=self._world.quantum_s,
+            )  # fmt: skip
+            self._start(LOCAL, kit, 0.0)
+        for n in range(f.workers):
+            lease = Lease(kind=f.kind, device="simulated", price_usd_per_h=f.price_usd_per_h)
+            loop.call_later(s.boot_s, self._start, f"w{n + 1}", self._kit(f"w{n + 1}", lease), 0.0)
+        for at_s, what, change in schedule(self._world.changes, s.notice_s):
+            await _until(at_s)
+            if what == "up":
+                self._bring_up(change.node)
+            elif what == "warned":
+                self._warn(change.node, change.at_s - at_s)
+            else:
+                self._take_down(change.node)
+        if math.isfinite(self._world.drawn_s):
+            await _until(self._world.drawn_s)
+            what = f"the run goes on, and the trace that was drawn for it ends after {self._world.drawn_s:,.0f} s"
+            raise WindfallError(what, where="sim", fix="Set sim.seconds, or make run.steps fewer.")
+        await asyncio.Event().wait()
+
+    def _kit(self, node: str, lease: Lease) -> Kit:
+        s = self._world.real.sim
+        return Kit(
+            name=node, lease=lease, service=self._service(node), slots=s.worker_slots, network=self._network,
+            weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
+            heartbeat_s=self._world.real.fleet.heartbeat_s, latency_s=s.latency_s,
+            quantum_s=self._world.quantum_s,
+        )  # fmt: skip
+
+    def _service(self, node: str) -> Service:
+        """Machines may differ: each node by a factor of its own, for good."""
+        spread, worker = self._world.real.sim.worker_spread, self._world.worker
+        if not spread:
+            return worker
+        total = sum(uniform(f"{self._world.real.run.seed}/{node.partition('.')[0]}/{n}") for n in range(12)) - 6
+        return worker.slower(math.exp(spread * total))
+
+    def _bring_up(self, node: str) -> None:
+        now = asyncio.get_running_loop().time()
+        life = next(self._lives.setdefault(node, count(1)))
+        self._up[node] = stay = Stay(name=f"{node}.{life}", start_s=now)
+        self.stays.append(stay)
+        asyncio.get_running_loop().call_later(self._world.real.sim.boot_s, self._booted, node, stay)
+
+    def _booted(self, node: str, stay: Stay) -> None:
+        if self._up.get(node) is not stay:
+            return  # it was taken before
+        stay.joined = True
+        price = self._world.prices.at(asyncio.get_running_loop().time())
+        lease = Lease(kind="spot", device="simulated", price_usd_per_h=price)
+        self._start(node, self._kit(stay.name, lease), stay.start_s)
+
+    def _start(self, node: str, kit: Kit, started_s: float) -> None:
+        worker = self.workers[node] = SimWorker(kit, self._book, self._attend, started_s=started_s)
+        worker.dial()
+
+    def _warn(self, node: str, left_s: float) -> None:
+        if node in self.workers:
+            self.workers[node].warn("spot", left_s)
+
+    def _take_down(self, node: str) -> None:
+        self._up.pop(node).end_s = asyncio.get_running_loop().time()
+        worker = self.workers.pop(node, None)
+        if worker is not None:
+            worker.kill()
+
+
+def schedule(changes: Sequence[Change], notice_s: float) -> list[tuple[float, str, Change]]:
+    """What happens when: a machine that is to be taken is warned before, but not before it came.
+
+    >>> trace = [Change(at_s=0.0, node="a", up=True), Change(at_s=50.0, node="b", up=True)]
+    >>> trace += [Change(at_s=60.0, node="a", up=False)]
+    >>> [(at_s, what) for at_s, what, _ in schedule(trace, 20.0)]
+    [(0.0, 'up'), (40.0, 'warned'), (50.0, 'up'), (60.0, 'down')]
+    """
+    out: list[tuple[float, str, Change]] = []
+    came_s: dict[str, float] = {}
+    for change in changes:
+        if change.up:
+            came_s[change.node] = change.at_s
+        elif notice_s:
+            out.append((max(came_s[change.node], change.at_s - notice_s), "warned", change))
+        out.append((change.at_s, "up" if change.up else "down", change))
+    return sorted(out, key=lambda row: row[0])
+
+
+async def _until(at_s: float) -> None:
+    left_s = at_s - asyncio.get_running_loop().time()
+    if left_s > 0:
+        await asyncio.sleep(left_s)

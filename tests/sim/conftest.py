@@ -1,0 +1,58 @@
+"""Small worlds for the simulator's tests: a trainer, a few workers by a trace, short responses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import config, events
+from windfall.sim import run, world
+
+SMALL: dict[str, Any] = {
+    "run": {"steps": 4},
+    "rollout": {"groups": 16, "group_size": 4, "max_tokens": 350},
+    "train": {"micro_tokens": 800},
+    "eval": {"tasks": 0},
+    "checkpoint": {"every": 1000},
+    "fleet": {"heartbeat_s": 0.3, "suspect_s": 1.0, "gone_s": 2.5, "trainer_price_usd_per_h": 80.0},
+    "trace": {"nodes": 3, "mean_up_s": 10.0, "mean_down_s": 4.0, "price_usd_per_h": 5.0},
+    "sim": {
+        "granule": 1, "boot_s": 0.5, "weights_bytes": 1e8, "egress_bytes_per_s": 1e9, "ingress_bytes_per_s": 1e9,
+        "prompt_tokens": 16, "median_tokens": 75.0, "skip_steps": 0,
+        "trainer": {"fixed_s": 0.006, "each_s": 0.00012, "prefill_s": 4e-6, "train_s": 0.000185},
+        "worker": {"fixed_s": 0.008, "each_s": 0.0006, "prefill_s": 2e-5},
+    },
+}  # fmt: skip
+
+
+def small(**sections: dict[str, Any]) -> config.Recipe:
+    """The small recipe with other keys: small(trace={"nodes": 0})."""
+    said = copy.deepcopy(SMALL)
+    for section, keys in sections.items():
+        said.setdefault(section, {}).update(keys)
+    return config.parse(said, where="small")
+
+
+@pytest.fixture
+def recipe() -> Callable[..., config.Recipe]:
+    return small
+
+
+@pytest.fixture
+def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events.Event]]]:
+    """Simulates the small recipe with other keys; `disturb` is called with the simulation at its start."""
+
+    def go(
+        disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]
+    ) -> tuple[run.Simulation, list[events.Event]]:
+        log = tmp_path / "events.jsonl"
+        done = run.simulate(world.build(small(**sections)), log, disturb=disturb)
+        done.dispatch.ledger.check()
+        assert done.dispatch.ledger.lost() == 0
+        return done, events.read(log)
+
+    return go

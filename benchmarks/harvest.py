@@ -1,13 +1,19 @@
 """What harvesting is worth: the same run in several ways, with real processes, on workers that come and go by a trace.
 
-    python benchmarks/harvest.py                              all variants, about a minute each
+    python benchmarks/harvest.py                              all variants, one to two minutes each
     python benchmarks/harvest.py --variants colocated,windfall --steps 12 --seed 3
+    python benchmarks/harvest.py --trace FILE --speedup 60    a spot trace (docs/fleet-traces.md), 60 times as fast
 
 Controller, links, ledger, journal, policies, weight pulls and kills are the product's own, in processes of their own.
 Two cores cannot show a parallel speed-up, so engines and the trainer sleep by a stated service-time model instead of
 computing (windfall.sim): a decode step takes a fixed time and a time per response, a prefill and training a time per
 token. The trainer's machine stands for 8 GPUs, a worker for 2, at RLBoost's prices ($83.79 and $5.32 per hour). Workers
-come and go by a drawn trace (exponential times, stated below); a worker that is down costs nothing.
+come and go by a trace; a worker that is down costs nothing. "leaves by itself" is windfall where nobody is killed: the
+same machines go at the same moments, but say so and hand over first. What killing costs is the distance from there.
+
+Columns: tokens per second and per dollar, and times the first row's; trainer idle: the share of its time without work;
+workers idle, lost: shares of what they were paid for (lost: booting, pulling, prefill again and work nobody got);
+again: tokens made again, as a share of all.
 """
 
 from __future__ import annotations
@@ -24,7 +30,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from windfall import config, events
+from windfall.bill import Account, Bucket, Totals
 from windfall.fleet import process, trace
 from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
@@ -34,12 +43,16 @@ from windfall.sim.service import Lengths, Service
 from windfall.types import Lease
 
 TRAINER_USD_PER_H, WORKER_USD_PER_H = 83.79, 5.32
-# Seconds. Eight GPUs read the weights as fast as two do (tensor parallel), and do four times the work per response.
-LOCAL = Service(fixed_s=0.012, each_s=0.00012, prefill_s=0.000004, train_s=0.00021)
-WORKER = Service(fixed_s=0.012, each_s=0.00048, prefill_s=0.000016)
-LENGTHS = Lengths(median=150, sigma=0.7)
+# Seconds, scaled down, in the proportions of RLBoost's artifact for an 8B model: alone, the trainer's machine generates
+# about as long as it trains, and a worker makes a quarter to a fifth of what that machine makes.
+LOCAL = Service(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
+WORKER = Service(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
+SLOW = float(os.environ.get("HARVEST_SLOW", "1"))
+"""So many times slower than said above, the trace as well: what processes cost in earnest then counts for less."""
+LOCAL, WORKER = LOCAL.slower(SLOW), WORKER.slower(SLOW)
+LENGTHS = Lengths(median=75, sigma=0.7, alike=0.5)
 VOCABULARY = 1000
-UP_S, DOWN_S, NODES = 25.0, 10.0, 5
+UP_S, DOWN_S, NODES = 40.0, 15.0, 5
 
 RECIPE = """
 [run]
@@ -47,11 +60,11 @@ name = "harvest"
 steps = {steps}
 threads = 1
 [rollout]
-groups = 24
+groups = 48
 group_size = 8
-max_tokens = 700
+max_tokens = 350
 [train]
-micro_tokens = 6000
+micro_tokens = 1600
 [eval]
 tasks = 0
 [checkpoint]
@@ -61,19 +74,21 @@ heartbeat_s = 0.3
 suspect_s = 1.0
 gone_s = 2.5
 workers = 0
+trainer_price_usd_per_h = 83.79
 {fleet}
 {techniques}
 """
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "colocated": {"nodes": 0},
+    "colocated": {"changes": []},
     "disaggregated": {"fleet": "local = false"},
     "windfall": {},
-    "windfall, Algorithm 1": {"fleet": 'offload = "feedback"\nfirst_seed_s = 3.0'},
+    "Algorithm 1": {"fleet": 'offload = "feedback"\nfirst_seed_s = 3.0'},
     "no seeding": {"techniques": "[techniques]\nseeding = false"},
     "no migration": {"techniques": "[techniques]\nmigration = false"},
     "no balancing": {"techniques": "[techniques]\nbalancing = false"},
     "no pipelining": {"techniques": "[techniques]\npipelining = false"},
+    "leaves by itself": {"notice_s": 5.0},
 }
 
 
@@ -143,23 +158,27 @@ async def be_trainer(folder: Path) -> int:
 async def be_worker(url: str, name: str, factor: float) -> int:
     from windfall.sim.engine import SleepingEngine
     from windfall.weights.pull import Puller
+    from windfall.worker import notice
     from windfall.worker.agent import Agent
 
-    service = Service(
-        fixed_s=WORKER.fixed_s * factor, each_s=WORKER.each_s * factor, prefill_s=WORKER.prefill_s * factor
-    )
+    service = WORKER.slower(factor)
     token = os.environ["WINDFALL_TOKEN"]
-    return await Agent(
+    agent = Agent(
         url, token, name=name, lease=Lease(kind="spot", price_usd_per_h=WORKER_USD_PER_H),
         build=lambda spec: (SleepingEngine(service, LENGTHS, vocabulary=VOCABULARY), 256),
         puller=Puller(key=auth.weights_key(token)),
-    ).run()  # fmt: skip
+    )  # fmt: skip
+    notice.on_sigterm(asyncio.get_running_loop(), agent.warned)
+    return await agent.run()
 
 
 # one variant
 
 
-async def run(folder: Path, *, nodes: int, steps: int, seed: int, fleet: str = "", techniques: str = "") -> None:
+async def run(
+    folder: Path, *, changes: list[Any], steps: int, speedup: float, fleet: str = "", techniques: str = "",
+    notice_s: float = 0.0,
+) -> None:  # fmt: skip
     folder.mkdir(parents=True)
     recipe = RECIPE.format(steps=steps, fleet=fleet, techniques=techniques)
     (folder / "recipe.toml").write_text(recipe + "\n")
@@ -184,9 +203,8 @@ async def run(folder: Path, *, nodes: int, steps: int, seed: int, fleet: str = "
         async with asyncio.timeout(60):
             while not (folder / "tokenizer" / "tokenizer.json").is_file() or not (folder / "address.json").is_file():
                 await asyncio.sleep(0.05)
-        if nodes:
-            changes = trace.synthetic(nodes=nodes, mean_up_s=UP_S, mean_down_s=DOWN_S, seconds=3600.0, seed=seed)
-            provider = asyncio.create_task(TraceProvider(spawn, changes).run())
+        if changes:
+            provider = asyncio.create_task(TraceProvider(spawn, changes, speedup=speedup, notice_s=notice_s).run())
         async with asyncio.timeout(900):
             code = await controller.wait()
         if code != 0:
@@ -205,17 +223,19 @@ def figures(folder: Path, skip: int) -> dict[str, float]:
     steps = [e for e in log if e["kind"] == "scalar" and e["name"] == "step"][skip:]
     start, end = steps[0]["t"] - steps[0]["s"], steps[-1]["t"]
     seconds, tokens = end - start, sum(e["made"] for e in steps)
-    joined = {e["worker"]: e["t"] for e in log if e["name"] == "worker_joined" and e["worker"] != "local"}
-    gone = {e["worker"]: e["t"] for e in log if e["name"] in ("worker_lost", "worker_left")}
-    alive = sum(max(0.0, min(gone.get(w, end), end) - max(t, start)) for w, t in joined.items())
-    usd = seconds / 3600 * TRAINER_USD_PER_H + alive / 3600 * WORKER_USD_PER_H
-    spans = [e for e in log if e["kind"] == "span" and e["name"] == "train" and e["t"] > start]
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
+    trainer, spot = bill.holders["trainer"], bill.holders.get("spot", Account())
+
+    def share(account: Account, *buckets: Bucket) -> float:
+        return sum(account.seconds.get(b, 0.0) for b in buckets) / max(1e-9, account.total_s)
+
     return {
-        "tok_per_s": tokens / seconds, "tok_per_usd": tokens / usd, "workers": alive / seconds,
-        "step_s": statistics.mean(e["s"] for e in steps),
+        "tok_per_s": tokens / seconds, "tok_per_usd": tokens / bill.all.total_usd, "workers": spot.total_s / seconds,
+        "step_s": statistics.mean(e["s"] for e in steps), "trainer_idle": share(trainer, "waiting"),
+        "workers_idle": share(spot, "waiting"),
+        "workers_lost": share(spot, "booting", "pulling", "prefill_again", "lost", "draining"),
         "lost": sum(1 for e in log if e["name"] == "worker_lost" and start < e["t"] < end),
-        "moved": sum(e["moved"] for e in steps), "made_twice": sum(e.get("discarded", 0) for e in steps),
-        "train_s": statistics.mean(e["s"] + e.get("early_s", 0.0) for e in spans),
+        "moved": sum(e["moved"] for e in steps), "again": sum(e.get("discarded", 0) for e in steps) / tokens,
     }  # fmt: skip
 
 
@@ -224,30 +244,49 @@ def main() -> None:
     parser.add_argument("--trainer", type=Path)
     parser.add_argument("--worker", nargs=2)
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--start", type=float, default=0.0, help="where in the trace to begin, in its seconds")
+    parser.add_argument("--speedup", type=float, default=1.0)
+    parser.add_argument("--slow", type=float, default=SLOW, help="stretch all times, for a busy machine")
     options = parser.parse_args()
+    if options.slow != SLOW:  # for the processes to come as well
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "HARVEST_SLOW": str(options.slow)})
     if options.trainer:
         sys.exit(asyncio.run(be_trainer(options.trainer)))
     if options.worker:
         url, name = options.worker
         sys.exit(asyncio.run(be_worker(url, name, 1.0)))
-    print(f"{options.nodes} machines, up {UP_S:g} s, down {DOWN_S:g} s on average; {options.steps} steps of 192")
+    if options.trace:
+        changes = trace.slots(trace.window(trace.read(options.trace), options.start, math.inf), options.nodes)
+        print(f"{options.trace.name} from {options.start:g} s on, {options.speedup:g} times as fast, ", end="")
+        print(f"at most {options.nodes} machines; {options.steps} steps of 384")
+    else:
+        changes = trace.synthetic(
+            nodes=options.nodes, mean_up_s=UP_S, mean_down_s=DOWN_S, seconds=3600.0, seed=options.seed
+        )
+        print(f"{options.nodes} machines, up {UP_S:g} s, down {DOWN_S:g} s on average; {options.steps} steps of 384")
+    print(f"all times {SLOW:g} times as long; " if SLOW != 1 else "", end="")
     print(f"sleeping engines: local {LOCAL}; worker {WORKER}; lengths {LENGTHS}")
+    print(f"{'':24}{'':8}{'':7}{'':10}{'':7}{'':8}{'trainer':>9}{'workers':>9}")
+    heads = ("tok/s", 8), ("x", 7), ("tok/$", 10), ("x", 7), ("step s", 8), ("idle", 9), ("there", 9), ("idle", 8)
+    heads += ("lost", 8), ("killed", 8), ("moved", 7), ("again", 7)
+    print(f"{'variant':24}" + "".join(f"{name:>{width}}" for name, width in heads))
     base: dict[str, float] | None = None
-    print(f"{'variant':24}{'tok/s':>8}{'x':>7}{'tok/$':>10}{'x':>7}{'step s':>8}{'workers':>8}{'lost':>6}{'moved':>7}")
     with tempfile.TemporaryDirectory() as place:
         for name in options.variants.split(","):
-            how = {"nodes": options.nodes, **VARIANTS[name]}
+            how = {"changes": changes, **VARIANTS[name]}
             folder = Path(place) / name.replace(" ", "-").replace(",", "")
-            asyncio.run(run(folder, steps=options.steps, seed=options.seed, **how))
+            asyncio.run(run(folder, steps=options.steps, speedup=options.speedup / SLOW, **how))
             f = figures(folder, skip=2)
             base = base or f
             print(
                 f"{name:24}{f['tok_per_s']:8,.0f}{f['tok_per_s'] / base['tok_per_s']:7.2f}{f['tok_per_usd']:10,.0f}"
-                f"{f['tok_per_usd'] / base['tok_per_usd']:7.2f}{f['step_s']:8.2f}{f['workers']:8.2f}{f['lost']:6.0f}"
-                f"{f['moved']:7.0f}",
+                f"{f['tok_per_usd'] / base['tok_per_usd']:7.2f}{f['step_s']:8.2f}{f['trainer_idle']:9.0%}"
+                f"{f['workers']:9.2f}{f['workers_idle']:8.0%}{f['workers_lost']:8.0%}{f['lost']:8.0f}{f['moved']:7.0f}"
+                f"{f['again']:7.1%}",
                 flush=True,
             )
 

@@ -192,10 +192,36 @@ def test_totals_survive_the_event_log() -> None:
     totals = a.totals(5)
     again = msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(totals))), Totals)
     assert again == totals
-    b = Accounts(carried=again)
-    b.join(5, "w", kind="spot", usd_per_h=3.6)
-    assert b.step(8).all.seconds == pytest.approx({"booting": 3, "waiting": 0, "generating": 0})
-    assert b.totals(8).all.total_s == pytest.approx(totals.all.total_s + 3)
+
+
+def test_a_worker_that_comes_back_has_cost_money_meanwhile() -> None:
+    a = Accounts()
+    a.join(10, "w", kind="spot", usd_per_h=3600.0, started_s=4)
+    a.ready(12, "w")
+    a.gone(15, "w", heard_s=15)
+    a.join(18, "w#2", kind="spot", usd_per_h=3600.0, started_s=4, name="w")
+    a.ready(19, "w#2")
+    a.join(30, "x", kind="spot", usd_per_h=3600.0, started_s=25, name="x")  # no older one of its name
+    assert a.totals(30).all.seconds == pytest.approx({"booting": 8 + 1 + 5, "waiting": 3 + 11, "lost": 3})
+    assert a.totals(30).all.total_usd == pytest.approx(30 - 4 + 5)
+
+
+def test_what_a_killed_controller_had_billed_is_not_billed_again() -> None:
+    a = Accounts(billed_s=100.0)
+    a.join(110, "old", kind="spot", usd_per_h=1.0, started_s=20)
+    a.join(110, "new", kind="spot", usd_per_h=1.0, started_s=104)
+    bill = a.step(112)
+    assert bill.all.seconds == pytest.approx({"lost": 10, "booting": 2 + 8})
+
+
+def test_a_trainer_with_nothing_to_train_on_waits() -> None:
+    a = Accounts()
+    a.join(0, "t", kind="reserved", usd_per_h=1.0, trainer=True)
+    a.paused(0, "t")
+    a.trainer_waited(10, 4.0)
+    assert a.step(10).holders["trainer"].seconds == pytest.approx({"paused": 6, "waiting": 4})
+    a.trainer_waited(12, 5.0)  # more than there was: an estimate cannot make time
+    assert a.step(12).holders["trainer"].seconds == pytest.approx({"paused": 0, "waiting": 2})
 
 
 EVENTS = ["pulling", "ready", "busy", "idle", "frame", "moved_in", "paused", "resumed", "draining", "gone", "step"]

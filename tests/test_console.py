@@ -6,12 +6,14 @@ import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console as Terminal
 from rich.text import Text as Plain
 
+from windfall.bill import Totals, priced
 from windfall.config import Recipe
 from windfall.console import BARS, Console, spark, summarise
 from windfall.events import Event, EventLog, read
@@ -36,6 +38,49 @@ def step(number: int, reward: float | None, **fields: Any) -> Event:
 
 def told(events: list[Event], **options: Any) -> str:
     return "\n".join(Plain.from_markup(line).plain for line in summarise(events, FOLDER, **options))
+
+
+def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
+    """Seconds generating and $ per hour, by holder."""
+    made = {h: priced({"generating": s}, usd, 1000) for h, (s, usd) in holders.items()}
+    return msgspec.to_builtins(Totals(holders=made))
+
+
+def test_dollars_by_step_and_by_run(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = bill(trainer=(3600.0, 20.0), spot=(3600.0, 5.0))
+    void = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "void", "bill": bill(spot=(3600.0, 5.0))}
+    end = {"t": 1.0, "m": 1.0, "kind": "instant", "name": "end", "bill": bill(trainer=(1800.0, 20.0))}
+    events = [step(1, 0.5, bill=cost, trained=1_000_000), void, step(2, 0.5, bill=cost, trained=1_000_000), end]
+    assert "$65.00, $32.50 per million trained tokens" in told(events, finished=True)  # 2 x 25, 5 of a void step, 10
+    assert "at least" not in told(events, finished=True)
+    unknown = step(3, 0.5, bill=bill(trainer=(3600.0, 20.0), spot=(3600.0, None)), trained=1_000_000)
+    assert "at least" in told([*events, unknown], finished=True)
+    with Console(Recipe(), FOLDER) as console:
+        console.show(events[0])
+        console.show(unknown)
+    out = capsys.readouterr().out
+    assert "  $25.00/M" in out
+    assert "  >$20.00/M" in out
+
+
+def test_advice_is_said_when_it_asks_for_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    def advice(now: int, count: int) -> Event:
+        figures = {"tokens_per_usd_now": 100.0, "tokens_per_usd_best": 126.0}
+        return {
+            "kind": "instant",
+            "name": "advice",
+            "lease": "spot H200",
+            "now": now,
+            "count": count,
+            "why": "so",
+        } | figures
+
+    with Console(Recipe(), FOLDER) as console:
+        for now, count in ((1, 1), (1, 3), (2, 3), (3, 3), (3, 2)):
+            console.show(advice(now, count))
+    said = [line for line in capsys.readouterr().out.splitlines() if "advice" in line]
+    assert [line.split()[1] for line in said] == ["3", "2"]
+    assert "(+26% tokens per dollar)" in said[0]
 
 
 def test_finished_run() -> None:

@@ -27,7 +27,7 @@ class World:
         self.done: list[tuple[Any, ...]] = []
         self.made = self.restored = self.missing = 0
         self.over = asyncio.Event()
-        self.writes = 0
+        self.writes, self.micro_tokens = 0, 1000
         """Checkpoints."""
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
@@ -80,6 +80,7 @@ class World:
         self.over.set()
 
     def everybody(self) -> None: ...
+    def trainable(self) -> None: ...
     def generated(self) -> None: ...
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
 
@@ -108,7 +109,7 @@ class World:
         self.kept = start or self.kept
         controller = Controller(
             recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events, connect=self.connect,
-            offer=self.offer, saved=self.saved, micro_tokens=1000,
+            offer=self.offer, saved=self.saved, micro_tokens=self.micro_tokens,
         )  # fmt: skip
         reached = asyncio.run(controller.run())
         events.close()
@@ -132,6 +133,27 @@ def test_what_is_done_when(tmp_path: Path) -> None:
         ("connect", 0), *test, *step(0, 1), *step(2, 2), *save(2), *test, *step(4, 3), *step(6, 4), *save(4), *test,
         *step(8, 5), *save(5), *test]  # fmt: skip
     assert reached == State(step=5, next_task=10)
+
+
+def test_groups_go_on_being_made_while_one_is_trained_on(tmp_path: Path) -> None:
+    """Else turns would not be judged meanwhile, and their responses stand still."""
+    world = World(mixed)
+    second, made = asyncio.Event(), World.groups
+
+    async def groups(tasks: range, **options: Any) -> AsyncGenerator[Group]:
+        async for group in made(world, tasks, **options):
+            if group.index == 1:
+                second.set()
+            yield group
+
+    async def accumulate(samples: Sequence[Any]) -> float:
+        async with asyncio.timeout(5):
+            await second.wait()
+        return 0.0
+
+    world.groups, world.accumulate = groups, accumulate  # pyright: ignore
+    world.micro_tokens = 1
+    assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}).step == 1
 
 
 def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_resume_makes_later_steps_void(path: Path) -> None:
                            ("step", 3)]  # fmt: skip
 
 
+def test_what_a_void_step_has_cost_stays_paid(path: Path) -> None:
+    log = EventLog(path)
+    log.scalar("step", step=1, bill={"holders": {}}, trained=5)
+    log.scalar("step", step=2, bill={"holders": {"spot": {"tokens": 7}}}, trained=5)
+    log.instant("resumed", step=1)
+    assert names(path) == [("step", 1), ("void", None), ("resumed", 1)]
+    assert read(path)[1]["bill"] == {"holders": {"spot": {"tokens": 7}}}
+    assert "trained" not in read(path)[1]
+
+
 def test_failing_sink_is_removed_and_the_others_go_on(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tried: list[str] = []
     seen: list[Event] = []

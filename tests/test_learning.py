@@ -1,5 +1,5 @@
-"""The demo teaches: its reward on held-out tasks rises by at least 0.3, whatever the seed, on workers that
-die and come back. Minutes long, hence slow."""
+"""The demo teaches: its reward on held-out tasks rises by at least 0.3, whatever the seed, on workers that die and come
+back, and as far as on one that stays. Minutes long, hence slow."""
 
 from __future__ import annotations
 
@@ -19,8 +19,34 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_demo_rises_by_a_third_of_the_range(tmp_path: Path, seed: int) -> None:
-    recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.seed={seed}", f"run.folder={tmp_path}"])
-    folder = new_folder(recipe)
-    train(recipe, folder, quiet=True)
-    rewards = [e["reward"] for e in read(folder / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"]
+    rewards, lost = learn(tmp_path, f"run.seed={seed}")
     assert rewards[-1] - rewards[0] >= 0.3
+    assert lost > 0
+    undisturbed, lost = learn(tmp_path, f"run.seed={seed}", "run.name=alone", "trace.nodes=0", "fleet.local=true")
+    assert lost == 0
+    assert undisturbed[0] == rewards[0]
+    assert abs(undisturbed[-1] - rewards[-1]) <= 0.12  # a few standard errors of 256 tasks, and of two runs
+
+
+def learn(folder: Path, *changes: str) -> tuple[list[float], int]:
+    """Rewards on held-out tasks, and how many workers were lost."""
+    recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={folder}", *changes])
+    run = new_folder(recipe)
+    train(recipe, run, quiet=True)
+    log = read(run / "events.jsonl")
+    evals = [e["reward"] for e in log if e["kind"] == "scalar" and e["name"] == "eval"]
+    return evals, sum(e["name"] == "worker_lost" for e in log)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_that_pay_are_started(tmp_path: Path) -> None:
+    """A trainer that costs 40 times what a worker does, and one slow worker: more are worth having, and come."""
+    changes = ["trace.nodes=0", "fleet.workers=1", "fleet.workers_max=3", "fleet.price_usd_per_h=0.5", "run.steps=14",
+               "fleet.trainer_price_usd_per_h=20.0", "eval.tasks=0", "rollout.groups=8"]  # fmt: skip
+    recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={tmp_path}", *changes])
+    run = new_folder(recipe)
+    train(recipe, run, quiet=True)
+    log = read(run / "events.jsonl")
+    assert any(e["name"] == "advice" and e["count"] > e["now"] for e in log)
+    assert len({e["worker"] for e in log if e["name"] == "worker_joined"}) > 1

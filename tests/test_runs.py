@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from windfall import config
+from windfall.bill import Totals
 from windfall.events import read
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -41,6 +43,11 @@ def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: P
     assert [e["step"] for e in events if e["name"] == "eval" and e["kind"] == "scalar"] == [0, 2]
     assert all(e["made"] > 0 and e["responses"] == 4 for e in events if e["name"] == "step")
     assert events[-1]["finished"] is True
+    # Every second of the trainer's machine, from its process's start until it is sent away, is in a bill.
+    billed = sum((msgspec.convert(e["bill"], Totals) for e in events if "bill" in e), Totals()).all.total_s
+    joined, left = (next(e["t"] for e in events if e["name"] == n) for n in ("worker_joined", "worker_left"))
+    started = next(e["age_s"] for e in events if e["name"] == "start")
+    assert billed == pytest.approx(left - joined + started, abs=0.25)
 
     assert windfall("train", "small.toml", "--set", "run.steps=1", "--set", "eval.tasks=0")[0] == 0
     assert steps_of(Path("runs/small-2")) == [1]

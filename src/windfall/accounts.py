@@ -6,11 +6,11 @@
     generating      READY with work
     prefill_again   READY with work, computing again what another had computed: an estimate, tokens moved in / prefill
                     speed, taken off the time that follows the move while it has work
-    waiting         READY without work
-    paused          told to make no tokens. Of the trainer's own engine: training, and waiting for what to train on
+    waiting         READY without work. Of the trainer's machine also: nothing to train on
+    paused          told to make no tokens. Of the trainer's machine: training
     draining        told to go, until it is gone
     lost            paid for, and nothing came of it: of a worker that is gone, the time with work after its last frame,
-                    and all the time after it was last heard
+                    and all the time after it was last heard; of one that comes back, the time it was away
 
 Rules:
 - every second from a worker's start until it is gone is in exactly one of these, of exactly one step;
@@ -19,18 +19,22 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from windfall.bill import Account, Bucket, Holder, Totals, add, priced
 from windfall.types import Terms
 
+NAMES = 1000
+"""Of workers that are gone, so many are remembered."""
 PREFILL_OVER_DECODE = 10.0
 """Where nobody has measured a worker's prefill speed: so many times the speed at which it makes tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Worker:
+    name: str
     holder: Holder
     usd_per_h: float | None
     since_s: float
@@ -91,21 +95,28 @@ class _Worker:
 
 
 class Accounts:
-    def __init__(self, carried: Totals | None = None) -> None:
-        """`carried`: what the run had cost before its controller was started again."""
-        self._gone = carried or Totals()
-        self._closed = self._gone
+    def __init__(self, billed_s: float = -math.inf) -> None:
+        """`billed_s`: up to here every second has been accounted for already, by a controller that was killed."""
+        self._billed_s = billed_s
+        self._gone = self._closed = Totals()
         self._here: dict[str, _Worker] = {}
+        self._ended: dict[str, float] = {}
+        """Until when the last ones of these names have been accounted for."""
 
     def join(
         self, now_s: float, worker: str, *, kind: Terms, usd_per_h: float | None, trainer: bool = False,
-        started_s: float | None = None,
+        started_s: float | None = None, name: str = "",
     ) -> None:  # fmt: skip
-        """`usd_per_h`: None, if not known. `started_s`: when its process began, by the same clock."""
+        """`usd_per_h`: None, if not known. `started_s`: when its process began, by the same clock. `name`: of a worker
+        that may have been here before under another id; the time since then was paid for, and nothing came of it."""
         assert worker not in self._here, f"{worker} is here already"
-        start_s = now_s if started_s is None else min(started_s, now_s)
+        name, start_s = name or worker, now_s if started_s is None else min(started_s, now_s)
+        billed_s = max(self._billed_s, self._ended.get(name, -math.inf))
         holder: Holder = "trainer" if trainer else kind
-        self._here[worker] = _Worker(holder=holder, usd_per_h=usd_per_h, since_s=start_s)
+        w = self._here[worker] = _Worker(name=name, holder=holder, usd_per_h=usd_per_h, since_s=start_s)
+        if start_s < billed_s:
+            w.since_s = now_s
+            w.settled["lost"] = max(0.0, now_s - billed_s)
         self._at(now_s, worker).settle()
 
     def pulling(self, now_s: float, worker: str) -> None:
@@ -143,6 +154,21 @@ class Accounts:
     def paused(self, now_s: float, worker: str) -> None:
         self._turn(now_s, worker, "paused")
 
+    def trainer_waited(self, now_s: float, s: float) -> None:
+        """Of the time since the last `step()` in which the trainer's engine was paused, `s` seconds were no training:
+        there was nothing to train on."""
+        closed, gone = (
+            t.holders.get("trainer", Account()).seconds.get("paused", 0.0) for t in (self._closed, self._gone)
+        )
+        for worker, w in self._here.items():
+            if w.holder == "trainer":
+                self._at(now_s, worker).settle()
+                paused_s = w.settled.get("paused", 0.0)
+                moved_s = min(s, paused_s, max(0.0, gone + paused_s - closed))
+                w.settled["paused"] = paused_s - moved_s
+                w.settled["waiting"] = w.settled.get("waiting", 0.0) + moved_s
+                return
+
     def resumed(self, now_s: float, worker: str) -> None:
         if self._here[worker].phase == "paused":
             self._turn(now_s, worker, "ready")
@@ -155,6 +181,9 @@ class Accounts:
         w = self._at(now_s, worker)
         w.lose(heard_s)
         del self._here[worker]
+        self._ended[w.name] = now_s
+        if len(self._ended) > NAMES:
+            del self._ended[next(iter(self._ended))]
         account = w.account(now_s)
         self._gone += Totals(holders={w.holder: account})
         return account

@@ -41,6 +41,7 @@ class Console:
         # The bar redraws itself only on a terminal; in a file the lines alone remain.
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._out, disable=not self._out.is_terminal)
         self._task: Any = None
+        self._advised: dict[str, int] = {}
 
     def __enter__(self) -> Console:
         self._bar.start()
@@ -68,6 +69,8 @@ class Console:
                 self._out.print(self._line(event))
                 if self._task is not None:
                     self._bar.update(self._task, completed=event["step"])
+            case "advice":
+                self._advise(event)
             case "worker_joined":
                 self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['lease']}, {event['device']})")
             case "worker_lost":
@@ -97,6 +100,17 @@ class Console:
             case "update_skipped":
                 self._out.print(f"[yellow]update skipped[/] in step {event['step']}: {event['why']}")
 
+    def _advise(self, e: Event) -> None:
+        """Said when it asks for a change, once."""
+        if e["count"] == e["now"] or self._advised.get(e["lease"]) == e["count"]:
+            return
+        self._advised[e["lease"]] = e["count"]
+        gain = (e["tokens_per_usd_best"] or 0.0) / e["tokens_per_usd_now"] - 1 if e["tokens_per_usd_now"] else 0.0
+        self._out.print(
+            f"[cyan]advice[/]: {e['count']} of {escape(e['lease'])}, not {e['now']}: {escape(e['why'])}"
+            + (f" ({gain:+.0%} tokens per dollar)" if gain else "")
+        )
+
     def say(self, line: str) -> None:
         self._out.print(f"[yellow]{escape(line)}[/]")
 
@@ -114,7 +128,8 @@ class Console:
         bill = _bill(e)
         per_million = bill.usd_per_million(e["trained"]) if bill else None
         if per_million is not None:
-            missing = f"  ${per_million:,.2f}/M{missing}"
+            least = ">" if bill and bill.all.unpriced_s > 0 else ""
+            missing = f"  {least}${per_million:,.2f}/M{missing}"
         if e.get("restored"):
             missing += f"  ({e['restored']:,} tokens from the journal)"
         return (
@@ -168,7 +183,7 @@ def _bill(step: Event) -> Totals | None:
 
 def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
     """What it cost and where that went, beside the same run on the trainer's machine alone."""
-    total = sum((b for b in map(_bill, steps) if b), Totals())
+    total = sum((b for b in map(_bill, events) if b), Totals())
     trained, bought = sum(e["trained"] for e in steps), total.all
     per_million = total.usd_per_million(trained)
     if per_million is None or bought.total_usd == 0:

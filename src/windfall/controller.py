@@ -60,6 +60,7 @@ class Pace(Protocol):
 
     def begin(self, step: int) -> None: ...
     def everybody(self) -> None: ...
+    def trainable(self) -> None: ...
     def generated(self) -> None: ...
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
 
@@ -178,33 +179,39 @@ class Controller:
                     batch.rewards += group.rewards
                     if self.algorithm.informative(outcomes(group, o.max_tokens)):
                         batch.add(group, self.micro_tokens)
+                        if self._early and batch.whole:
+                            self.pace.trainable()
         return batch
 
     async def _arrivals(self, made: AsyncGenerator[Group], batch: Batch) -> AsyncGenerator[Group]:
         """Groups as they come; between them, once local has stopped generating, what is whole is trained on."""
+        arrived: asyncio.Queue[Group | None] = asyncio.Queue()
+        over = self.pace.over
+        pump = asyncio.create_task(_pump(made, arrived))
         coming: asyncio.Future[Group | None] | None = None
-        over = asyncio.ensure_future(self.pace.over.wait())
         try:
             while True:
-                if over.done() and self._early and batch.whole:
+                if over.is_set() and self._early and batch.whole:
                     batch.early_s += await self._accumulate(batch.whole.popleft())
-                    if coming is None or not coming.done():
-                        await asyncio.sleep(0)
-                        continue
-                coming = coming or asyncio.ensure_future(anext(made, None))
-                began, waits = time.monotonic(), over.done()
-                await asyncio.wait([coming] if over.done() else [coming, over], return_when=asyncio.FIRST_COMPLETED)
-                batch.wait_s += time.monotonic() - began if waits else 0.0
+                    continue
+                coming = coming or asyncio.ensure_future(arrived.get())
+                began, waits = time.monotonic(), over.is_set()
+                change = asyncio.ensure_future(over.wait())
+                await asyncio.wait([coming] if waits else [coming, change], return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                if waits and over.is_set():  # else local has taken up the work again
+                    batch.wait_s += time.monotonic() - began
                 if coming.done():
                     group, coming = coming.result(), None
                     if group is None:
+                        await pump
                         return
                     yield group
         finally:
-            over.cancel()
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            for task in (coming, pump):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
             await made.aclose()
 
     @property
@@ -294,6 +301,15 @@ class Controller:
             trained=sum(r.tokens for r in reports),
             **self.counters(),
         )
+
+
+async def _pump(made: AsyncGenerator[Group], into: asyncio.Queue[Group | None]) -> None:
+    """Also while training is under way: turns are judged, and responses go on."""
+    try:
+        async for group in made:
+            into.put_nowait(group)
+    finally:
+        into.put_nowait(None)
 
 
 def _tokens(groups: Sequence[Group]) -> int:

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> list[Event]:
-    """All whole lines, less what a later resume has made void."""
+    """All whole lines, less what a later resume has made void; of a step that was, its bill is left, as `void`."""
     events: list[Event] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -130,9 +131,17 @@ def read(path: Path) -> list[Event]:
             except json.JSONDecodeError:
                 continue  # torn by a kill
             if event["name"] == "resumed":
-                events = [e for e in events if e.get("step", 0) <= event["step"]]
+                events = [e for e in map(partial(_void, after=event["step"]), events) if e is not None]
             events.append(event)
     return events
+
+
+def _void(event: Event, after: int) -> Event | None:
+    if event.get("step", 0) <= after:
+        return event
+    if not event.get("bill"):
+        return None
+    return {k: event[k] for k in ("t", "m", "kind", "bill")} | {"name": "void"}
 
 
 def tensorboard(folder: Path) -> Sink:

@@ -48,6 +48,11 @@ class Price:
     known: bool = True
 
     @property
+    def said(self) -> str:
+        """Where it comes from."""
+        return f"{self.source}, {self.date}" if self.date else self.source
+
+    @property
     def or_none(self) -> float | None:
         """For sums that must not take an unknown price for a free one."""
         return self.usd_per_h if self.known else None
@@ -71,6 +76,16 @@ def of(lease: Lease) -> Price:
     if own > 0:
         return Price(usd_per_h=own, source="the lease")
     return lookup(lease.device, kind=lease.kind, where=lease.region) or UNKNOWN
+
+
+def kind(lease: Lease) -> str:
+    """What leases of the same terms, device and price are called.
+
+    >>> kind(Lease(kind="spot", device="NVIDIA H200"))
+    'spot NVIDIA H200 at $3.29/h'
+    """
+    price = of(lease)
+    return f"{lease.kind} {lease.device or 'machine'}" + (f" at ${price.usd_per_h:.2f}/h" if price.known else "")
 
 
 UNKNOWN = Price(usd_per_h=0.0, source="unknown", known=False)

@@ -54,7 +54,8 @@ def table(said: dict[str, Any], *, live: bool) -> Group:
             f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
             escape(w["why"]),
         )  # fmt: skip
-    return Group(Text(_head(said, len(here), live)), out)
+    advice = [f"worth having: {a['count']} of {a['lease']} ({a['why']})" for a in said.get("advice", [])]
+    return Group(Text("\n".join([_head(said, len(here), live), *advice])), out)
 
 
 def _head(said: dict[str, Any], here: int, live: bool) -> str:

@@ -138,16 +138,26 @@ def test_only_a_bounded_number_of_the_gone_is_remembered() -> None:
 def test_pulling_workers_are_waited_for_a_while_only() -> None:
     members = Members(PATIENCE)
     members.join("a", Lease(), 0.0)
-    assert members.coming(0.0) == 0, "nobody has told it to pull"
+    coming = lambda now_s: [m.id for m in members.coming(now_s)]  # noqa: E731
+    assert coming(0.0) == [], "nobody has told it to pull"
     members.pull("a", 0.0)
-    assert members.coming(0.4) == 1
-    assert members.coming(0.6) == 0, "no pull has been seen that took as long"
-    members.loaded("a", 1, "d", 4, 3.0)
+    assert coming(0.4) == [], "who has never been ready may take long to start"
+    members.loaded("a", 1, "d", 4, 30.0)
+    assert members.pull_s == 0, "it built its engine meanwhile"
+    members.pull("a", 5.0)
+    assert coming(5.4) == ["a"]
+    assert coming(5.6) == [], "no pull has been seen that took as long"
+    members.loaded("a", 2, "e", 4, 3.0)
     members.pull("a", 10.0)
-    assert members.coming(15.9) == 1
-    assert members.coming(16.1) == 0
+    assert coming(15.9) == ["a"]
+    assert coming(16.1) == []
     members.all["a"].suspect = True
-    assert members.coming(10.1) == 0
+    assert coming(10.1) == []
+    members.join("local", Lease(), 0.0)
+    for n in (1, 2):
+        members.pull("local", 20.0)
+        members.loaded("local", n, "f", 4, 0.0)
+    assert members.pull_s == 3.0, "local has its weights from the trainer"
 
 
 def test_tokens_per_second_are_over_a_second_or_more() -> None:

@@ -15,13 +15,15 @@ from scripted import SEED, Asks, Scripted, Words
 
 from windfall.config import Rollout as Options
 from windfall.events import EventLog, read
+from windfall.link import messages
+from windfall.link.memory import pair
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout
 from windfall.rollout.members import State
 from windfall.rollout.offload import Measured, Others, Plan
 from windfall.rollout.seeding import Seeding
 from windfall.rollout.work import Offer
-from windfall.types import LOCAL, Feedback, Sampling, Task, Turn
+from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
 from windfall.worker.inside import inside
 
 
@@ -29,12 +31,12 @@ class Fixed:
     """An Offload that always says the same, and hears what was measured."""
 
     def __init__(self, seed_s: float) -> None:
-        self.seed_s = seed_s
+        self.seed_s, self.hold = seed_s, False
         self.heard: list[tuple[Measured | None, Others]] = []
 
     def plan(self, last: Measured | None, others: Others) -> Plan:
         self.heard.append((last, others))
-        return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test")
+        return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
 
 async def right(task: Task, turns: Sequence[Turn]) -> Feedback:
@@ -169,6 +171,26 @@ def test_no_time_for_seeding_and_training_may_begin_at_once(tmp_path: Path) -> N
     play(main())
 
 
+@pytest.mark.parametrize("seed_s", [0.0, 0.05])
+def test_it_generates_until_there_is_something_to_train_on(tmp_path: Path, seed_s: float) -> None:
+    """However short its time is. The trainer could only wait."""
+
+    async def main() -> None:
+        async with world(tmp_path, seed_s, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
+            w.policy.hold = True
+            step = asyncio.create_task(w.step())
+            await w.until(lambda: w.made(LOCAL) > 40)
+            assert (w.state(), w.seeding.over.is_set()) == (State.READY, False)
+            w.seeding.trainable()
+            assert (w.state(), w.seeding.over.is_set()) == (State.PAUSED, True)
+            await step
+            assert w.made(LOCAL) + w.made("w") == 12 * 21
+            await w.step([3, 4])  # nothing ever: then to the end
+            assert w.seeding.over.is_set()
+
+    play(main())
+
+
 def test_a_fleet_that_collapses_brings_it_back(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
@@ -183,6 +205,74 @@ def test_a_fleet_that_collapses_brings_it_back(tmp_path: Path) -> None:
 
     play(main())
     assert "local_resumed" in [e["name"] for e in read(tmp_path / "events.jsonl")]
+
+
+def test_one_that_is_still_starting_does_not_keep_it_paused(tmp_path: Path) -> None:
+    """The others are lost while somebody boots, who may take minutes: local takes over."""
+
+    async def main() -> None:
+        async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
+            other = inside(w.dispatch, slow(0.01), 64, name="w")
+            await other.__aenter__()
+            await w.until(lambda: w.state("w") is State.READY)
+            ours, theirs = pair("controller", "boots")
+            hello = messages.Hello(protocol=messages.PROTOCOL, nonce=b"", proof=b"", name="boots", lease=Lease())
+            boots = asyncio.create_task(w.dispatch.attend(ours, hello))
+            await w.until(lambda: w.state("boots") is State.PULLING)
+            step = asyncio.create_task(w.step())
+            await w.until(lambda: w.state() is State.PAUSED)
+            await other.__aexit__(None, None, None)
+            await asyncio.wait_for(step, 2.0)
+            assert w.state("boots") is State.PULLING
+            await theirs.close("over")
+            await asyncio.gather(boots, return_exceptions=True)
+
+    play(main())
+
+
+def test_time_that_it_generated_before_the_step_is_not_the_steps(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, 0.1, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
+            w.seeding.everybody()  # an evaluation
+            await asyncio.sleep(0.5)
+            await w.step()
+            assert w.seeding.last is not None
+            assert w.seeding.last.seed_s < 0.4
+
+    play(main())
+
+
+def test_local_that_comes_after_the_step_began_takes_part_in_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, math.inf, ("w", slow(0.02))) as w:
+            step = asyncio.create_task(w.step(range(20)))  # more than `w` has slots for
+            await w.until(w.seeding.over.is_set)
+            async with inside(w.dispatch, slow(0.005), 64, name=LOCAL):
+                await w.until(lambda: not w.seeding.over.is_set())
+                await w.until(lambda: w.made(LOCAL) > 0)
+                await step
+            assert w.seeding.last is not None
+            assert w.seeding.last.local_tokens > 0
+
+    play(main())
+
+
+def test_who_gave_back_its_last_response_waits(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, math.inf, ("v", slow(0.05)), ("w", slow(0.05))) as w:
+            step = asyncio.create_task(w.step())
+            await w.until(lambda: w.dispatch.ledger.running("v") > 0)
+            w.dispatch.members.all["v"].suspect = True  # so that it gets nothing new
+            w.dispatch._give_back("v", w.dispatch.ledger.held("v"))
+            await w.until(lambda: w.dispatch.ledger.running("v") == 0)
+            time = asyncio.get_running_loop().time
+            before = w.dispatch.accounts.of("v", time()).seconds
+            await asyncio.sleep(0.2)
+            after = w.dispatch.accounts.of("v", time()).seconds
+            assert after["waiting"] - before.get("waiting", 0.0) > 0.15
+            await step
+
+    play(main())
 
 
 def test_nobody_there_at_its_time_so_it_goes_on_until_somebody_is(tmp_path: Path) -> None:
@@ -218,12 +308,12 @@ def test_a_worker_that_flaps_does_no_harm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed_s", [0.02, math.inf])
 def test_a_worker_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path, seed_s: float) -> None:
     async def main() -> None:
-        engines = ((LOCAL, slow(0.002)), ("quick", slow(0.002)), ("slow", slow(0.02)))
+        engines = ((LOCAL, slow(0.01)), ("quick", slow(0.01)), ("slow", slow(0.1)))
         async with world(tmp_path, seed_s, *engines) as w:
             await w.step([9])  # speeds are learned
             took = await w.step(range(6))
             assert w.made("slow") < w.made("quick")
-            assert took < 21 * 0.02 + 0.5
+            assert took < 21 * 0.1 / 2, "half of what one response takes there"
 
     play(main())
 

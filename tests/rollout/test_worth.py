@@ -150,7 +150,7 @@ def test_a_trainer_without_an_engine_needs_somebody() -> None:
 
 def test_losses_and_slow_starts_count() -> None:
     def useful(**changes: float) -> float:
-        return replace(SPOT, **changes).useful_tok_per_s  # pyright: ignore
+        return replace(SPOT, **changes).useful_tok_per_s(RUN, 1, 1)  # pyright: ignore
 
     assert useful(boot_s=100.0, pull_s=20.0) == SPOT.tok_per_s
     assert useful(boot_s=100.0, pull_s=20.0, losses_per_h=30.0) == pytest.approx(SPOT.tok_per_s / 2)

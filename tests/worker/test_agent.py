@@ -38,7 +38,7 @@ def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
             await s.until(lambda: len(e.tokens) > 20, "it is under way")
             before, made, host = len(e.tokens), sum(w.engine.made.values()), w.agent._host
             began = time.monotonic()
-            await s.dispatch._links["w"].close("a glitch")
+            await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2") is State.READY, "it is back")
             assert time.monotonic() - began < 3.0
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
@@ -61,7 +61,7 @@ def test_glitch_while_the_engine_is_built(tmp_path: Path) -> None:
             w = start()
             w.may_build.clear()
             await s.until(lambda: w.builds and s.state("w"), "it builds")
-            await s.dispatch._links["w"].close("a glitch")
+            await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2"), "it is back")
             w.may_build.set()
             await s.until(lambda: s.state("w#2") is State.READY, "it is ready")
@@ -99,7 +99,7 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
         async with opened(tmp_path) as (s, start):
             w = start()
             await s.until(lambda: s.state("w") is State.READY, "it has d0")
-            await s.dispatch._links["w"].close("a glitch")
+            await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2") is State.READY, "it is back")
             assert w.engine.weights == "d0"
             for n, digest in ((1, "d1"), (0, "d0")):

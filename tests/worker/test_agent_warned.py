@@ -74,7 +74,7 @@ def test_warned_worker_that_loses_its_link_does_not_come_back(tmp_path: Path) ->
             await s.until(lambda: s.state("w") is State.READY, "it is there")
             w.agent.warned(Notice(source="azure", left_s=60.0, detail="Preempt"))
             await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
-            await s.dispatch._links["w"].close("a glitch")
+            await s.dispatch._outbox._links["w"].close("a glitch")
             assert await w.ends() == 0
             assert len(s.hellos) == 1
 

@@ -202,8 +202,12 @@ class Fleet(Section):
     """Of the trainer's machine."""
     workers: int = Field(default=0, ge=0)
     """Worker processes that the run starts on this machine, and starts again when they end. Others may join."""
+    workers_max: int = Field(default=0, ge=0)
+    """Not 0: the run begins with `workers`, then keeps between 0 and so many, by what measured rates and prices say."""
     worker_threads: Count = 1
     """CPU threads of each of them."""
+    worker_memory: float = Field(default=0.4, gt=0, lt=1)
+    """The part of a GPU's free memory that the KV cache of each of them may take; several on one GPU need less each."""
     kind: Literal["reserved", "spot", "borrowed"] = "reserved"
     """On what terms this machine's workers are held."""
     price_usd_per_h: float = Field(default=0.0, ge=0)
@@ -233,6 +237,8 @@ class Fleet(Section):
     def _in_order(self) -> Fleet:
         if not self.heartbeat_s < self.suspect_s < self.gone_s:
             raise ValueError("heartbeat_s < suspect_s < gone_s must hold: each waits for several of the one before")
+        if self.workers_max and not 1 <= self.workers <= self.workers_max:
+            raise ValueError(f"workers = {self.workers} must be from 1 to workers_max = {self.workers_max}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
         return self

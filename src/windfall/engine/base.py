@@ -28,3 +28,5 @@ class Counters:
     made: int = 0
     reused_tokens: int = 0
     preemptions: int = 0
+    waiting: int = 0
+    """Responses that have no room: steps are made without them."""

@@ -53,7 +53,7 @@ class TorchEngine:
         s = self._scheduler
         return Counters(
             steps=self._steps, rows=self._rows, made=self._made,
-            reused_tokens=s.reused_tokens, preemptions=s.preemptions,
+            reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting),
         )  # fmt: skip
 
     def add(self, request: Request) -> None:

@@ -31,7 +31,7 @@ class LocalProvider:
         prefix: str = "w",
     ) -> None:
         self._crew = Crew(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
-        self._prefix, self._grace_s = prefix, grace_s
+        self.prefix, self._grace_s = prefix, grace_s
         self._changed = asyncio.Event()
         self.target(count)
 
@@ -53,7 +53,7 @@ class LocalProvider:
         async with self._crew as crew:
             while True:
                 self._changed.clear()
-                wanted = [f"{self._prefix}{k + 1}" for k in range(self._count)]
+                wanted = [f"{self.prefix}{k + 1}" for k in range(self._count)]
                 for name in crew.up:
                     if name not in wanted:
                         crew.take_down(name, self._grace_s)

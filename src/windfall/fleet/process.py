@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,15 @@ from windfall.fleet.base import Handle
 
 POLL_S = 0.05
 """How often we look for the end of a process where the system has no pidfd."""
+
+
+def age_s() -> float:
+    """How long this process has been running; 0 where the system does not say."""
+    try:
+        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    except (OSError, AttributeError, ValueError, IndexError):  # not Linux
+        return 0.0
 
 
 async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:

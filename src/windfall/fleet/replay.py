@@ -1,7 +1,8 @@
-"""Workers that come and go as a trace says: really started, and really killed without notice.
+"""Workers that come and go as a trace says: really started, and really killed.
 
 - When a node comes up in the trace, a worker is started: `n3.1`, then `n3.2` the next time. When it goes down, the
-  worker's process group gets SIGKILL. Both at the trace's time divided by `speedup`, counted from the call of `run`.
+  worker's process group gets SIGKILL, after SIGTERM and `notice_s` if that is not 0. Both at the trace's time divided
+  by `speedup`, counted from the call of `run`.
 - A worker that dies by itself while its node is up is started again (`keep.py` says when).
 - After the last change what is up stays up; with `repeat` the trace starts over after `length_s` (by default the time
   of its last change): nodes that are up at both seams go on, the others are killed there.
@@ -37,6 +38,7 @@ class TraceProvider:
         terms: Lease = SPOT,
         on_event: OnEvent = unheard,
         grace_s: float = GRACE_S,
+        notice_s: float = 0.0,
     ) -> None:
         check(changes)
         if not (math.isfinite(speedup) and speedup > 0):
@@ -46,7 +48,7 @@ class TraceProvider:
         if repeat and not self._length_s > 0:
             what = f"a trace of {self._length_s} s cannot be repeated"
             raise WindfallError(what, where="fleet trace", fix="Give its length in seconds, or do not repeat it.")
-        self._crew = Crew(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
+        self._crew, self._notice_s = Crew(spawn, terms=terms, on_event=on_event, grace_s=grace_s), notice_s
 
     @property
     def started(self) -> int:
@@ -73,7 +75,7 @@ class TraceProvider:
                 began += self._length_s / self._speedup
                 await self._sleep_until(began)
                 for name in set(crew.up) - {c.node for c in self._changes if c.at_s == 0 and c.up}:
-                    crew.take_down(name, grace_s=0)
+                    crew.take_down(name, self._notice_s)
             await crew.until(asyncio.Event())
 
     async def _sleep_until(self, moment: float) -> None:
@@ -85,4 +87,4 @@ class TraceProvider:
         if change.up:
             self._crew.bring_up(change.node)
         elif change.node in self._crew.up:
-            self._crew.take_down(change.node, grace_s=0)
+            self._crew.take_down(change.node, self._notice_s)

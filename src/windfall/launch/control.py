@@ -21,22 +21,21 @@ import contextlib
 import json
 import os
 import signal
-import time
-from collections.abc import Coroutine
-from dataclasses import asdict
+from collections.abc import Coroutine, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
-from windfall import algorithms, config, envs, listening, tokenizer
+from windfall import algorithms, config, envs, listening, prices, tokenizer
 from windfall.config import Recipe
 from windfall.controller import Controller
 from windfall.errors import WindfallError
 from windfall.events import EventLog, read, tensorboard
 from windfall.launch import folder as folders
 from windfall.launch import security
+from windfall.launch.telling import Telling, billed_s
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -47,13 +46,13 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.journal import Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
-from windfall.rollout.members import State as Stage
 from windfall.rollout.seeding import Seeding
 from windfall.rollout.work import Offer
 from windfall.text import Text
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import State
 from windfall.train.remote import RemoteTrainer
+from windfall.types import Lease
 
 TRAINER_START_S = 600.0
 TRAINER_BEAT_S = 10.0
@@ -63,8 +62,6 @@ SNAPSHOT_S = 1.0
 TICK_S = 0.1
 SNAPSHOT_TRIES = 10
 """In a row. Less than the supervisor takes for a sign that we are frozen."""
-GONE_TOLD = 50
-"""Of the workers that are gone, so many are in a snapshot."""
 
 
 def main(folder: Path) -> int:
@@ -96,17 +93,20 @@ class Control:
         self.journal = Journal(folder / "journal", settings(recipe))
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         t = recipe.techniques
-        self.dispatch = Dispatch(events=events, journal=self.journal, patience=patience, techniques=t)
+        self.dispatch = Dispatch(
+            events=events, journal=self.journal, patience=patience, techniques=t, billed_s=billed_s(events.path)
+        )
         self.trainer = RemoteTrainer()
         policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
         self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
+        self.telling = Telling(recipe, self.dispatch, events)
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant, most_workers=f.max_workers,
             trainer_secret=auth.make_token(folder / "trainer.secret"),
         )  # fmt: skip
         self.rollout: Rollout | None = None
         self._stop = asyncio.Event()
-        self._counted: dict[str, int] = {}
+        self._trainers = count(1)
         self._state = State(step=0, next_task=0)
         self._error: WindfallError | None = None
         self._failed = asyncio.Event()
@@ -127,7 +127,7 @@ class Control:
                 self._snapshot(ended=True)
             self.journal.close()
             if self._end is not None:
-                self.events.instant("end", **self._end)
+                self.events.instant("end", **self._end, **self.telling.last_bill(asyncio.get_running_loop().time()))
 
     async def _run(self, env: Any) -> None:
         hello = await self._or_stop(self.trainer.connected(TRAINER_START_S))
@@ -196,7 +196,8 @@ class Control:
         if self.rollout is not None:
             # The run goes on from what this one has. Nobody else may have the weights of the step under way any more.
             self.rollout.interrupt(TrainerLost("another trainer has taken its place"))
-        await self.trainer.attend(link, hello)
+        with self._paying(hello):
+            await self.trainer.attend(link, hello)
         await asyncio.sleep(TRAINER_BEAT_S)
         if self.trainer.hello is None and folders.held(self.folder, "trainer"):
             # Its process is there and does not dial again: it is frozen. The supervisor, which knows what it has
@@ -206,6 +207,24 @@ class Control:
                 os.kill(pid, 0)
                 self.events.instant("trainer_frozen", pid=pid)
                 folders.replace(self.folder / ".trainer.frozen", json.dumps({"pid": pid}))
+
+    @contextlib.contextmanager
+    def _paying(self, hello: m.TrainerHello) -> Iterator[None]:
+        """A trainer without an engine of its own is no worker, and costs all the same."""
+        if self.recipe.fleet.local:
+            yield
+            return
+        accounts, loop, id = self.dispatch.accounts, asyncio.get_running_loop(), f"trainer {next(self._trainers)}"
+        device = str(hello.facts.get("machine", ""))
+        lease = Lease(kind="reserved", device=device, price_usd_per_h=self.recipe.fleet.trainer_price_usd_per_h)
+        now = loop.time()
+        accounts.join(now, id, kind="reserved", usd_per_h=prices.of(lease).or_none, trainer=True, name="trainer",
+                      started_s=now - float(hello.facts.get("age_s", 0.0)))  # fmt: skip
+        accounts.paused(now, id)
+        try:
+            yield
+        finally:
+            accounts.gone(loop.time(), id, heard_s=loop.time())
 
     # the port
 
@@ -250,17 +269,7 @@ class Control:
     # what others see
 
     def _counters(self) -> dict[str, Any]:
-        c = self.dispatch.ledger.counts
-        now = {
-            "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
-            "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded, "lost_tokens": self.dispatch.ledger.lost(),
-            "workers_lost": self.dispatch.members.lost,
-        }  # fmt: skip
-        since = {k: v - self._counted.get(k, 0) for k, v in now.items()}
-        self._counted = now
-        here = sum(1 for _ in self.dispatch.members.here())
-        bill = self.dispatch.accounts.step(asyncio.get_running_loop().time())
-        return {**since, "workers": here, "bill": msgspec.to_builtins(bill)}
+        return self.telling.counters(self.seeding.last, asyncio.get_running_loop().time())
 
     async def _tick(self) -> None:
         while True:
@@ -281,27 +290,7 @@ class Control:
             await asyncio.sleep(SNAPSHOT_S)
 
     def _snapshot(self, ended: bool = False) -> None:
-        """fleet.json: the fleet as it is, for `windfall top`; and a sign of life for the supervisor."""
-        now, ledger = asyncio.get_running_loop().time(), self.dispatch.ledger
-        members = list(self.dispatch.members.all.values())
-        told = {w.id for w in [w for w in members if w.state is Stage.GONE][-GONE_TOLD:]}
-        workers = [
-            {
-                "worker": w.id, "kind": w.lease.kind, "device": w.lease.device, "region": w.lease.region,
-                "price_usd_per_h": w.lease.price_usd_per_h, "state": "suspect" if w.suspect else str(w.state),
-                "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
-                "tok_per_s": w.tok_per_s, "made": w.made, "moved": w.moved, "age_s": now - w.joined_s, "why": w.why,
-            }
-            for w in members
-            if w.state is not Stage.GONE or w.id in told
-        ]  # fmt: skip
-        said = {
-            "t": time.time(), "pid": os.getpid(), "run": self.recipe.run.name,
-            "step": self._state.step, "steps": self.recipe.run.steps,
-            "version": self.dispatch.offer.version if self.dispatch.offer else None, "ended": ended,
-            "queued": len(ledger.queue), "open": len(ledger), "lost": self.dispatch.members.lost,
-            "counts": asdict(ledger.counts), "workers": workers,
-        }  # fmt: skip
+        said = self.telling.snapshot(step=self._state.step, now_s=asyncio.get_running_loop().time(), ended=ended)
         folders.replace(self.folder / "fleet.json", json.dumps(said))
 
     # stopping

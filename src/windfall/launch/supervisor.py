@@ -36,6 +36,7 @@ from windfall.fleet.nursery import Nursery
 from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
 from windfall.launch import security
+from windfall.launch.following import Following
 from windfall.launch.vigil import FROZEN_S, LOOK_S, MISSING_S, Absent, Pulse, Troubles
 from windfall.launch.vigil import how as ended
 from windfall.link import auth
@@ -115,6 +116,8 @@ class Supervisor:
         self._trainer: Handle | None = None
         self._workers: dict[str, Handle] = {}
         """Those that this run started."""
+        self._local: LocalProvider | None = None
+        self._following = Following(recipe.fleet.workers, recipe.fleet.workers_max)
         self._troubles = Troubles()
         self._error: WindfallError | None = None
 
@@ -214,6 +217,18 @@ class Supervisor:
                 self._say(f"worker {name} runs, but has not been in the fleet for {MISSING_S:g} s; it is killed")
                 self._workers[name].kill()
             self._kill_frozen_trainer()
+            self._follow(said)
+
+    def _follow(self, said: dict[str, Any] | None) -> None:
+        """More workers of our own, or fewer, where that pays."""
+        local, f = self._local, self.recipe.fleet
+        if local is None or not f.workers_max or self._stopping:
+            return
+        ours = {name for name in self._workers if name.startswith(local.prefix)}
+        wanted = self._following.look(said, ours)
+        if wanted is not None:
+            self._say(f"{wanted} workers of this machine are worth having, by prices and measured rates")
+            local.target(wanted)
 
     def _kill_frozen_trainer(self) -> None:
         """The controller found it so, and left word. Only our own is killed: a pid alone may be anybody's by now."""
@@ -233,7 +248,7 @@ class Supervisor:
             argv = [
                 "windfall", "worker", "--join", await self._url(), "--name", name, "--lease", lease.kind,
                 "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
-                "--device", self.recipe.run.device,
+                "--device", self.recipe.run.device, "--memory", str(f.worker_memory),
             ]  # fmt: skip
             handle = await nursery.start(
                 name=name, argv=argv, env=environment, log=self.folder / "workers" / f"{name}.log"
@@ -245,7 +260,8 @@ class Supervisor:
         out: list[Provider] = []
         if f.workers:
             terms = Lease(kind=f.kind, price_usd_per_h=f.price_usd_per_h)
-            out.append(LocalProvider(spawn, f.workers, terms=terms, on_event=self._heard))
+            self._local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._heard)
+            out.append(self._local)
         if t.nodes:
             terms = Lease(kind="spot", price_usd_per_h=t.price_usd_per_h)
             out.append(TraceProvider(spawn, changes(self.recipe), speedup=t.speedup, terms=terms, on_event=self._heard))

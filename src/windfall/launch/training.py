@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import xxhash
 from windfall import algorithms, config, devices, envs, listening, models
 from windfall.config import Recipe
 from windfall.errors import WindfallError
+from windfall.fleet import process
 from windfall.launch import folder as folders
 from windfall.launch import security
 from windfall.link import auth
@@ -87,11 +87,17 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     )
     engine = spec(recipe, model.config, dtype, derived.longest)
     parameters = sum(p.numel() for p in model.parameters())
-    hello = partial(
-        m.TrainerHello, micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine,
-        url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}",
-        facts={"parameters": parameters, "pid": os.getpid(), **asdict(derived)},
-    )  # fmt: skip
+
+    def hello(**more: Any) -> m.TrainerHello:
+        facts = {
+            "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
+            "age_s": process.age_s(), **asdict(derived),
+        }  # fmt: skip
+        return m.TrainerHello(
+            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
+            url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
+        )  # fmt: skip
+
     address = await _address(folder)
     where = lambda: (folders.read_json(folder / "address.json") or {}).get("url", address)  # noqa: E731
     dialler = Dialler(

@@ -45,6 +45,8 @@ class Hello(Message, frozen=True, tag=2):
     """The fingerprint of the model that it has built; empty: none yet, it will take the run's."""
     version: int = -1
     digest: str = ""
+    age_s: float = 0.0
+    """How long its process has been running: it is paid for since then."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +189,8 @@ class Stats(Message, frozen=True, tag=16):
     idle_s: float
     preemptions: int = 0
     reused_tokens: int = 0
+    waiting: int = 0
+    """Of those running: the engine has no room for them, and makes steps without them."""
 
 
 class Left(Message, frozen=True, tag=17):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any
 
 from windfall import prices
 from windfall.accounts import Accounts
@@ -27,16 +26,17 @@ from windfall.rollout.giving import Giving
 from windfall.rollout.journal import Journal
 from windfall.rollout.ledger import Entry, Ledger, Malformed
 from windfall.rollout.members import Member, Members, Patience, State
+from windfall.rollout.outbox import Outbox
 from windfall.rollout.work import Offer, frames
 from windfall.types import LOCAL
 
-OUTBOX = 4096
-"""Messages that may wait for one worker. One that lets so many pile up does not read."""
 LOAD_TRIES = 12
 WORDS = 300
 """Of a peer's words, so many characters are written down."""
 ALONE_S = 15.0
 """Work without any worker for so long is worth a word, and another as long after."""
+ASKED = ("sigterm", "ctrl-c")
+"""Warnings that come from whoever runs the worker, not from whoever owns its machine."""
 LEAVE_S = 5.0
 """A worker that was warned is drained so long before it is taken."""
 
@@ -45,23 +45,22 @@ class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32,
-        techniques: Techniques | None = None,
+        techniques: Techniques | None = None, billed_s: float = -math.inf,
     ) -> None:  # fmt: skip
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts()
+        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.offer: Offer | None = None
         self.journal = journal
         self._events = events
         self._turn_ended: Callable[[str], None] = lambda id: None
         self._rejected: Callable[[str, str], None] = lambda id, why: None
-        self._outboxes: dict[str, asyncio.Queue[Any]] = {}
-        self._links: dict[str, Link] = {}
+        self._outbox = Outbox(self._lose)
+        self._tell = self._outbox.tell
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._releasing: dict[int, str] = {}
         """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
         self._settling = self._flushing = False
-        self._closing: set[asyncio.Task[None]] = set()
 
     # what rollout calls
 
@@ -84,6 +83,7 @@ class Dispatch:
     def withdraw(self, ids: list[str]) -> None:
         for worker, handles in self.ledger.withdraw(ids).items():
             self._tell(worker, m.Cancel(handles=tuple(handles)))
+            self._idle_if(worker)
 
     def set_offer(self, offer: Offer) -> None:
         """From now on work is given out with this version."""
@@ -97,12 +97,14 @@ class Dispatch:
         now = asyncio.get_running_loop().time()
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
-        self._links[id], self._outboxes[id] = link, asyncio.Queue(OUTBOX)
         self.giving.speeds.join(id, hello.lease.device)
-        price = prices.of(hello.lease).or_none
-        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price, trainer=hello.name == LOCAL)
-        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device)
-        sender = asyncio.create_task(self._send(id, link))
+        price = prices.of(hello.lease)
+        started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
+        self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
+                           started_s=started, name=hello.name)  # fmt: skip
+        self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
+                             usd_per_h=price.or_none, price_from=price.said)  # fmt: skip
+        sender = self._outbox.open(id, link)
         self._soon()
         why = "cancelled"
         try:
@@ -158,8 +160,8 @@ class Dispatch:
             self.giving.speeds.observe(member.id, batch, taken.accepted, now - member.framed_s)
             self.accounts.frame(now, member.id, taken.accepted)
         member.framed_s = now
-        if batch and not self.ledger.running(member.id):
-            self.accounts.idle(now, member.id)
+        if batch:
+            self._idle_if(member.id)
         if self.journal is not None and taken.accepted:
             self.journal.made(frame, None if taken.whole else taken.rows)
             self._flush_soon()
@@ -179,7 +181,7 @@ class Dispatch:
             self._load_again(member.id)
             return
         now = asyncio.get_running_loop().time()
-        self.members.loaded(member.id, message.version, message.digest, message.slots, now)
+        self.members.loaded(member.id, message.version, message.digest, message.slots, message.s)
         self.accounts.ready(now, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes
@@ -213,7 +215,14 @@ class Dispatch:
             if handle in held:
                 self.ledger.recall(held[handle])
                 member.moved += 1
+        if held:
+            self._idle_if(member.id)
         self._soon()
+
+    def _idle_if(self, worker: str) -> None:
+        """It may have nothing left."""
+        if not self.ledger.running(worker):
+            self.accounts.idle(asyncio.get_running_loop().time(), worker)
 
     def _warned(self, member: Member, notice: m.Notice) -> None:
         source, detail = notice.source[:WORDS], notice.detail[:WORDS]
@@ -227,6 +236,7 @@ class Dispatch:
         else:
             self.members.move(member.id, State.DRAINING, f"{source}: {detail}")
             self.accounts.draining(loop.time(), member.id)
+            member.taken = source not in ASKED
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
         self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
         self._soon()
@@ -269,12 +279,9 @@ class Dispatch:
             )
         member.moved += len(entries)
         drained = member.state is State.DRAINING
-        self.members.lost += not drained
         self.members.move(id, State.GONE, why)
         if id in self._timers:
             self._timers.pop(id).cancel()
-        link = self._links.pop(id)
-        del self._outboxes[id]
         now = asyncio.get_running_loop().time()
         self.giving.speeds.forget(id)
         self.accounts.gone(now, id, heard_s=member.seen_s)
@@ -282,9 +289,7 @@ class Dispatch:
             "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
             s=now - member.joined_s,
         )  # fmt: skip
-        closing = asyncio.create_task(link.close(why))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._outbox.close(id, why)
         self._soon()
 
     async def watch(self) -> None:
@@ -335,7 +340,7 @@ class Dispatch:
         self._bring_up_to_date()
         loads = self.giving.loads(self.members.routable(self.offer.version, self.offer.digest))
         if self.ledger.queue:
-            coming = self.members.coming(asyncio.get_running_loop().time())
+            coming = len(self.members.coming(asyncio.get_running_loop().time()))
             for worker, entries in self.giving.give(loads, self.offer.version, coming=coming).items():
                 self._give(worker, entries)
         elif loads and not self._releasing:
@@ -344,18 +349,13 @@ class Dispatch:
 
     def _bring_up_to_date(self) -> None:
         """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
-        offer = self.offer
-        assert offer is not None
-        for member in list(self.members.here()):
-            wanted = (offer.version, offer.digest)
-            idle = member.state is State.READY and (member.version, member.digest) != wanted and self.ledger.queue
-            if member.state is State.JOINING or idle:
-                now = asyncio.get_running_loop().time()
+        assert self.offer is not None
+        now = asyncio.get_running_loop().time()
+        for member in self.members.behind(self.offer.version, self.offer.digest, needed=bool(self.ledger.queue)):
+            if member.state is not State.PULLING:  # else it gives up an older one
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
-                self._load(member)
-            elif member.state is State.PULLING and member.asked != wanted and self.ledger.queue:
-                self._load(member)  # it gives up the older one
+            self._load(member)
 
     def _give(self, worker: str, entries: list[Entry]) -> None:
         self._given(worker, entries)
@@ -369,7 +369,7 @@ class Dispatch:
         if self.ledger.running(worker) == len(entries):  # it had nothing: what came before was not this work's time
             self.members.all[worker].framed_s = now
             self.accounts.busy(now, worker)
-        again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moves)
+        again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
         if again:
             self.accounts.moved_in(now, worker, again)
 
@@ -378,21 +378,3 @@ class Dispatch:
         if handles:
             self._releasing |= dict.fromkeys(handles, worker)
             self._tell(worker, m.Release(handles=handles))
-
-    def _tell(self, worker: str, message: object) -> None:
-        outbox = self._outboxes.get(worker)
-        if outbox is None:
-            return
-        try:
-            outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            # Not from within a decision: whoever is telling is still in the middle of one.
-            asyncio.get_running_loop().call_soon(self._lose, worker, f"does not read: {OUTBOX} messages wait for it")
-
-    async def _send(self, id: str, link: Link) -> None:
-        outbox = self._outboxes[id]
-        try:
-            while True:
-                await link.send(await outbox.get())
-        except LinkClosed as e:
-            self._lose(id, f"link closed ({e})")

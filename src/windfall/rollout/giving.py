@@ -34,9 +34,14 @@ class Giving:
 
     def loads(self, ready: Iterable[Member]) -> list[Load]:
         speed = self.speeds.profile if self._balancing else lambda worker: None
+        running = self._ledger.running
         return [
-            Load(worker=w.id, running=self._ledger.running(w.id), slots=w.slots, profile=speed(w.id)) for w in ready
-        ]
+            Load(
+                worker=w.id, running=running(w.id), slots=w.slots, profile=speed(w.id),
+                waiting=min(w.stats.waiting if w.stats else 0, running(w.id)),
+            )
+            for w in ready
+        ]  # fmt: skip
 
     def give(self, loads: Sequence[Load], version: int, *, coming: int) -> dict[str, list[Entry]]:
         """Takes from the queue what should go now, and assigns it."""
@@ -65,9 +70,12 @@ class Giving:
 
     def _held(self, worker: str) -> list[Running]:
         return [
-            Running(id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves)
+            Running(
+                id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
+                waiting=len(e.episode.tokens) == e.marked,  # nothing has come of it there, as far as can be seen
+            )
             for e in self._ledger.held(worker)
-        ]
+        ]  # fmt: skip
 
     def finished(self, tokens: int) -> None:
         """A response came to this length."""

@@ -46,6 +46,8 @@ class Entry:
     marked: int = 0
     """Tokens whose version has been written down; those after it are of the current assignment."""
     moves: int = 0
+    moved: bool = False
+    """Since its last assignment: what was computed of it is computed again."""
     fruitless: int = 0
     """Workers in a row that were lost with it and had made no token of it."""
 
@@ -129,7 +131,7 @@ class Ledger:
         entry.marked = len(entry.episode.tokens)
         self._running[entry.handle] = entry
         self._by_worker.setdefault(worker, {})[entry.handle] = entry
-        if entry.moves:
+        if entry.moved:
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
 
@@ -279,6 +281,7 @@ class Ledger:
     def _back(self, entry: Entry) -> None:
         self._settle(entry)
         entry.moves += 1
+        entry.moved = True
         self.counts.moved += 1
         self._enqueue(entry)
 
@@ -330,7 +333,7 @@ class Ledger:
         """The environment has said something: the next turn."""
         entry = self.entries[id]
         assert entry.place == "turn" and entry.episode.finish is None, f"{id} is {entry.place}"
-        entry.marked = len(entry.episode.tokens)
+        entry.marked, entry.moved = len(entry.episode.tokens), False
         self._enqueue(entry)
 
     def close(self, id: str) -> None:

@@ -13,13 +13,14 @@ Rules, all in `check()`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
 from windfall.link.messages import Stats
-from windfall.types import Lease
+from windfall.types import LOCAL, Lease
 
 
 class State(StrEnum):
@@ -79,7 +80,14 @@ class Member:
     tok_per_s: float = 0.0
     why: str = ""
     """Why it is gone, or draining."""
+    taken: bool = False
+    """Its machine was taken away, with or without a word."""
     _rate_from: tuple[float, int] = field(default=(0.0, 0))
+
+    @property
+    def booted(self) -> bool:
+        """It has been ready before."""
+        return self.slots > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,9 @@ class Members:
     def move(self, id: str, state: State, why: str = "") -> None:
         member = self.all[id]
         assert state in _NEXT[member.state], f"{id}: {member.state} cannot become {state}"
+        if state is State.GONE and member.state is not State.DRAINING:
+            self.lost += 1
+            member.taken = True
         member.state = state
         member.why = why or member.why
         if state is State.GONE:
@@ -133,20 +144,24 @@ class Members:
         self.move(id, State.PULLING)
         self.all[id].pulling_s = now_s
 
-    def loaded(self, id: str, version: int, digest: str, slots: int, now_s: float) -> None:
+    def loaded(self, id: str, version: int, digest: str, slots: int, s: float) -> None:
+        """`s`: how long that took it. The first time it built its engine as well, and local has the weights."""
         member = self.all[id]
+        if member.booted and member.name != LOCAL and 0 <= s < math.inf:
+            self.pull_s = s
         member.version, member.digest, member.slots = version, digest, slots
         if member.state is State.PULLING:
             self.move(id, State.READY)
             member.failed = 0
-            self.pull_s = now_s - member.pulling_s
 
-    def coming(self, now_s: float) -> int:
-        """Workers that should be ready any moment, judged by how long the last pull took. Nobody waits for others."""
+    def coming(self, now_s: float) -> list[Member]:
+        """Workers that should be ready any moment, judged by how long the last pull took. Nobody waits for others, nor
+        for one that has never been ready: who knows how long it takes to start."""
         soon_s = max(0.5, 2 * self.pull_s)
-        return sum(
-            m.state is State.PULLING and not m.suspect and now_s - m.pulling_s < soon_s for m in self.all.values()
-        )
+        return [
+            m for m in self.all.values()
+            if m.state is State.PULLING and m.booted and not m.suspect and now_s - m.pulling_s < soon_s
+        ]  # fmt: skip
 
     def seen(self, id: str, now_s: float, stats: Stats | None = None) -> bool:
         """It has said something. True: it was suspect, and is well again."""
@@ -185,6 +200,16 @@ class Members:
             m for m in self.all.values()
             if m.state is State.READY and not m.suspect and m.version == version and m.digest == digest
         ]  # fmt: skip
+
+    def behind(self, version: int, digest: str, *, needed: bool) -> list[Member]:
+        """Who should pull this version now: at once when new, else when there is work that needs it."""
+        wanted = (version, digest)
+
+        def lacks(m: Member) -> bool:
+            held = m.asked if m.state is State.PULLING else (m.version, m.digest)
+            return m.state in (State.READY, State.PULLING) and held != wanted
+
+        return [m for m in self.here() if m.state is State.JOINING or (needed and lacks(m))]
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""

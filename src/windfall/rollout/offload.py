@@ -18,7 +18,8 @@ Two policies with one interface:
 
   W, L and A are those measured last; R is the sum of what today's workers are known to make, each with its own speed,
   so a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups
-  that complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it.
+  that complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it. However
+  fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates, too.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Plan:
     most_workers: float
     """More than so many others would wait for training."""
     why: str
+    hold: bool = False
+    """Not before there is something to train on: until then the trainer could only wait."""
 
 
 class Offload(Protocol):
@@ -74,6 +77,8 @@ class Offload(Protocol):
         ...
 
 
+SLACK = 0.05
+"""Of the training time: a step that seeded so much longer than was planned did not keep to it."""
 ALONE = Plan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
 
 
@@ -115,15 +120,14 @@ class Predict:
     train: float = 0.0
     late: float = 0.0
     """Remaining imbalance, as a share of the step's training time: positive when groups came late."""
-    bounded: bool = False
-    """The last plan had an end, so its imbalance says something about it."""
+    planned: float = math.inf
+    """What the last plan came to before it was cut off at 0. Only what kept to its plan says something about it."""
 
     def plan(self, last: Measured | None, others: Others) -> Plan:
         if last is not None:
             self._learn(last)
-        plan = self._plan(others)
-        self.bounded = math.isfinite(plan.seed_s)
-        return plan
+        self.planned = math.inf
+        return self._plan(others)
 
     def _plan(self, others: Others) -> Plan:
         if others.workers == 0:
@@ -135,11 +139,12 @@ class Predict:
         ideal = (w * (1 - r / a) + r * others.pull_s) / (low + r)
         # One second more of seeding starts training a second later and ends generation low / r seconds earlier.
         fed_back = self.late * (w / a) / (1 + low / r)
-        seed = max(0.0, ideal + fed_back)
+        self.planned = ideal + fed_back
+        seed = max(0.0, self.planned)
         alone = w / low
         each = r / others.workers
         why = f"{w:,.0f} tokens at {low:,.0f} here and {r:,.0f} tok/s elsewhere, trained at {a:,.0f}"
-        return Plan(seed_s=seed if seed < alone else math.inf, most_workers=a / each, why=why)
+        return Plan(seed_s=seed if seed < alone else math.inf, most_workers=a / each, why=why, hold=True)
 
     def _learn(self, last: Measured) -> None:
         self.tokens = self._mix(self.tokens, last.tokens)
@@ -147,9 +152,11 @@ class Predict:
             self.local = self._mix(self.local, last.local_tokens / last.seed_s)
         if last.train_s > 0:
             self.train = self._mix(self.train, last.tokens / last.train_s)
-            if last.workers > 0 and self.bounded:
+            if last.workers > 0 and math.isfinite(self.planned):
                 error = (last.train_wait_s - last.remote_wait_s) / last.train_s
-                self.late = min(1.0, max(-1.0, self.late + self.forget * min(1.0, max(-1.0, error))))
+                # Too long is no news of a plan that was cut off or held up: it could not have been shorter.
+                if error > 0 or last.seed_s < self.planned + SLACK * last.train_s:
+                    self.late = min(1.0, max(-1.0, self.late + self.forget * min(1.0, max(-1.0, error))))
 
     def _mix(self, old: float, new: float) -> float:
         return new if old == 0 else (1 - self.forget) * old + self.forget * new

@@ -1,8 +1,8 @@
 """Acts on `offload`: lets the trainer's own engine roll out at the start of a step, then pauses it so that it trains.
 
     begin() ──▶ local generates ──(seed_s, and somebody else is there)──▶ paused: `over` is set, training may begin
-                     ▲                                                        │
-                     └───────── nobody else is there, and work is open ◀──────┘
+                     ▲             (and something to train on, if the plan holds)    │
+                     └───────── nobody else is there, and work is open ◀─────────────┘
 
 Without a worker called `local` training may begin at once. Rule: whenever responses are open, either somebody else can
 take them or local is not paused; so a run never waits for a fleet that is not there.
@@ -28,6 +28,8 @@ class Seeding:
         self.over = asyncio.Event()
         self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
         self._timer: asyncio.TimerHandle | None = None
+        self._plan: Plan | None = None
+        self._trainable = self._due = self._missing = False
         self._began_s = self._seeded_s = 0.0
         self._since_s: float | None = None
         """Since when local generates; None while it does not."""
@@ -46,6 +48,7 @@ class Seeding:
         known = sum(self._rate(member, len(others) + 1) for member in others)
         plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=self._pull_s()))
         self._began_s = self._looked_s = now
+        self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
@@ -58,15 +61,27 @@ class Seeding:
         self._go(Plan(seed_s=math.inf, most_workers=math.inf, why=""))
 
     def _go(self, plan: Plan) -> None:
+        self._plan, self._trainable = plan, False
+        self._apply(plan)
+
+    def _apply(self, plan: Plan) -> None:
         self._cancel()
         self.over.clear()
+        self._due = False
         local = self._local()
+        self._missing = local is None
         if local is None:
             self.over.set()
-        elif plan.seed_s > 0:
+        elif plan.seed_s > 0 or plan.hold:
             self._resume(local)
         if math.isfinite(plan.seed_s):
             self._timer = asyncio.get_running_loop().call_later(plan.seed_s, self._enough)
+
+    def trainable(self) -> None:
+        """There is something to train on."""
+        self._trainable = True
+        if self._due:
+            self._enough()
 
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
         """The step is over: what it was like."""
@@ -97,19 +112,27 @@ class Seeding:
     # local
 
     def tick(self) -> None:
-        """Every now and then: has the fleet collapsed, or is there no local any more?"""
+        """Every now and then: has the fleet collapsed, is there no local any more, or is there one now?"""
         now = self._now()
         self._look(now)
         local = self._local()
         if local is None:
+            self._missing = True
             self.over.set()
+        elif self._missing and self._plan is not None and len(self._dispatch.ledger):
+            self._apply(self._plan)
         elif local.state is State.PAUSED and self._dispatch.ledger.queue and not self._others():
             self._events.instant("local_resumed", why="no other worker is there")
+            self.over.clear()  # from here on the step is one of local alone, whoever else may come
             self._resume(local)
 
     def _enough(self) -> None:
-        """T_seed is over. If nobody else is there, local goes on until somebody is."""
+        """T_seed is over. If nobody else is there, local goes on until somebody is; if the plan says so, until there is
+        something to train on."""
         local = self._local()
+        if local is not None and self._plan is not None and self._plan.hold and not self._trainable:
+            self._due = True
+            return
         if local is not None and local.state in (State.READY, State.PAUSED) and self._others():
             if local.state is State.READY:
                 self._pause(local)
@@ -143,9 +166,10 @@ class Seeding:
         return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
 
     def _others(self) -> list[Member]:
-        """Workers that have, or are about to have, something to do with this step."""
-        here = (State.PULLING, State.READY)
-        return [m for m in self._dispatch.members.here() if m.name != LOCAL and m.state in here and not m.suspect]
+        """Workers that can do something for this step, now or any moment."""
+        members = self._dispatch.members
+        ready = [m for m in members.here() if m.state is State.READY and not m.suspect]
+        return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
 
     def _rate(self, member: Member, sharing: int) -> float:
         """What it should make with its part of the step's responses, in tokens per second; 0: nobody knows."""

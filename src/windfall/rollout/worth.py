@@ -11,20 +11,25 @@ The best T makes both equal: T = (W - R * (W / A - tail_s)) / (L + R), within 0 
 a speed of A * (L + R) / (A + L): the same gain for every worker, until the fleet alone keeps the trainer busy (R = A);
 from there on, A. No worker at all: W / L + W / A, co-located training. No engine in the trainer (L = 0): T = 0.
 
+A run that cannot train on some groups while others are made takes W / (L + R) + W / A.
+
 A worker that is lost is replaced, and its replacement is paid for boot_s + pull_s before it makes a token. So n workers
 that each make r tokens per second count as R = n * r * u, where u = 1 / (1 + (boot_s + pull_s) * losses per second).
-Price per hour: the trainer's, and every worker's.
+The more workers, the fewer of a step's responses each has, and the less it makes: where a profile is known (speed.py),
+r is that of its part of the responses. Price per hour: the trainer's, and every worker's.
 
 Rules: no advice before two steps have been measured, or without prices; none to change anything for less than 3 %. Of
-counts that are equally good, the smallest. Rates are taken to be the same for any number of workers.
+counts that are equally good, the smallest.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from windfall.rollout.speed import Profile
 
 MIN_GAIN = 0.03
 MIN_STEPS = 2
@@ -44,8 +49,13 @@ class Run:
     """None: not known."""
     local_tok_per_s: float = 0.0
     """Of the trainer's own engine; 0: it has none."""
+    local_profile: Profile | None = None
     tail_s: float = 0.0
     """From the last response's end until it could be trained on."""
+    responses: int = 0
+    """Of a step; 0: rates are the same for any number of workers."""
+    overlap: bool = True
+    """Groups are trained on while others are made."""
 
     def __post_init__(self) -> None:
         _sound(self.tokens_per_step, self.train_tok_per_s, self.trainer_usd_per_h, self.local_tok_per_s, self.tail_s)
@@ -66,16 +76,20 @@ class Kind:
     pull_s: float = 0.0
     losses_per_h: float = 0.0
     """Of one worker."""
+    profile: Profile | None = None
+    slots: int = 0
+    """Responses it takes at once; 0: any number."""
     most: int = 64
     """How many could be had."""
 
     def __post_init__(self) -> None:
         _sound(self.now, self.tok_per_s, self.usd_per_h, self.boot_s, self.pull_s, self.losses_per_h)
 
-    @property
-    def useful_tok_per_s(self) -> float:
-        """Less the time in which its replacements start."""
-        return self.tok_per_s / (1 + (self.boot_s + self.pull_s) * self.losses_per_h / 3600)
+    def useful_tok_per_s(self, run: Run, now: int, then: int) -> float:
+        """Less the time in which its replacements start. `now` engines share the responses, and `then`, in the case
+        that is looked at."""
+        rate = self.tok_per_s * _thinner(self.profile, self.slots, run.responses, now, then)
+        return rate / (1 + (self.boot_s + self.pull_s) * self.losses_per_h / 3600)
 
 
 class Point(NamedTuple):
@@ -97,6 +111,14 @@ class Advice:
     """From 0 to a little beyond both."""
 
 
+def _thinner(profile: Profile | None, slots: int, responses: int, now: int, then: int) -> float:
+    """What becomes of a rate when `then` engines share the responses, not `now`."""
+    if profile is None or not responses:
+        return 1.0
+    had, has = (min(slots or responses, max(1.0, responses / max(1, n))) for n in (now, then))
+    return profile.tok_per_s(has) / profile.tok_per_s(had)
+
+
 def step_s(run: Run, fleet_tok_per_s: float) -> float:
     """How long a step takes at best.
 
@@ -108,6 +130,8 @@ def step_s(run: Run, fleet_tok_per_s: float) -> float:
     train_s = w / run.train_tok_per_s
     if local + fleet <= 0:
         return math.inf
+    if not run.overlap:
+        return w / (local + fleet) + run.tail_s + train_s
     seed_s = (w - fleet * (train_s - run.tail_s)) / (local + fleet) if local > 0 else 0.0
     seed_s = min(max(0.0, seed_s), w / (local + fleet))
     made_s = seed_s + max(0.0, w - (local + fleet) * seed_s) / fleet if fleet > 0 else seed_s
@@ -133,10 +157,13 @@ def advise(run: Run, kind: Kind, others: Sequence[Kind] = ()) -> Advice:
     if unknown or kind.usd_per_h is None:
         why = f"no price is known for {', '.join(unknown)}: give the lease a price"
         return Advice(count=kind.now, now=kind.now, why=why)
-    fixed_tok_per_s = sum(k.now * k.useful_tok_per_s for k in others)
+    engines = sum(k.now for k in (kind, *others)) + (run.local_tok_per_s > 0)
     points = []
     for n in range(max(kind.most, kind.now + 2) + 1):
-        tok_per_s = run.tokens_per_step / step_s(run, fixed_tok_per_s + n * kind.useful_tok_per_s)
+        then = engines - kind.now + n
+        fleet = sum(c * k.useful_tok_per_s(run, engines, then) for k, c in ((kind, n), *((k, k.now) for k in others)))
+        local = run.local_tok_per_s * _thinner(run.local_profile, 0, run.responses, engines, then)
+        tok_per_s = run.tokens_per_step / step_s(replace(run, local_tok_per_s=local), fleet)
         points.append(Point(n, tok_per_s, tok_per_s * 3600 / (base_usd_per_h + n * kind.usd_per_h)))
     now = points[kind.now]
     best = _best(points, kind)

@@ -19,6 +19,8 @@ from windfall.types import Chunk, Finish, Request
 @dataclass(slots=True)
 class _Row:
     request: Request
+    length: int
+    """Of the whole response."""
     made: int = 0
 
     @property
@@ -44,7 +46,8 @@ class SleepingEngine:
         if request.prompt not in self._prompts:
             self._prompts.add(request.prompt)
             self._prefill += len(request.prompt)
-        self._rows[request.id] = _Row(request)
+        asked = request.prompt[: len(request.prompt) - request.position]  # without what was made elsewhere
+        self._rows[request.id] = _Row(request, self._lengths.of(request.seed, hash(asked)))
 
     def cancel(self, id: str) -> None:
         self._rows.pop(id, None)
@@ -57,7 +60,7 @@ class SleepingEngine:
     def _next(self, id: str, row: _Row) -> Chunk:
         r, position = row.request, row.position
         row.made += 1
-        last = position + 1 >= self._lengths.of(r.seed) and bool(r.stop)
+        last = position + 1 >= row.length and bool(r.stop)
         made = min(r.stop) if last else token(r.seed, position, self._vocabulary, r.stop)
         finish: Finish | None = "stop" if last else "length" if row.made == r.max_tokens else None
         if finish:

@@ -26,22 +26,39 @@ class Service:
     def step_s(self, batch: int, prefill_tokens: int = 0) -> float:
         return (self.fixed_s + self.each_s * batch if batch else 0.0) + self.prefill_s * prefill_tokens
 
+    def slower(self, factor: float) -> Service:
+        return Service(
+            fixed_s=self.fixed_s * factor, each_s=self.each_s * factor, prefill_s=self.prefill_s * factor,
+            train_s=self.train_s * factor,
+        )  # fmt: skip
+
     def training_s(self, tokens: int) -> float:
         return self.train_s * tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Log-normal response lengths, a function of the response's seed alone: the same wherever it is made."""
+    """Log-normal response lengths, a function of the response's seed and its group alone: the same wherever it is made.
+    `alike` is the correlation of the logarithms within a group.
+
+    >>> lengths = Lengths(median=100, sigma=0.7, alike=1.0)
+    >>> lengths.of(1, group=7) == lengths.of(2, group=7) != lengths.of(1, group=8)
+    True
+    """
 
     median: float
     sigma: float
+    alike: float = 0.0
     least: int = 2
 
-    def of(self, seed: int) -> int:
-        a, b = (xxhash.xxh3_64_intdigest(f"{seed}/{n}".encode()) / 2.0**64 for n in "ab")
-        normal = math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
+    def of(self, seed: int, group: int = 0) -> int:
+        normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
         return max(self.least, round(self.median * math.exp(self.sigma * normal)))
+
+
+def _normal(name: str) -> float:
+    a, b = (xxhash.xxh3_64_intdigest(f"{name}/{n}".encode()) / 2.0**64 for n in "ab")
+    return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
 
 
 def token(seed: int, position: int, vocabulary: int, stop: frozenset[int]) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windfall.engine.attention import Packed
+from windfall.engine.packed import Packed
 from windfall.train import layers as plain
 from windfall.train import memory
 from windfall.train.gradients import Gradients, adjacent

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.engine.attention import Packed
+from windfall.engine.packed import Packed
 from windfall.errors import WindfallError
 from windfall.train.blocks import Blocks, Rows, Unfit
 from windfall.train.gradients import Gradients

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from windfall.errors import WindfallError
+from windfall.fleet import process
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
@@ -171,6 +172,7 @@ class Agent:
                         model=self._model,
                         version=version,
                         digest=digest,
+                        age_s=process.age_s(),
                     )
                 )
                 answer = await link.receive()

@@ -118,6 +118,7 @@ class Host:
             steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if waits else 0.0,
             preemptions=getattr(counters, "preemptions", 0),
+            waiting=getattr(counters, "waiting", 0),
             reused_tokens=getattr(counters, "reused_tokens", 0),
         )
 

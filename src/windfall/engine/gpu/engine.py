@@ -83,7 +83,7 @@ class GraphEngine:
         p = self._plan
         return Counters(
             steps=self._steps, rows=self._rows, made=self._made,
-            reused_tokens=p.reused_tokens, preemptions=p.preemptions,
+            reused_tokens=p.reused_tokens, preemptions=p.preemptions, waiting=len(p.waiting),
         )  # fmt: skip
 
     @property

@@ -14,7 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from windfall.engine.gpu.splits import part_tokens, splits_for
 from windfall.engine.gpu.state import Pool, Spans, State
+
+__all__ = [
+    "attend",
+    "begin",
+    "decode",
+    "draw",
+    "gate",
+    "norm",
+    "part_tokens",
+    "place",
+    "place_and_decode",
+    "splits_for",
+]
 
 _GOLDEN, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -67,25 +81,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _data(pool: Pool) -> Tensor:
     assert pool.data is not None, "the pool was given up"
     return pool.data
-
-
-def part_tokens(pairs: int) -> int:
-    """The fewest tokens of context that are worth a part of their own, with so many (row, kv head) pairs: where there
-    are few, parts are cut to have enough of them; where there are many, only so that none takes very long."""
-    return 256 if pairs < 512 else 1024
-
-
-def splits_for(batch: int, kv_heads: int, longest: int, multiprocessors: int) -> int:
-    """Into how many parts `decode` should cut a context of `longest` tokens. Shorter ones are cut into fewer.
-
-    >>> splits_for(256, 8, 2048, 132), splits_for(16, 8, 2048, 132), splits_for(1, 8, 2048, 132)
-    (2, 4, 8)
-    """
-    pairs = batch * kv_heads
-    least, splits = part_tokens(pairs), 1
-    while splits * 2 * least <= longest and splits < 32 and (pairs >= 512 or pairs * splits * 2 <= 4 * multiprocessors):
-        splits *= 2
-    return splits
 
 
 def decode(

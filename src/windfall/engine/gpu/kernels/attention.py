@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.gpu.kernels import launch
 from windfall.engine.gpu.kernels.layers import place
-from windfall.engine.gpu.reference import part_tokens
+from windfall.engine.gpu.splits import part_tokens
 from windfall.engine.gpu.state import Pool, State
 
 _LOG2E = 1.4426950408889634

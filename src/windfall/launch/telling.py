@@ -1,0 +1,103 @@
+"""What a run tells of its fleet: the counters and the bill of every step, advice, and fleet.json."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windfall import algorithms, prices
+from windfall.config import Recipe
+from windfall.events import EventLog, read
+from windfall.rollout.advising import Advisor
+from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.members import State as Stage
+from windfall.rollout.offload import Measured
+
+MOST = 64
+"""Workers of one kind that advice speaks of."""
+GONE_TOLD = 50
+"""Of the workers that are gone, so many are in a snapshot."""
+
+
+def billed_s(log: Path) -> float:
+    """Until when a bill has been written, by this process's clock."""
+    bills = (e["t"] for e in read(log) if e.get("bill")) if log.is_file() else ()
+    return time.monotonic() + max(bills, default=-math.inf) - time.time()
+
+
+def overlaps(recipe: Recipe) -> bool:
+    """Whether groups can be trained on while others are still being made."""
+    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    return algorithm.scope == "group" and recipe.train.minibatches == 1 and recipe.techniques.pipelining
+
+
+class Telling:
+    def __init__(self, recipe: Recipe, dispatch: Dispatch, events: EventLog) -> None:
+        f, o = recipe.fleet, recipe.rollout
+        self._recipe, self._dispatch, self._events = recipe, dispatch, events
+        self._counted: dict[str, int] = {}
+        self._advisor = Advisor(
+            dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
+            most=MOST, overlap=overlaps(recipe),
+        )  # fmt: skip
+
+    def counters(self, last: Measured | None, now_s: float) -> dict[str, Any]:
+        """A step is over: what happened to the fleet since the one before, and what it cost. `last`: what the step was
+        like."""
+        c = self._dispatch.ledger.counts
+        now = {
+            "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
+            "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded, "lost_tokens": self._dispatch.ledger.lost(),
+            "workers_lost": self._dispatch.members.lost,
+        }  # fmt: skip
+        since = {k: v - self._counted.get(k, 0) for k, v in now.items()}
+        self._counted = now
+        here = sum(1 for _ in self._dispatch.members.here())
+        if last is not None:
+            self._advise(last, now_s)
+            self._dispatch.accounts.trainer_waited(now_s, last.train_wait_s)
+        return {**since, "workers": here, "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
+
+    def last_bill(self, now_s: float) -> dict[str, Any]:
+        """Of what came after the last step."""
+        return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
+
+    def _advise(self, last: Measured, now_s: float) -> None:
+        for kind, a in self._advisor.step(last, now_s).items():
+            self._events.instant(
+                "advice", lease=kind, now=a.now, count=a.count, why=a.why, tokens_per_usd_now=a.tokens_per_usd_now,
+                tokens_per_usd_best=a.tokens_per_usd_best,
+            )  # fmt: skip
+
+    def snapshot(self, *, step: int, now_s: float, ended: bool) -> dict[str, Any]:
+        """The fleet as it is, for `windfall top`; and a sign of life for the supervisor."""
+        ledger, offer = self._dispatch.ledger, self._dispatch.offer
+        members = list(self._dispatch.members.all.values())
+        told = {w.id for w in [w for w in members if w.state is Stage.GONE][-GONE_TOLD:]}
+        workers = [
+            {
+                "worker": w.id, "lease": prices.kind(w.lease), "kind": w.lease.kind,
+                "device": w.lease.device, "region": w.lease.region,
+                "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
+                "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
+                "tok_per_s": w.tok_per_s, "made": w.made, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
+            }
+            for w in members
+            if w.state is not Stage.GONE or w.id in told
+        ]  # fmt: skip
+        return {
+            "t": time.time(), "pid": os.getpid(), "run": self._recipe.run.name,
+            "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
+            "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
+            "counts": asdict(ledger.counts), "workers": workers,
+            "advice": [
+                {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
+                for kind, a in self._advisor.advice.items()
+            ],
+        }  # fmt: skip

@@ -247,6 +247,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--up", type=float, default=UP_S, help="of the drawn trace: seconds that a machine stays")
+    parser.add_argument("--down", type=float, default=DOWN_S, help="and that it is away, on average")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="where in the trace to begin, in its seconds")
     parser.add_argument("--speedup", type=float, default=1.0)
@@ -265,9 +267,10 @@ def main() -> None:
         print(f"at most {options.nodes} machines; {options.steps} steps of 384")
     else:
         changes = trace.synthetic(
-            nodes=options.nodes, mean_up_s=UP_S, mean_down_s=DOWN_S, seconds=3600.0, seed=options.seed
+            nodes=options.nodes, mean_up_s=options.up, mean_down_s=options.down, seconds=3600.0, seed=options.seed
         )
-        print(f"{options.nodes} machines, up {UP_S:g} s, down {DOWN_S:g} s on average; {options.steps} steps of 384")
+        print(f"{options.nodes} machines, up {options.up:g} s, down {options.down:g} s on average; ", end="")
+        print(f"{options.steps} steps of 384")
     print(f"all times {SLOW:g} times as long; " if SLOW != 1 else "", end="")
     print(f"sleeping engines: local {LOCAL}; worker {WORKER}; lengths {LENGTHS}")
     print(f"{'':24}{'':8}{'':7}{'':10}{'':7}{'':8}{'trainer':>9}{'workers':>9}")

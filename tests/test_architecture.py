@@ -33,6 +33,9 @@ LAYERS = [
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/pages.py",
+    "engine/gpu/plan.py",
+    "engine/gpu/splits.py",
+    "engine/gpu/words.py",
     "engine/scheduler.py",
     "rollout/episode.py",
     "rollout/ledger.py",

@@ -58,8 +58,12 @@ def test_dollars_by_step_and_by_run(capsys: pytest.CaptureFixture[str]) -> None:
     with Console(Recipe(), FOLDER) as console:
         console.show(events[0])
         console.show(unknown)
-    out = capsys.readouterr().out
+        out = capsys.readouterr().out
+        # 2,000 tokens at the trainer's 1,000 per hour, and an hour of training, at $20
+        console.show(step(4, 0.5, bill=cost, trained=1_000_000, train_s=3600.0))
+        assert "  $25.00/M (alone $60.00)" in capsys.readouterr().out
     assert "  $25.00/M" in out
+    assert "(alone" not in out
     assert "  >$20.00/M" in out
 
 

@@ -129,7 +129,9 @@ class Console:
         per_million = bill.usd_per_million(e["trained"]) if bill else None
         if per_million is not None:
             least = ">" if bill and bill.all.unpriced_s > 0 else ""
-            missing = f"  {least}${per_million:,.2f}/M{missing}"
+            alone = reserved_only(bill, train_s=e["train_s"]) if bill and "train_s" in e else None
+            beside = f" (alone ${alone.usd_per_million(e['trained']):,.2f})" if alone and alone.usd else ""
+            missing = f"  {least}${per_million:,.2f}/M{beside}{missing}"
         if e.get("restored"):
             missing += f"  ({e['restored']:,} tokens from the journal)"
         return (

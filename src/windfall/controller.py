@@ -160,7 +160,7 @@ class Controller:
             self.state = state
         train_s = batch.early_s + _now() - training
         self.pace.end(tokens=self.rollout.made, train_s=train_s, train_wait_s=batch.wait_s)
-        self._tell(step, batch, reports, _now() - started)
+        self._tell(step, batch, reports, train_s, _now() - started)
 
     async def _collect(self, first: int) -> Batch:
         """The groups of one batch. Those that need no more than themselves are trained on as they arrive."""
@@ -276,7 +276,7 @@ class Controller:
         with self.events.span("checkpoint", step=self.state.step) as span:
             span["path"] = await self.trainer.save()
 
-    def _tell(self, step: int, batch: Batch, reports: list[Report], took_s: float) -> None:
+    def _tell(self, step: int, batch: Batch, reports: list[Report], train_s: float, took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]
         lengths = [r.made for r in responses]
         last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
@@ -295,6 +295,8 @@ class Controller:
             made=self.rollout.made,
             restored=self.rollout.restored,
             s=took_s,
+            train_s=train_s,
+            train_wait_s=batch.wait_s,
             tok_per_s=(self.rollout.made - self.rollout.restored) / took_s,
             **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
             trained=sum(r.tokens for r in reports),

@@ -21,6 +21,7 @@ from windfall.launch import control
 from windfall.launch import folder as folders
 from windfall.launch.control import Control
 from windfall.link import auth
+from windfall.rollout.members import State as Stage
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import State
 from windfall.types import Lease
@@ -119,12 +120,12 @@ def test_a_snapshot_has_the_newest_of_those_that_are_gone(tmp_path: Path) -> Non
         for n in range(200):
             members.join(f"w{n}", Lease(), 0.0)
             if n % 10:
-                members.move(f"w{n}", control.Stage.GONE, "why")
+                members.move(f"w{n}", Stage.GONE, "why")
         it._snapshot()
         said = json.loads((tmp_path / "fleet.json").read_text())["workers"]
         told.append([int(w["worker"][1:]) for w in said])
         for n in range(0, 200, 10):
-            members.move(f"w{n}", control.Stage.GONE, "why")
+            members.move(f"w{n}", Stage.GONE, "why")
         stop(it)
 
     told: list[list[int]] = []

@@ -13,7 +13,9 @@ import torch
 from windfall import algorithms, config, models
 from windfall.engine.engine import TorchEngine
 from windfall.errors import WindfallError
+from windfall.train import head
 from windfall.train import logprobs as chunked
+from windfall.train.gradients import Gradients
 from windfall.train.optimizer import Optimizer
 from windfall.train.sample import Sample, credit, packs
 from windfall.train.trainer import TorchTrainer
@@ -67,26 +69,46 @@ def gradients(t: TorchTrainer) -> torch.Tensor:
 def test_logprobs_equal_the_engines_to_1e_5(model: Any) -> None:
     made = samples(model, 16)
     for pack in packs(made, 300):
-        logp, _ = chunked.logprobs(model, pack, 1.0)
+        logp, _ = chunked.Learner(model).score(pack, 1.0)
         # Relative for very unlikely tokens: float32 itself has no more than 1e-6 at a log-prob of -10.
         ours, theirs = logp.detach().numpy(), np.concatenate([s.behaviour for s in pack])
         assert np.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
         assert np.abs(ours - theirs).mean() < 1e-6
 
 
-def test_chunks_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = samples(model, 4)
-    whole, entropy = chunked.logprobs(model, made, 0.7)
-    whole.sum().backward()
+def test_tiles_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole responses in a tile, a response cut into several, or all at once: the gradient is plain autograd's."""
+    made = samples(model, 5)
+    weights = np.random.default_rng(0).normal(size=sum(len(s.targets) for s in made))
+    logp, entropy = plainly(model, made, 0.7)
+    (-torch.from_numpy(weights).float() * logp).sum().backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    monkeypatch.setattr(chunked, "CHUNK_LOGITS", 7 * model.config.vocab_size)  # seven rows at a time
-    parts, parts_entropy = chunked.logprobs(model, made, 0.7)
-    parts.sum().backward()
-    assert torch.allclose(whole, parts, atol=1e-6)
-    assert torch.allclose(entropy, parts_entropy, atol=1e-5)
-    for n, p in model.named_parameters():
-        assert torch.allclose(p.grad, expected[n], atol=1e-5, rtol=1e-4), n
+    for rows in (7, 60, 10_000):
+        model.zero_grad()
+        monkeypatch.setattr(head, "CPU_LOGITS", rows * model.config.vocab_size)
+        sizes, seen = np.cumsum([0, *(len(s.targets) for s in made)]), []
+
+        def weigh(first: int, last: int, *numbers: Any, sizes: Any = sizes, seen: list[Any] = seen) -> Any:
+            seen.append(np.stack(numbers))
+            return weights[sizes[first] : sizes[last]]
+
+        chunked.Learner(model, Gradients(model)).learn(made, 0.7, weigh)
+        ours, theirs = np.concatenate(seen, 1), torch.stack((logp, entropy)).detach().numpy()
+        assert np.allclose(ours, theirs, atol=1e-5)
+        for n, p in model.named_parameters():
+            assert (p.grad - expected[n]).norm() < 1e-5 * expected[n].norm(), n
+
+
+def plainly(model: Any, made: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies by transformers' own attention, a sequence at a time."""
+    was, parts = model.config._attn_implementation, []
+    model.set_attn_implementation("eager")
+    for s in made:
+        logp = torch.log_softmax(model(torch.tensor([s.ids])).logits[0] / temperature, -1)[[t - 1 for t in s.targets]]
+        mine = logp.gather(1, torch.tensor([[s.ids[t]] for t in s.targets]))[:, 0]
+        parts.append((mine, -(logp.exp() * logp).sum(-1)))
+    model.set_attn_implementation(was)
+    return torch.cat([p for p, _ in parts]), torch.cat([e for _, e in parts])
 
 
 def test_gradient_is_that_of_the_textbook_loss(model: Any) -> None:

@@ -189,3 +189,41 @@ def test_told_to_come_again_it_does() -> None:
     assert code == 1
     assert dials.dials > hosts.REFUSALS
     assert all(len(line) < 300 and "\n" not in line for line in said)
+
+
+def test_the_module_is_free_while_a_version_is_hashed_and_room_is_made_before_training() -> None:
+    """Work holds the lock; a publish may let go of it early, and no other work begins before it has ended."""
+    seen: list[Any] = []
+    trainer: Any = SimpleNamespace(begin=lambda: None, finish=lambda: seen.append(("finish", host.lock.locked())))
+
+    def publish(version: int) -> Any:
+        seen.append(("copying", host.lock.locked()))
+        host.let_go()
+        host.let_go()  # once is enough, twice does no harm
+        seen.append(("hashing", host.lock.locked()))
+        with host.lock:  # so does the engine, meanwhile
+            pass
+        return SimpleNamespace(version=version, digest="d")
+
+    async def play(link: MemoryLink) -> None:
+        async def attend(link: Any, hello: m.TrainerHello) -> None:
+            await link.send(m.Update(step=None, next_task=None))
+            assert isinstance(await link.receive(), m.Failed)
+            await link.close("enough")
+
+        gate = Gate("run", "t" * 20, log=lambda *_, **__: None, most_workers=1, trainer_secret=SECRET)
+        await gate.trainer(link, attend)
+
+    async def run() -> None:
+        await host.run()
+
+    dials: Any = Dials(play, gone)
+    host = TrainerHost(
+        trainer=trainer, state=State(step=2, next_task=4), secret=SECRET, dialler=dials, hello=hello, publish=publish,
+        save=lambda state: "", address=lambda: "x", patience_s=0.3, again_s=0.01, say=lambda line: None,
+    )  # fmt: skip
+    host.make_room = lambda: seen.append(("room", host.lock.locked()))
+    with pytest.raises(TypeError):  # a finish without a report ends the process
+        asyncio.run(asyncio.wait_for(run(), 10))
+    assert seen == [("copying", True), ("hashing", False), ("room", True), ("finish", True)]
+    assert not host.lock.locked()

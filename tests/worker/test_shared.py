@@ -56,3 +56,20 @@ def test_only_the_trainer_changes_the_weights() -> None:
     assert engine.version == 4
     with pytest.raises(AssertionError):
         engine.swap(5, {"w": 1})
+
+
+class Sleeper(Hashing):
+    slept = 0
+
+    def sleep(self) -> None:
+        self.slept += 1
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_it_makes_room_for_training_where_memory_is_shared(share_memory: bool) -> None:
+    lock, engine = threading.Lock(), Sleeper(Counter())
+    shared = Shared(engine, lock, share_memory=share_memory)
+    with lock:
+        shared.make_room()
+    assert engine.slept == share_memory
+    Shared(Hashing(Counter()), lock, share_memory=True).make_room()  # one that has nothing to give up

@@ -4,7 +4,7 @@ transformers' model code hands every layer's query, key and value (1, heads, row
 along with the keyword `batch` that the caller gave to the model. What a row may look at is the batch's business:
 
     Paged    the engine: rows of many sequences, each looking at the pages of its own
-    Packed   the trainer: whole sequences laid end to end in one row
+    Packed   the trainer (packed.py): whole sequences laid end to end in one row
 
 so every decoder that transformers knows runs in both, unpatched, and both compute the same numbers.
 """
@@ -100,38 +100,3 @@ class Paged:
 def _heads_first(q: Tensor) -> Tensor:
     s, n, kv, share, size = q.shape
     return q.permute(0, 2, 3, 1, 4).reshape(s, kv, share * n, size)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Sequences laid end to end. `where` (S, L) maps the padded layout to rows, `inside` (S, L) says which cells are
-    real; `flat` (rows,) maps back."""
-
-    where: Tensor
-    flat: Tensor
-    length: int
-
-    @staticmethod
-    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed:
-        longest = max(lengths)
-        where = torch.zeros(len(lengths), longest, dtype=torch.long)
-        flat = torch.empty(sum(lengths), dtype=torch.long)
-        start = 0
-        for i, n in enumerate(lengths):
-            where[i, :n] = torch.arange(start, start + n)
-            flat[start : start + n] = torch.arange(i * longest, i * longest + n)
-            start += n
-        return Packed(where.view(-1).to(device), flat.to(device), longest)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        del layer
-        # Cells beyond a sequence's end repeat row 0; the causal mask keeps every real row from seeing them.
-        q, k, v = (x.index_select(0, self.where).view(-1, self.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-        share = q.shape[1] // k.shape[1]
-        if window is None or window >= self.length:
-            out = sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=share > 1)
-        else:
-            n = torch.arange(self.length, device=q.device)
-            near = (n[:, None] >= n[None]) & (n[:, None] - n[None] < window)
-            out = sdpa(q, k, v, attn_mask=near, scale=scale, enable_gqa=share > 1)
-        return out.transpose(1, 2).reshape(-1, *out.shape[1:2], out.shape[-1]).index_select(0, self.flat)

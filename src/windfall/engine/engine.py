@@ -57,24 +57,9 @@ class TorchEngine:
         )  # fmt: skip
 
     def add(self, request: Request) -> None:
-        where = f"request {request.id}"
         if request.id in self._sequences:
-            raise WindfallError("this id is already being generated", where=where)
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if not request.prompt or not all(0 <= t < vocabulary for t in request.prompt):
-            raise WindfallError(f"the prompt must be 1 or more token ids below {vocabulary}", where=where)
-        if request.max_tokens < 1 or request.position < 0:
-            raise WindfallError("max_tokens must be at least 1 and position at least 0", where=where)
-        s = request.sampling
-        if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
-            raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
-        if len(request.prompt) + request.max_tokens > self.limit:
-            raise WindfallError(
-                f"{len(request.prompt)} prompt tokens + {request.max_tokens} new ones do not fit into a KV cache of "
-                f"{self.limit}",
-                where=where,
-                fix="Raise engine.kv_tokens, or lower rollout.max_tokens.",
-            )
+            raise WindfallError("this id is already being generated", where=f"request {request.id}")
+        refuse_unfit(request, self.model.get_input_embeddings().num_embeddings, self.limit)
         sequence = Sequence(request, list(request.prompt))
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
@@ -113,25 +98,11 @@ class TorchEngine:
             id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
         )
 
-    @torch.no_grad()
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Take `weights` (None: the shared model was changed in place). Running responses keep their tokens and are
         computed again under the new weights; no page of the old ones is used again."""
         if weights is not None:
-            own = self.model.state_dict()
-            unknown, missing = weights.keys() - own.keys(), own.keys() - weights.keys()
-            tied = {n for n in missing if any(own[n].data_ptr() == own[w].data_ptr() for w in weights if w in own)}
-            if unknown or missing - tied:
-                names = sorted(unknown or missing - tied)
-                raise WindfallError(
-                    f"version {version} does not fit the model: {len(names)} tensors such as {names[0]!r} are "
-                    f"{'unknown to it' if unknown else 'missing'}"
-                )
-            wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
-            if wrong:
-                raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has another shape")
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
+            copy_weights(self.model, version, weights)
         self.version = version
         self._scheduler.restart_all()
 
@@ -140,3 +111,41 @@ class TorchEngine:
         self._scheduler.check()
         live = {id(s) for s in [*self._scheduler.running, *self._scheduler.waiting]}
         assert live == {id(s) for s in self._sequences.values()}, "sequences and schedule disagree"
+
+
+def refuse_unfit(request: Request, vocabulary: int, limit: int) -> None:
+    """Raise WindfallError for what no engine of this size can make."""
+    where = f"request {request.id}"
+    if not request.prompt or min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        raise WindfallError(f"the prompt must be 1 or more token ids below {vocabulary}", where=where)
+    if request.max_tokens < 1 or request.position < 0:
+        raise WindfallError("max_tokens must be at least 1 and position at least 0", where=where)
+    s = request.sampling
+    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
+        raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
+    if len(request.prompt) + request.max_tokens > limit:
+        raise WindfallError(
+            f"{len(request.prompt)} prompt tokens + {request.max_tokens} new ones do not fit into a KV cache of "
+            f"{limit}",
+            where=where,
+            fix="Raise engine.kv_tokens, or lower rollout.max_tokens.",
+        )
+
+
+@torch.no_grad()
+def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> None:
+    """All of them into the module's own storage, or, if they do not fit, none."""
+    own = model.state_dict()
+    unknown, missing = weights.keys() - own.keys(), own.keys() - weights.keys()
+    tied = {n for n in missing if any(own[n].data_ptr() == own[w].data_ptr() for w in weights if w in own)}
+    if unknown or missing - tied:
+        names = sorted(unknown or missing - tied)
+        raise WindfallError(
+            f"version {version} does not fit the model: {len(names)} tensors such as {names[0]!r} are "
+            f"{'unknown to it' if unknown else 'missing'}"
+        )
+    wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
+    if wrong:
+        raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has another shape")
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)

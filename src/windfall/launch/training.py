@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
 from windfall.text import Text
-from windfall.train import checkpoint
+from windfall.train import checkpoint, memory
 from windfall.train.checkpoint import State
 from windfall.train.host import TrainerHost
 from windfall.types import LOCAL, Lease
@@ -69,11 +69,13 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     tokenizer = models.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     derived = derive(recipe, model, device, dtype, longest_prompt(recipe, text_for(tokenizer, model)))
-    if derived.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     reference = models.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
+    if not trainer.learner.has_graph:  # it decides for every pack what to keep
+        derived = replace(derived, checkpoint_activations=False)
+    if derived.checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
     if found:
         checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
@@ -104,7 +106,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     )  # fmt: skip
     host = TrainerHost(
         trainer=trainer, state=state, secret=secret, dialler=dialler, hello=hello,
-        publish=lambda version: publisher.publish(version, model.state_dict()),
+        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.let_go),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
             keep=recipe.checkpoint.keep,
@@ -129,8 +131,11 @@ async def _local(
     f, address = recipe.fleet, where()
 
     def build(engine: m.Engine) -> tuple[Any, int]:
-        made, slots = engine_for(engine, device, model=model, share=0.3)
-        return Shared(made, host.lock), slots
+        with host.lock:  # a GPU's engine lays the module's weights out anew
+            made, slots = engine_for(engine, device, model=model, share=0.3)
+        shared = Shared(made, host.lock, share_memory=device == "cuda")
+        host.make_room = shared.make_room
+        return shared, slots
 
     lease = Lease(kind="reserved", device=devices.describe(device), price_usd_per_h=f.trainer_price_usd_per_h)
     while True:
@@ -199,7 +204,8 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: i
             where="rollout.max_tokens",
             fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
         )
-    micro = recipe.train.micro_tokens or max(longest, 32_768 if device == "cuda" else 4096)
+    fitting = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
+    micro = recipe.train.micro_tokens or fitting
     # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
     asked = recipe.train.checkpoint_activations
@@ -208,3 +214,20 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: i
         device=device, dtype=dtype, micro_tokens=micro, longest=longest,
         checkpoint_activations=much if asked == "auto" else asked,
     )  # fmt: skip
+
+
+def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
+    """From what will be free on the GPU once everything else has its memory."""
+    c, weights = model.config, sum(p.numel() for p in model.parameters())
+    # A gradient and Adam's two moments in float32, and a master unless the weight is one itself; a reference; the
+    # publisher's copy of the last version; and what the trainer's own engine may take.
+    taken = weights * (12 if model.dtype.itemsize == 4 else 16)
+    taken += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    free = (devices.free_bytes("cuda") - taken) * (0.7 if recipe.fleet.local else 1.0)
+    heads = c.num_attention_heads
+    each = memory.layer_bytes(
+        hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head=getattr(c, "head_dim", None) or c.hidden_size // heads, value_bytes=model.dtype.itemsize,
+    )  # fmt: skip
+    return memory.pack_tokens(free, c.num_hidden_layers, each, longest)

@@ -44,7 +44,7 @@ class TrainerHost:
     trainer: Trainer
     state: State
     publish: Callable[[int], Any]
-    """Makes the trainer's weights readable as this version; returns their manifest."""
+    """Makes the trainer's weights readable as this version; returns their manifest. May `let_go` of the module."""
     save: Callable[[State], Any]
     hello: Callable[..., m.TrainerHello]
     """Fills in what is known of the run; given protocol, nonce, proof, state, version and digest."""
@@ -55,11 +55,15 @@ class TrainerHost:
     """Where the controller listens now."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the trainer works on the module, which its own engine shares."""
+    make_room: Callable[[], None] = lambda: None
+    """Called with the lock held, before work that needs the device's memory: its own engine may have much of it."""
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """The controller knows this trainer."""
     patience_s: float = 120.0
     again_s: float = 0.2
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
+    _holding: bool = False
+    """Read and written by the one thread that does all tensor work."""
 
     @property
     def manifest(self) -> Any:
@@ -162,14 +166,14 @@ class TrainerHost:
         started = time.monotonic()
         match order:
             case m.Prepare():
-                fixed = await self._do(self.trainer.prepare, [unpack(s) for s in order.samples])
+                fixed = await self._do(self.trainer.prepare, [unpack(s) for s in order.samples], room=True)
                 return m.Prepared(old=tuple(np.asarray(s.old, np.float64).tobytes() for s in fixed))
             case m.Accumulate():
-                await self._do(self.trainer.accumulate, [unpack(s) for s in order.samples])
+                await self._do(self.trainer.accumulate, [unpack(s) for s in order.samples], room=True)
                 return m.Done(s=time.monotonic() - started)
             case m.Update():
                 self._updates += 1  # until the step's last, the weights are of no version
-                report = await self._do(self.trainer.finish)
+                report = await self._do(self.trainer.finish, room=True)
                 if order.step is not None and order.next_task is not None:
                     self._manifest = await self._do(self.publish, order.step)
                     self.state, self._updates = State(step=order.step, next_task=order.next_task), 0
@@ -183,9 +187,23 @@ class TrainerHost:
                 return m.Saved(path=str(await self._do(self.save, self.state)))
         raise LinkClosed(f"a {type(order).__name__} was not expected")
 
-    async def _do(self, work: Callable[..., Any], *args: Any) -> Any:
+    async def _do(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
         def alone() -> Any:
-            with self.lock:
+            self.lock.acquire()
+            self._holding = True
+            try:
+                if room:
+                    self.make_room()
                 return work(*args)
+            finally:
+                self.let_go()
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, alone)
+
+    def let_go(self) -> None:
+        """To be called by the work under way, from its thread, once it needs the module no more: the trainer's engine
+        may go on while a version is being hashed. Nothing else overlaps: the controller's next order waits for the
+        answer to this one, which carries the digest."""
+        if self._holding:
+            self._holding = False
+            self.lock.release()

@@ -1,56 +1,136 @@
-"""Log-probs of given tokens under a module, without ever holding the logits of a whole batch.
+"""A model as training sees it: samples in, log-probs out, gradients back.
 
-Only the positions that predict a target go through the output head, a chunk at a time; a chunk's logits are thrown away
-and computed again in the backward pass.
+There are two ways through the model's body: transformers' own module with autograd (`Autograd`: every decoder, any
+device), and windfall's (`Blocks`, in blocks.py: dense Llama-family decoders in half precision on a GPU). Which one is
+found out at the start: `Blocks` is taken where it knows the module and gives the same hidden states and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from windfall.engine.attention import Packed
+from windfall.engine.packed import Packed
 from windfall.errors import WindfallError
+from windfall.train.blocks import Blocks, Rows, Unfit
+from windfall.train.gradients import Gradients
+from windfall.train.head import Head, Weigh
+from windfall.train.memory import ALL, LEAST
 from windfall.train.sample import Sample
 
-CHUNK_LOGITS = 2**23
-"""Logits held at once: 32 MiB in float32."""
+KEEP = {True: LEAST, False: ALL, "auto": "auto"}
+"""A recipe's train.checkpoint_activations, as what the layers keep."""
 
 
-def logprobs(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all targets, sample after sample, in float32."""
-    device = model.device
+class Autograd:
+    """The module itself."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def forward(self, rows: Rows, *, learning: bool) -> tuple[Tensor, Any]:
+        self.model.train(learning)
+        with torch.set_grad_enabled(learning):
+            hidden = self.model.base_model(
+                input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, batch=rows.batch
+            ).last_hidden_state[0]
+            hidden = hidden.index_select(0, rows.wanted)
+        return hidden.detach(), hidden
+
+    def backward(self, tape: Any, grad: Tensor) -> None:
+        tape.backward(grad)
+        self.model.eval()
+
+
+class Learner:
+    def __init__(
+        self, model: Any, gradients: Gradients | None = None, *, checkpoint_activations: bool | str = "auto",
+        say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:  # fmt: skip
+        self.model, self.head = model, Head(model.get_output_embeddings(), gradients)
+        self.body: Any = Autograd(model)
+        self.pads = Packed.pads(model.device, model.dtype)
+        """Whether a pack costs its rows times its longest row, and not its tokens."""
+        if not self.pads:
+            try:
+                blocks = Blocks.of(model, gradients, keep=KEEP[checkpoint_activations])
+                compare(blocks, self.body)
+                self.body = blocks
+            except Unfit as e:
+                say(f"training runs transformers' own layers: {e}")
+            except Exception as e:  # fault boundary: what fails here would in every step; there is another way
+                say(f"training runs transformers' own layers: {type(e).__name__}: {e}")
+
+    @property
+    def has_graph(self) -> bool:
+        """Autograd keeps what its backward pass needs, unless the module is told to compute it again."""
+        return isinstance(self.body, Autograd)
+
+    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all targets, sample after sample, in float32."""
+        rows, targets = lay(samples, self.model.device)
+        hidden, _ = self.body.forward(rows, learning=False)
+        numbers = self.head.score(hidden, targets, temperature)
+        return numbers[0], numbers[1]
+
+    def learn(self, samples: Sequence[Sample], temperature: float, weigh: Weigh) -> None:
+        """Adds to the gradients that of minus the sum of weight * log-prob."""
+        rows, targets = lay(samples, self.model.device)
+        hidden, tape = self.body.forward(rows, learning=True)
+        sizes = [len(s.targets) for s in samples]
+        self.body.backward(tape, self.head.learn(hidden, targets, sizes, temperature, weigh))
+
+
+def lay(samples: Sequence[Sample], device: torch.device) -> tuple[Rows, Tensor]:
+    """Samples laid end to end, and the tokens that their rows are to predict. One copy to the device."""
     lengths = [len(s.ids) for s in samples]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    ids = torch.tensor([t for s in samples for t in s.ids], device=device)
-    positions = torch.tensor([p for n in lengths for p in range(n)], device=device)
-    rows = torch.tensor([b + t - 1 for b, s in zip(starts, samples, strict=True) for t in s.targets], device=device)
-    hidden = model.base_model(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False, batch=Packed.of(lengths, device)
-    ).last_hidden_state[0]
-    hidden, targets = hidden.index_select(0, rows), ids.index_select(0, rows + 1)
-    head = model.get_output_embeddings()
-    size = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    parts = [
-        checkpoint(_of_chunk, head, hidden[i : i + size], targets[i : i + size], temperature, use_reentrant=False)
-        for i in range(0, len(rows), size)
-    ]
-    logp, entropy = zip(*parts, strict=True)  # pyright: ignore[reportArgumentType]
-    return torch.cat(logp), torch.cat(entropy)
+    starts = [0, *accumulate(lengths)]
+    total, wanted = starts[-1], sum(len(s.targets) for s in samples)
+    every = np.empty(2 * total + wanted, np.int64)
+    every[:total] = np.fromiter(chain.from_iterable(s.ids for s in samples), np.int64, total)
+    every[total : 2 * total] = np.arange(total) - np.repeat(starts[:-1], lengths)
+    every[2 * total :] = np.fromiter(chain.from_iterable(s.targets for s in samples), np.int64, wanted)
+    every[2 * total :] += np.repeat(starts[:-1], [len(s.targets) for s in samples]) - 1
+    there = torch.from_numpy(every)
+    if device.type == "cuda":
+        there = there.pin_memory().to(device, non_blocking=True)
+    ids, positions, rows = there.split((total, total, wanted))
+    return Rows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
 
 
-def _of_chunk(head: Any, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    logp = torch.log_softmax(logits, -1)
-    with torch.no_grad():
-        entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(-1, targets[:, None])[:, 0], entropy
+def compare(blocks: Blocks, module: Autograd) -> None:
+    """Take both ways with two short sequences, forward and, if there are gradients to add to, backward."""
+    model, gradients = module.model, blocks.gradients
+    size = model.config.vocab_size
+    ids = [tuple((7 * i + 3) % size for i in range(n)) for n in (40, 25)]
+    made = [Sample(ids=x, targets=tuple(range(1, len(x))), behaviour=np.zeros(0), advantage=0, limit=0) for x in ids]
+    rows, _ = lay(made, model.device)
+    theirs, graph = module.forward(rows, learning=gradients is not None)
+    ours, tape = blocks.forward(rows, learning=gradients is not None)
+    _alike("hidden states", ours, theirs)
+    if gradients is None:
+        return
+    push = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0)).to(ours)
+    some = [w for layer in (blocks.layers[0], blocks.layers[-1]) for w in (*layer.gate_up.parts, layer.down, layer.out)]
+    found = []
+    for body, kept in ((blocks, tape), (module, graph)):
+        gradients.zero()
+        body.backward(kept, push)
+        found.append(torch.cat([g.flatten() for g in map(gradients.of, some) if g is not None]))
+    gradients.zero()
+    _alike("gradients", *found)
+
+
+def _alike(what: str, ours: Tensor, theirs: Tensor) -> None:
+    apart = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-20))
+    if not apart < 0.1:  # bfloat16 rounds by percents; what is computed otherwise is off by the size of the values
+        raise Unfit(f"{what} differ by {apart:.2g}")
 
 
 @torch.no_grad()

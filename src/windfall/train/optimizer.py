@@ -1,5 +1,5 @@
-"""AdamW over float32 weights. A bfloat16 model keeps a float32 master of each weight: gradients are added up there, and
-the model gets the rounded result. A float32 model is its own master."""
+"""AdamW over float32 weights. A bfloat16 model keeps a float32 master of each weight: gradients are added up beside it
+(see gradients.py), and the model gets the rounded result. A float32 model is its own master."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ import torch
 from torch import Tensor
 
 from windfall.config import Train
+from windfall.train.gradients import Gradients
 
 
 class Optimizer:
     def __init__(self, model: Any, options: Train, total_updates: int) -> None:
         self.options, self.total_updates, self.updates = options, total_updates, 0
-        self._model = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.gradients = Gradients(model)
+        self._model = self.gradients.weights
         self._master: dict[str, Tensor] = {}
         for name, p in self._model.items():
             if p.dtype == torch.float32:
                 self._master[name] = p
                 continue
             master = p.detach().float()
-            master.grad = torch.zeros_like(master)
+            master.grad = self.gradients.of(p)
             self._master[name] = master
-            p.register_post_accumulate_grad_hook(_into(master))
+        self._fused = bool(self._master) and all(m.device.type == "cuda" for m in self._master.values())
         self._adam = torch.optim.AdamW(
-            list(self._master.values()), lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
-        )
+            list(self._master.values()), lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
+            fused=self._fused or None,
+        )  # fmt: skip
 
     def zero(self) -> None:
-        for master in self._master.values():
-            if master.grad is not None:
-                master.grad.zero_()
+        self.gradients.zero()
 
     def rate(self) -> float:
         """The learning rate of the next update."""
@@ -51,26 +52,26 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, divisor: float) -> tuple[float, bool]:
-        """Divide the accumulated gradient, clip it, step. Returns its norm, and whether it was fit to be used."""
-        grads = [m.grad for m in self._master.values() if m.grad is not None]
+        """Divide the accumulated gradient, clip it, step. Returns its norm, and whether it was fit to be used. The sum
+        begins anew."""
+        rate = self.rate()
+        self.updates += 1
         if divisor == 0:  # nothing to learn from: not even momentum may move the weights
-            self.updates += 1
+            self.zero()
             return 0.0, True
-        for g in grads:
-            g.div_(divisor)
-        norm = float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        grads = self.gradients.all()
+        norm = float(torch.nn.utils.get_total_norm(grads)) / abs(divisor) if grads else 0.0
         fit = math.isfinite(norm)
         if fit:
-            if norm > self.options.clip_norm:
-                for g in grads:
-                    g.mul_(self.options.clip_norm / norm)
+            clip = self.options.clip_norm / norm if norm > self.options.clip_norm else 1.0
+            torch._foreach_mul_(grads, clip / divisor)  # pyright: ignore[reportPrivateImportUsage]
             for group in self._adam.param_groups:
-                group["lr"] = self.rate()
+                group["lr"] = rate
             self._adam.step()
-            for name, p in self._model.items():
-                if p is not self._master[name]:
-                    p.copy_(self._master[name])
-        self.updates += 1
+            rounded = [n for n, p in self._model.items() if p is not self._master[n]]
+            if rounded:
+                new, old = [self._master[n] for n in rounded], [self._model[n] for n in rounded]
+                torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
         self.zero()
         return norm, fit
 
@@ -92,18 +93,7 @@ class Optimizer:
                 master.copy_(state[f"master.{name}"])
             if f"step.{name}" in state:
                 self._adam.state[master] = {
-                    "step": state[f"step.{name}"].clone(),
+                    "step": state[f"step.{name}"].to(master.device if self._fused else "cpu", copy=True),
                     "exp_avg": state[f"exp_avg.{name}"].to(master.device, copy=True),
                     "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(master.device, copy=True),
                 }
-
-
-def _into(master: Tensor) -> Any:
-    """A hook that adds a fresh gradient to the master's and frees it."""
-
-    def hook(p: Tensor) -> None:
-        assert master.grad is not None and p.grad is not None
-        master.grad.add_(p.grad)
-        p.grad = None
-
-    return hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,15 +54,34 @@ def _sample(r: Response, advantage: float, limit: int) -> Sample:
     )
 
 
-def packs(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    """Micro-batches of at most `tokens` cells each, counted as rows times the longest row, longest samples first. A
-    sample longer than that goes alone. The same samples in the same order give the same packs."""
+def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> list[list[Sample]]:
+    """Micro-batches of at most `tokens` each, longest samples first: of cells, counted as rows times the longest row,
+    where rows are padded; else of tokens. A sample longer than that goes alone. The same samples in the same order
+    give the same packs."""
+    inorder = sorted(samples, key=lambda s: -len(s.ids))
+    if not padded:
+        return _even(inorder, tokens)
     out: list[list[Sample]] = []
     room = 0
-    for s in sorted(samples, key=lambda s: -len(s.ids)):
+    for s in inorder:
         if not out or room < len(out[-1][0].ids):
             out.append([])
             room = max(tokens, len(s.ids))
         out[-1].append(s)
         room -= len(out[-1][0].ids)
     return out
+
+
+def _even(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
+    """As few packs as can be, about equally full: each sample to the emptiest, with one pack more until all fit."""
+    count = -(-sum(len(s.ids) for s in samples) // tokens)
+    while True:
+        out: list[list[Sample]] = [[] for _ in range(count)]
+        heap = [(0, i) for i in range(count)]
+        for s in samples:
+            full, i = heapq.heappop(heap)
+            out[i].append(s)
+            heapq.heappush(heap, (full + len(s.ids), i))
+        if all(full <= tokens or len(out[i]) == 1 for full, i in heap):
+            return [pack for pack in out if pack]
+        count += 1

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from windfall.algorithms.base import Algorithm, Floats, Tokens
 from windfall.algorithms.importance import truncated_importance
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.config import Recipe
 from windfall.train.base import Report
-from windfall.train.logprobs import check_model, logprobs
+from windfall.train.logprobs import Learner, check_model
 from windfall.train.optimizer import Optimizer
 from windfall.train.sample import Sample, packs
 
@@ -32,42 +32,48 @@ class TorchTrainer:
         self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None
     ) -> None:
         check_model(model)
-        self.model, self.algorithm, self.reference, self.micro_tokens = model, algorithm, reference, micro_tokens
+        self.model, self.algorithm, self.micro_tokens = model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl, self.importance_cap = recipe.algorithm.kl, recipe.algorithm.importance_cap
         self.optimizer = Optimizer(model, recipe.train, recipe.run.steps * recipe.train.minibatches)
+        self.learner = Learner(
+            model, self.optimizer.gradients, checkpoint_activations=recipe.train.checkpoint_activations
+        )
+        self.reference = Learner(reference) if reference is not None else None
         self.begin()
 
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
         """Fix the log-probs of the policy that the step started from, for steps of several updates."""
         out: dict[int, Sample] = {}
-        for pack in packs(samples, self.micro_tokens):
-            for s, logp in zip(pack, self._frozen(self.model, pack), strict=True):
+        for pack in self._packs(samples):
+            for s, logp in zip(pack, self._frozen(self.learner, pack), strict=True):
                 out[id(s)] = replace(s, old=logp)
         return [out[id(s)] for s in samples]
 
     def begin(self) -> None:
         self.optimizer.zero()
+        self._forget()
+
+    def _forget(self) -> None:
         self._divisor, self._responses = 0.0, 0
         self._seen: list[Floats] = []
         """Per token: entropy, gap to the engine, clipped, k3."""
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
-        self.model.train()
-        for pack in packs([s for s in samples if s.targets], self.micro_tokens):
+        for pack in self._packs([s for s in samples if s.targets]):
             reference = self._frozen(self.reference, pack) if self.reference is not None else [None] * len(pack)
-            logp, entropy = logprobs(self.model, pack, self.temperature)
-            weights = self._weights(pack, logp.detach(), entropy, reference)
-            loss = -(torch.from_numpy(weights).to(logp) * logp).sum()
-            loss.backward()
-        self.model.eval()
 
-    def _weights(self, pack: Sequence[Sample], logp: torch.Tensor, entropy: torch.Tensor, reference: Any) -> Floats:
+            self.learner.learn(pack, self.temperature, partial(self._weights, pack, reference))
+
+    def _weights(
+        self, pack: Sequence[Sample], reference: Sequence[Any], first: int, last: int, logp: Floats, entropy: Floats
+    ) -> Floats:
+        """Of the pack's samples from `first` up to `last`."""
+        pack, reference = pack[first:last], reference[first:last]
         sizes = np.cumsum([len(s.targets) for s in pack])[:-1]
         out: list[Floats] = []
-        rows = zip(pack, np.split(logp.double().cpu().numpy(), sizes), reference, strict=True)
         gaps, clips, kls = [], [], []
-        for s, now, ref in rows:
+        for s, now, ref in zip(pack, np.split(logp, sizes), reference, strict=True):
             old = now if s.old is None else s.old
             w = self.algorithm.weights(Tokens(logp=now, old=old, advantage=s.advantage))
             clips.append((w == 0) & (s.advantage != 0))
@@ -81,13 +87,14 @@ class TorchTrainer:
             out.append(w)
             self._divisor += share
             self._responses += 1
-        seen = [entropy.double().cpu().numpy(), np.concatenate(gaps), np.concatenate(clips), np.concatenate(kls)]
-        self._seen.append(np.stack(seen))
+        self._seen.append(np.stack([entropy, np.concatenate(gaps), np.concatenate(clips), np.concatenate(kls)]))
         return np.concatenate(out)
 
-    @torch.no_grad()
-    def _frozen(self, model: Any, pack: Sequence[Sample]) -> list[Floats]:
-        logp, _ = logprobs(model, pack, self.temperature)
+    def _packs(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        return packs(samples, self.micro_tokens, padded=self.learner.pads)
+
+    def _frozen(self, learner: Learner, pack: Sequence[Sample]) -> list[Floats]:
+        logp, _ = learner.score(pack, self.temperature)
         return np.split(logp.double().cpu().numpy(), np.cumsum([len(s.targets) for s in pack])[:-1])
 
     def finish(self) -> Report:
@@ -99,5 +106,5 @@ class TorchTrainer:
             tokens=tokens, responses=self._responses, grad_norm=norm, lr=lr, entropy=entropy, engine_gap=gap,
             engine_gap_max=float(seen[1].max()) if tokens else 0.0, clipped=clipped, kl=kl, skipped=not fit,
         )  # fmt: skip
-        self.begin()
+        self._forget()  # the update has set the gradients to zero
         return report

@@ -29,7 +29,8 @@ MAGIC = b"wfdelta1"
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("way", "u1")])
 SAMPLED = 64
 """Blocks looked at first, where there are many, to give up early on a step that changed nearly everything."""
-Part = tuple[list[tuple[int, int, int, int]], list[bytes], list[bytes]]
+Part = tuple[Any, list[Any], list[Any]]
+"""Rows of the table, indices and values: in bytes, or arrays of them."""
 Bytes = np.ndarray
 
 
@@ -58,17 +59,33 @@ def encode(
     `spread` is `map`, or the map of a pool of threads: numpy lets go of the interpreter while it compares.
     """
     before, after, blocks = _flat(old, manifest), _flat(new, manifest), spans(manifest)
-    if len(blocks) > 4 * SAMPLED:
-        some = blocks[:: len(blocks) // SAMPLED]
-        if _size([_part(before, after, some, range(len(some)))]) > worth * sum(s.stop - s.start for s in some):
+    some = first_look(len(blocks))
+    if some is not None:
+        nbytes = sum(blocks[i].stop - blocks[i].start for i in some)
+        if not worthwhile([_part(before, after, blocks, some)], nbytes, worth):
             return None
     runs = [range(i, min(i + 64, len(blocks))) for i in range(0, len(blocks), 64)]
-    parts = list(spread(lambda run: _part(before, after, blocks, run), runs))
-    if _size(parts) > worth * manifest.nbytes:
+    pieces = join(list(spread(lambda run: _part(before, after, blocks, run), runs)), manifest.nbytes, worth)
+    return None if pieces is None else b"".join(pieces)
+
+
+def first_look(blocks: int) -> range | None:
+    """Of so many blocks those to look at first, where there are many."""
+    return range(0, blocks, blocks // SAMPLED) if blocks > 4 * SAMPLED else None
+
+
+def worthwhile(parts: list[Part], nbytes: int, worth: float) -> bool:
+    """Whether the delta of some blocks is shorter than `worth` of what is in them."""
+    return _size(parts) <= worth * nbytes
+
+
+def join(parts: list[Part], nbytes: int, worth: float) -> list[Any] | None:
+    """The blob of a version of `nbytes`, in pieces to be written one after the other; None where it is not worth it."""
+    if not worthwhile(parts, nbytes, worth):
         return None
-    table = np.array([row for rows, _, _ in parts for row in rows], dtype=ROW)
+    table = np.concatenate([np.array(rows, ROW) for rows, _, _ in parts] or [np.empty(0, ROW)])
     head = MAGIC + np.uint64(len(table)).tobytes() + table.tobytes()
-    return b"".join([head, *(i for _, index, _ in parts for i in index), *(v for _, _, vs in parts for v in vs)])
+    return [head, *(i for _, index, _ in parts for i in index), *(v for _, _, vs in parts for v in vs)]
 
 
 def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest) -> None:
@@ -123,6 +140,18 @@ def _index(changed: np.ndarray, count: int, width: int) -> tuple[int, bytes]:
     out = np.full(length, 255, np.uint8)
     out[np.cumsum(skips + 1) - 1] = rest
     return GAPS, out.tobytes()
+
+
+def ways(sizes: np.ndarray, counts: np.ndarray, skips: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """`_index` for many blocks at once, as far as it decides: the way of each, and the bytes of its index. `skips` are
+    the bytes of 255 that GAPS would need beside one per change."""
+    bitmap = -(-sizes // 8)
+    length = counts + skips
+    chosen = np.where(length <= np.minimum(2 * counts, bitmap), GAPS, np.where(2 * counts < bitmap, PLACES, BITMAP))
+    chosen = np.where(counts >= bitmap, BITMAP, chosen)
+    chosen = np.where((sizes - counts) * width <= np.minimum(bitmap, counts), ALL, chosen)
+    nbytes = np.choose(chosen, (np.zeros_like(counts), bitmap, length, 2 * counts))
+    return chosen, np.where(counts > 0, nbytes, 0)
 
 
 def _places(way: int, index: Bytes, size: int) -> Any:

@@ -8,6 +8,11 @@ that a reader sees the old version or the new one, never a mixture. Rules:
 - a tensor is written once, however many names it has;
 - the delta against the version before is part of the version: both are there, or neither.
 
+From a GPU, bytes are copied in the order of the buffer, on a stream of their own, and every chunk is hashed while later
+ones are still on the bus. Meanwhile the delta is found on the device, where there is room for a copy of the version
+before (see device.py); else the two buffers are compared here. The tensors may change again when the last byte has
+arrived; hashing goes on.
+
 `publish` may run in a thread beside the event loop that serves; copying, hashing and comparing let go of the
 interpreter.
 """
@@ -17,7 +22,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +32,7 @@ import numpy as np
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights import delta, manifest
+from windfall.weights import bus, delta, manifest
 from windfall.weights.manifest import DeltaManifest, Entry, Manifest
 from windfall.weights.memory import Buffer
 
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
+KEEP_BYTES = 8 << 20
+"""Of a delta, written at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,15 +65,20 @@ class Publisher:
         chunk_bytes: int = CHUNK_BYTES,
         delta: bool = True,
         threads: int | None = None,
+        shadow: bool | None = None,
     ) -> None:
+        """`shadow`: find deltas on the tensors' device; None: if it is a GPU with room for a copy."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder, self.dtype, self.chunk_bytes, self.with_delta = folder, dtype, chunk_bytes, delta
         self.readable: tuple[Published, ...] = ()
         """Newest first. Replaced as a whole, so that any thread may look."""
         self._spare: Buffer | None = None
+        self._wants_shadow, self._shadow = shadow, None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="publish")
+        self._side = ThreadPoolExecutor(1, thread_name_prefix="copy")
+        """Asking for copies takes about as long as the copies: somebody else's time."""
         self._pinned: dict[int, int] = {}
         """Buffers that the GPU's driver knows: their address, by descriptor."""
         self._closed = False
@@ -92,12 +105,28 @@ class Publisher:
                 )  # fmt: skip
             entries, nbytes, sources = self._layout(tensors)
             buffer = self._take(nbytes, entries)
-            self._copy(buffer, sources)
-            if copied:
-                copied()
-            made = self._make(version, entries, nbytes, buffer, before)
-            self.readable, self._spare = (made, *self.readable[:1]), None
-            return made.manifest
+            base = before if self.with_delta and before and before.manifest.entries == entries else None
+            with ExitStack() as undo:
+                copying = self._side.submit(self._copy, buffer, sources, bus.mark(sources.values()))
+                try:
+                    known, pieces = self._on_device(base, version, entries, nbytes, sources)
+                    kept = self._keep(pieces, undo)
+                finally:
+                    hashes, last = copying.result()
+                    bus.settle(sources.values(), last)
+                if copied:
+                    copied()
+                made = manifest.make(
+                    version=version, entries=entries, nbytes=nbytes, chunk_bytes=self.chunk_bytes,
+                    chunks=tuple(h.result() for h in hashes),
+                )  # fmt: skip
+                if base and not known:
+                    blob = delta.encode(base.buffer.data, buffer.data, made, spread=self._pool.map)
+                    kept = self._keep(None if blob is None else [blob], undo)
+                published = self._published(made, buffer, base, kept)
+                undo.pop_all()
+            self.readable, self._spare = (published, *self.readable[:1]), None
+            return made
 
     def close(self) -> None:
         """Withdraw everything. Responses under way break off at their next piece."""
@@ -111,6 +140,7 @@ class Publisher:
                 self._drop(self._spare)
             self._spare = None
             self._pool.shutdown()
+            self._side.shutdown()
 
     def _layout(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Entry, ...], int, dict[Entry, torch.Tensor]]:
         if not tensors:
@@ -144,21 +174,50 @@ class Publisher:
         self._spare = Buffer(nbytes, self.folder)
         return self._spare
 
-    def _copy(self, buffer: Buffer, sources: dict[Entry, torch.Tensor]) -> None:
+    def _copy(self, buffer: Buffer, sources: dict[Entry, torch.Tensor], after: Any) -> tuple[list[Future[int]], Any]:
+        """Begin to fill the buffer, and to hash it: every chunk as soon as it is there. Returns the checksums to come,
+        and the event after which all bytes are there (None: they are)."""
+        if after is not None:
+            self._pin(buffer)
+        hashes: list[Future[int]] = []
+        chunks, event = self._chunks(buffer.nbytes), None
+        for end, event in bus.copy(buffer, sources, after):
+            there = len(chunks) if end == buffer.nbytes else end // self.chunk_bytes
+            for start in chunks[len(hashes) : there]:
+                hashes.append(self._pool.submit(self._hash, buffer.data, start, event))
+        return hashes, event
+
+    def _on_device(
+        self, base: Published | None, version: int, entries: tuple[Entry, ...], nbytes: int,
+        sources: dict[Entry, torch.Tensor],
+    ) -> tuple[bool, list[Any] | None]:  # fmt: skip
+        """Whether the delta could be found on the tensors' device, and the delta."""
         import torch
 
-        devices = {t.device for t in sources.values() if t.device.type == "cuda"}
-        if devices:
-            self._pin(buffer)
+        shadow = self._shadow_of(entries, nbytes, {t.device for t in sources.values()})
+        if shadow is None:
+            return False, None
+        try:
+            known = base is not None and shadow.version == base.manifest.version
+            pieces = shadow.encode(sources, base.manifest) if base and known else None
+            shadow.take(sources, version)
+        except torch.OutOfMemoryError:  # others have taken the room: from now on the buffers are compared
+            self._shadow, self._wants_shadow = None, False
+            return False, None
+        return known, pieces
 
-        for entry, source in sources.items():
-            if entry.nbytes:
-                flat = torch.from_numpy(buffer.data[entry.offset : entry.offset + entry.nbytes])
-                target = flat.view(getattr(torch, entry.dtype)).view(entry.shape)
-                # From a GPU: cast there, then copied while the next one is cast; one wait for all of them below.
-                target.copy_(source.detach(), non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)
+    def _shadow_of(self, entries: tuple[Entry, ...], nbytes: int, devices: set[torch.device]) -> Any:
+        """The device's copy of the version before; a new one, of nothing yet, if the layout is new; or None."""
+        if not self.with_delta or self._wants_shadow is False or len(devices) != 1 or not nbytes:
+            return None
+        (device,) = devices
+        if self._shadow is None or self._shadow.entries != entries or self._shadow.device != device:
+            from windfall.weights.device import Shadow, room
+
+            self._shadow = None
+            if self._wants_shadow or room(nbytes, device):
+                self._shadow = Shadow(entries, nbytes, device)
+        return self._shadow
 
     def _pin(self, buffer: Buffer) -> None:
         """Lock the buffer's pages for the GPU, once: a copy into other memory is several times slower."""
@@ -177,32 +236,47 @@ class Publisher:
             runtime.cudaHostUnregister(self._pinned.pop(buffer.fd))
         buffer.close()
 
-    def _make(
-        self, version: int, entries: tuple[Entry, ...], nbytes: int, buffer: Buffer, before: Published | None
-    ) -> Published:
-        made = manifest.make(
-            version=version, entries=entries, nbytes=nbytes, chunk_bytes=self.chunk_bytes,
-            chunks=self._hashes(buffer.data),
-        )  # fmt: skip
-        plain = Published(manifest=made, encoded=made.encode(), buffer=buffer)
-        if not self.with_delta or before is None or before.manifest.entries != entries:
-            return plain
-        blob = delta.encode(before.buffer.data, buffer.data, made, spread=self._pool.map)
-        if blob is None:
-            return plain
-        kept = Buffer(len(blob), self.folder)
-        kept.data[:] = np.frombuffer(blob, np.uint8)
+    def _keep(self, pieces: list[Any] | None, undo: ExitStack) -> Buffer | None:
+        """A delta, where it can be read from."""
+        if pieces is None:
+            return None
+        kept, at = Buffer(sum(map(len, pieces)), self.folder), 0
+        undo.callback(kept.close)
+        parts = []
+        for piece in pieces:
+            data = memoryview(piece)
+            parts += [(at + i, data[i : i + KEEP_BYTES]) for i in range(0, len(data), KEEP_BYTES)]
+            at += len(data)
+        # By the descriptor, since the kernel writes to a file faster than it maps new pages of one.
+        for _ in self._pool.map(lambda part: _write(kept.fd, *part), parts):
+            pass
+        return kept
+
+    def _published(self, made: Manifest, buffer: Buffer, base: Published | None, kept: Buffer | None) -> Published:
+        if base is None or kept is None:
+            return Published(manifest=made, encoded=made.encode(), buffer=buffer)
         described = DeltaManifest(
-            base=before.manifest.digest, digest=made.digest, nbytes=len(blob), chunk_bytes=self.chunk_bytes,
+            base=base.manifest.digest, digest=made.digest, nbytes=kept.nbytes, chunk_bytes=self.chunk_bytes,
             chunks=self._hashes(kept.data),
         )  # fmt: skip
         return Published(
-            manifest=made, encoded=plain.encoded, buffer=buffer, delta=described, delta_encoded=described.encode(),
+            manifest=made, encoded=made.encode(), buffer=buffer, delta=described, delta_encoded=described.encode(),
             delta_buffer=kept,
         )  # fmt: skip
 
+    def _chunks(self, nbytes: int) -> range:
+        return range(0, nbytes, self.chunk_bytes)
+
     def _hashes(self, data: np.ndarray) -> tuple[int, ...]:
-        step = self.chunk_bytes
-        return tuple(
-            self._pool.map(lambda a: xxhash.xxh3_64_intdigest(data[a : a + step].data), range(0, len(data), step))
-        )
+        return tuple(self._pool.map(lambda at: self._hash(data, at, None), self._chunks(len(data))))
+
+    def _hash(self, data: np.ndarray, at: int, there: Any) -> int:
+        if there is not None:
+            there.synchronize()
+        return xxhash.xxh3_64_intdigest(data[at : at + self.chunk_bytes].data)
+
+
+def _write(fd: int, at: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(fd, data, at)
+        at, data = at + done, data[done:]

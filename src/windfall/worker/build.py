@@ -1,8 +1,14 @@
-"""From what the controller says to an engine. The model is built from its configuration; its weights are pulled."""
+"""From what the controller says to an engine. The model is built from its configuration; its weights are pulled.
+
+On a GPU, models that `windfall.engine.gpu` knows are run by `GraphEngine`; all others, and everything on a CPU, by
+`TorchEngine`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from typing import Any
 
 from windfall.devices import free_bytes
@@ -18,15 +24,35 @@ def model_for(spec: Engine, device: str) -> Any:
     from windfall.engine import attention
 
     fields = json.loads(spec.model_config)
+    how: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention.NAME}
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        with torch.device(device):
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, spec.dtype), attn_implementation=attention.NAME
-            )
+        model = hollow(config, device, **how) if device.startswith("cuda") else None
+        if model is None:
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(config, **how)
     except (KeyError, ValueError) as e:
         raise WindfallError(f"the run's model cannot be built here: {e}", fix="Install the run's transformers.") from e
     return model.to(device).eval()
+
+
+def hollow(config: Any, device: str, **how: Any) -> Any:
+    """The module without the time it takes to give it random weights; None if it computes anything but the rotary
+    frequencies when it is made, since that would be lost, too."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, **how)
+    rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
+    known = {f"model.rotary_emb.{name}" for name, _ in rotary.named_buffers()} if rotary is not None else set()
+    if {name for name, _ in model.named_buffers()} != known:
+        return None
+    model.to_empty(device=device)
+    model.tie_weights()  # each of the tied ones got memory of its own
+    if rotary is not None:
+        model.model.rotary_emb = type(rotary)(config=model.config).to(device)
+    return model
 
 
 def sizes(spec: Engine, config: Any, value_bytes: int, device: str, share: float) -> tuple[int, int]:
@@ -34,7 +60,7 @@ def sizes(spec: Engine, config: Any, value_bytes: int, device: str, share: float
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * heads * head * value_bytes
-    running = spec.max_running or min(1024 if device == "cuda" else 256, spec.wanted)
+    running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
     fits = int(free_bytes(device) * share) // token_bytes
     return running, spec.kv_tokens or max(2 * spec.longest, min(running * spec.longest, fits))
 
@@ -43,13 +69,34 @@ def engine_for(
     spec: Engine, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int]:
     """An engine on this device that takes at most `share` of its free memory, and how many responses it runs at once.
-    `model`: use this one."""
+    `model`: use this one. Nobody else may use it meanwhile: a GPU engine lays its weights out anew."""
     from windfall.engine.engine import TorchEngine
 
     model = model_for(spec, device) if model is None else model
     running, kv_tokens = sizes(spec, model.config, model.dtype.itemsize, device, share)
-    engine = TorchEngine(
-        model, kv_tokens=kv_tokens, page_size=spec.page_size, max_running=running, max_rows=spec.max_rows,
-        deterministic=spec.deterministic, version=version,
-    )  # fmt: skip
-    return engine, running
+    how: dict[str, Any] = {
+        "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
+        "version": version,
+    }  # fmt: skip
+    why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
+    if why is None:
+        from windfall.engine.gpu.engine import GraphEngine
+
+        # What is known of the longest is from the first tasks: the tables have room for twice that.
+        engine = GraphEngine(model, **how, longest=2 * spec.longest)
+        engine.warm(1, running)
+        return engine, running
+    if device.startswith("cuda"):
+        print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
+    return TorchEngine(model, **how, deterministic=spec.deterministic), running
+
+
+def unfit(spec: Engine, model: Any) -> str | None:
+    """Why the GPU engine cannot run it; None: it can."""
+    from windfall.engine.gpu.decoder import refusal
+
+    if spec.deterministic:
+        return "run.deterministic asks for the same bits"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return refusal(model)

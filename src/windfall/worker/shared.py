@@ -1,5 +1,9 @@
 """The worker called `local`: the trainer's own engine. It shares the trainer's module and its device, so new weights
 cost nothing, and at any moment either the engine steps or the trainer works, never both.
+
+They may share the device's memory, too: then whoever is about to train calls `make_room`, while holding the lock, and
+the engine gives up its KV cache until its next step. Orders to the engine come from one thread and `make_room` from
+another, so a second lock, held for moments only, keeps those apart.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from windfall.types import Chunk, Request
 class Shared:
     """An engine on a module that somebody else changes, while holding `lock`."""
 
-    def __init__(self, engine: Engine, lock: threading.Lock) -> None:
-        self._engine, self._lock = engine, lock
+    def __init__(self, engine: Engine, lock: threading.Lock, *, share_memory: bool = False) -> None:
+        self._engine, self._lock, self._door = engine, lock, threading.Lock()
+        self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
         """For the trainer to be done: that is no fault of the engine's."""
 
@@ -36,10 +41,12 @@ class Shared:
         return len(self._engine)
 
     def add(self, request: Request) -> None:
-        self._engine.add(request)
+        with self._door:
+            self._engine.add(request)
 
     def cancel(self, id: str) -> None:
-        self._engine.cancel(id)
+        with self._door:
+            self._engine.cancel(id)
 
     def step(self) -> list[Chunk]:
         self.waiting = True
@@ -51,6 +58,12 @@ class Shared:
         assert weights is None, "the weights are the trainer's"
         with self._lock:
             self._engine.swap(version)
+
+    def make_room(self) -> None:
+        """For training: what the engine can do without is free. Only for whoever holds `lock`."""
+        if self._sleep is not None:
+            with self._door:
+                self._sleep()
 
 
 class HasThem:

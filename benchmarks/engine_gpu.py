@@ -1,0 +1,242 @@
+"""windfall's engine and trainer on a GPU: one table for the shapes of Qwen3-0.6B and Qwen3-8B, random bf16 weights.
+
+    python benchmarks/engine_gpu.py                              windfall alone
+    python benchmarks/engine_gpu.py --vllm FOLDER                vLLM beside it, from FOLDER: about six minutes more
+    python benchmarks/engine_gpu.py --vllm FILE.json             or from what --json wrote in an earlier run
+    python benchmarks/engine_gpu.py --device cpu --tiny          does the benchmark itself work?
+
+- ready: a fresh process until its first token; cold: with no compiled kernels kept. Weights are made, not pulled
+- decode: ms per step through the engine's interface; share: of what reading weights and KV at 4.3 TB/s would take
+- prefill, rollout, group: tokens/s, all requests at once, temperature 1, no stop tokens; share: of 990 TFLOP/s
+- train, publish: what benchmarks/train_gpu.py prints
+
+gpu_job.py has the workloads and gpu_measure.py how they are timed, both the same for every engine. Each model of each
+engine has a process of its own, one after the other, and each figure is printed as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpu_job import MAX_ROWS, MEMORY, SECTIONS, SHAPES, Job
+from gpu_measure import STARTED, Figure
+
+HERE = Path(__file__).parent
+TRAINING = ("train", "publish")
+
+
+class Report:
+    """All figures so far: printed as they come, written down if there is a file for them, and a table in the end."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out, self._began = out, time.perf_counter()
+        self._rows: list[tuple[str, str, Figure]] = []
+        self._lines: list[str] = []
+        self.failed = False
+
+    def add(self, model: str, engine: str, f: Figure) -> None:
+        self._rows.append((model, engine, f))
+        other = [r for m, e, r in self._rows if m == model and e != engine and (r.what, r.case) == (f.what, f.case)]
+        beside = f"   (beside {shown(other[0])})" if other else ""
+        self.say(f"{model:<5}{engine:<10}{f.what:<8}{f.case:<52}{shown(f):>22}{beside}   {f.note}".rstrip())
+
+    def say(self, line: str) -> None:
+        print(f"{time.perf_counter() - self._began:5.0f} s  {line}", flush=True)
+        self._write()
+
+    def line(self, line: str) -> None:
+        """Of another benchmark."""
+        self._lines.append(line)
+        print(f"{'':9}{line}", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        if self._out is not None:
+            rows = [{"model": m, "engine": e, **asdict(f)} for m, e, f in self._rows]
+            self._out.write_text(json.dumps({"figures": rows, "training": self._lines}, indent=1))
+
+    def table(self) -> str:
+        """A row for every figure; beside it the other engine's, and how many times better windfall is."""
+        found = {(m, f.what, f.case): {} for m, _, f in self._rows}
+        for model, engine, f in self._rows:
+            found[model, f.what, f.case][engine] = f
+        lines = [f"{'model':<6}{'what':<9}{'case':<52}{'windfall':>22}{'vLLM':>22}{'better':>9}", "-" * 120]
+        for (model, what, case), by in found.items():
+            own, other = by.get("windfall"), by.get("vLLM")
+            better = ""
+            if own and other:
+                times = other.value / own.value if own.unit in ("s", "ms") else own.value / other.value
+                better = f"{times:.2f} x"
+            cells = "".join(f"{shown(f) if f else '-':>22}" for f in (own, other))
+            lines.append(f"{model:<6}{what:<9}{case:<52}{cells}{better:>9}")
+        return "\n".join(lines)
+
+
+def shown(f: Figure) -> str:
+    """
+    >>> shown(Figure(what="decode", case="batch 1", value=0.5, unit="ms", share=0.56))
+    '0.50 ms (56 %)'
+    """
+    digits = {"ms": 2, "s": 1}.get(f.unit, 0)
+    return f"{f.value:,.{digits}f} {f.unit}" + (f" ({f.share:.0%})".replace("%", " %") if f.share else "")
+
+
+def run(script: Path, arguments: list[str], env: dict[str, str], timeout_s: float) -> Iterator[str]:
+    """Lines of its standard output as they come. RuntimeError with the end of its log if it fails."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, stderr=log, text=True,
+            env={**os.environ, **env, STARTED: str(time.time())}, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        # What it started goes with it, or memory of the card would stay taken.
+        late = threading.Timer(timeout_s, lambda: os.killpg(process.pid, signal.SIGKILL))
+        late.start()
+        last: list[str] = []
+        try:
+            for line in process.stdout:
+                last = [*last[-8:], line.rstrip()]
+                yield line.rstrip()
+            process.wait()
+        finally:
+            late.cancel()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode:
+            log.seek(0)
+            said = [line for line in last if Figure.parse(line) is None]
+            tail = [line[:200] for line in (*said, *re.split(r"[\r\n]+", log.read().strip())[-15:])]
+            why = f"stopped after {timeout_s:.0f} s" if process.returncode == -signal.SIGKILL else "failed"
+            raise RuntimeError("\n".join([f"{script.name} {why}", *tail]))
+
+
+def engine(
+    report: Report, job: Job, name: str, script: Path, env: dict[str, str], label: str, timeout_s: float
+) -> None:
+    try:
+        for line in run(script, [job.text()], env, timeout_s):
+            f = Figure.parse(line)
+            if f is not None:
+                f = Figure(**{**asdict(f), "case": label}) if f.what == "ready" else f
+                report.add(job.model, name, f)
+    except RuntimeError as e:
+        report.failed = True
+        report.say(f"{job.model:<5}{name}: {e}")
+
+
+def model(report: Report, job: Job, own: bool, vllm: Path | None, timeout_s: float) -> None:
+    """All figures of one model. The first process finds no cache; a second, which only gets ready, does."""
+    with tempfile.TemporaryDirectory() as caches:
+        ours = {"TRITON_CACHE_DIR": f"{caches}/triton"}
+        again = Job(**{**asdict(job), "only": ("ready",)})
+        for some, label in ((job, "cold"), (again, "warm")) if own else ():
+            if label == "cold" or "ready" in job.only:
+                engine(report, some, "windfall", HERE / "gpu_windfall.py", ours, label, timeout_s)
+        if vllm is not None:
+            names = {
+                "VLLM_CACHE_ROOT": "vllm",
+                "TORCHINDUCTOR_CACHE_DIR": "inductor",
+                "TRITON_CACHE_DIR": "vllm_triton",
+            }
+            theirs = {name: f"{caches}/{folder}" for name, folder in names.items()}
+            theirs["PYTHONPATH"] = str(vllm)
+            engine(report, job, "vLLM", HERE / "peers" / "vllm_gpu.py", theirs, "cold", timeout_s)
+
+
+def earlier(report: Report, path: Path, models: list[str], only: list[str]) -> None:
+    for row in json.loads(path.read_text())["figures"]:
+        name, peer = row.pop("model"), row.pop("engine")
+        if peer == "vLLM" and name in models and row["what"] in only:
+            report.add(name, peer, Figure(**row))
+
+
+def training(report: Report, only: list[str], timeout_s: float) -> None:
+    some = ["--only", only[0]] if len(only) == 1 else []
+    try:
+        for line in run(HERE / "train_gpu.py", some, {}, timeout_s):
+            report.line(line)
+            for f in trained(line):
+                report.add("", "windfall", f)
+    except RuntimeError as e:
+        report.failed = True
+        report.say(str(e))
+
+
+def trained(line: str) -> list[Figure]:
+    """The figures in a line of train_gpu.py.
+
+    >>> [shown(f) for f in trained("0.6B, 8 x 1024: windfall    90.0 ms    91,022 tok/s  42.1%     12 GB")]
+    ['91,022 tok/s (42 %)']
+    >>> [(f.case, shown(f)) for f in trained("0.6B      115 ms   10.4 GB/s       40 ms     0.9 s  delta 3.1%")]
+    [('0.6B', '115.00 ms')]
+    """
+    found = re.match(r"(.*?)\s+([\d.,]+) ms\s+([\d,]+) tok/s\s+([\d.]+)%", line)
+    if found:
+        rate, share = float(found[3].replace(",", "")), float(found[4]) / 100
+        return [Figure(what="train", case=found[1], value=rate, unit="tok/s", share=share)]
+    found = re.match(r"(.*?)\s+([\d.,]+) ms\s+([\d.]+) GB/s(.*)", line)
+    if found:
+        took_ms = float(found[2].replace(",", ""))
+        return [Figure(what="publish", case=found[1], value=took_ms, unit="ms", note=found[4].strip())]
+    return []
+
+
+def options() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--models", default="0.6b,8b", help=f"of {', '.join(SHAPES)}")
+    p.add_argument("--only", default=",".join([*SECTIONS, *TRAINING]), help="sections, of all that is the default")
+    p.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    p.add_argument("--tiny", action="store_true", help="a model and workloads of next to no size")
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--vllm", type=Path, help="folder that has vLLM, or the JSON of an earlier run")
+    p.add_argument("--vllm-alone", action="store_true", help="leave windfall out: for an earlier run's JSON")
+    p.add_argument("--json", type=Path, help="also write the figures here, after every one")
+    p.add_argument("--max-rows", type=int, default=MAX_ROWS, help="windfall's budget of rows in one step")
+    p.add_argument("--memory", type=float, default=MEMORY, help="share of the card's memory for an engine")
+    p.add_argument("--timeout-s", type=float, default=300, help="for each process")
+    args = p.parse_args()
+    known: tuple[Any, ...] = (*SECTIONS, *TRAINING)
+    for what, given, right in (("--only", args.only, known), ("--models", args.models, SHAPES)):
+        wrong = sorted(set(given.split(",")) - set(right))
+        if wrong:
+            p.error(f"{what}: {', '.join(wrong)} is none of {', '.join(right)}")
+    return args
+
+
+def main() -> None:
+    args = options()
+    only, models = args.only.split(","), ["tiny"] if args.tiny else args.models.split(",")
+    report = Report(args.json)
+    folder = args.vllm if args.vllm is not None and args.vllm.is_dir() else None
+    if args.vllm is not None and folder is None:
+        earlier(report, args.vllm, models, only)
+    sections = tuple(s for s in SECTIONS if s in only)
+    for name in models if sections else []:
+        job = Job(
+            model=name, device=args.device, only=sections, quick=args.quick, max_rows=args.max_rows, memory=args.memory
+        )
+        model(report, job, not args.vllm_alone, folder, args.timeout_s)
+    wanted = [s for s in TRAINING if s in only]
+    if wanted and args.device == "cuda" and not args.vllm_alone:
+        training(report, wanted, args.timeout_s)
+    print(f"\n{report.table()}", flush=True)
+    report.say("done" + (", and something failed" if report.failed else ""))
+    sys.exit(report.failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Every kernel of the GPU engine at the shapes of Qwen3-0.6B and Qwen3-8B: microseconds inside a captured graph, and
+the share of the memory bandwidth that its bytes make of it.
+
+    python benchmarks/gpu_kernels.py [--bandwidth-tb-per-s 4.3]
+
+Calls go over distinct layers or buffers until they are well beyond the L2, so that nothing is found there that would
+not be in a real step. A share above 1 is a kernel whose data does fit, at that batch, after all."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windfall.engine.gpu import kernels
+from windfall.engine.gpu.state import Pool, Spans, State
+
+Call = Callable[[], object]
+PAGE, VOCABULARY, FRESH_BYTES = 16, 151_936, 400_000_000
+BATCHES = (1, 16, 64, 256, 512)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head: int
+
+
+SHAPES = (
+    Shape(name="Qwen3-0.6B", hidden=1024, inner=3072, heads=16, kv_heads=8, head=128),
+    Shape(name="Qwen3-8B", hidden=4096, inner=12288, heads=32, kv_heads=8, head=128),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    name: str
+    batch: int
+    calls: list[Call]
+    nbytes: int
+    """Of one call, each byte read or written once."""
+    flops: int = 0
+
+
+def time_us(calls: list[Call], replays: int = 5) -> float:
+    """Of one call, as a node of a graph that holds them all."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / replays / len(calls)
+
+
+def copies(nbytes: int) -> int:
+    """How many buffers of that size are well beyond the L2."""
+    return max(4, min(256, -(-FRESH_BYTES // nbytes)))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def scene(s: Shape, batch: int, context: int, layers: int) -> tuple[State, Pool, Tensor]:
+    """`batch` responses that have `context` tokens, on pages in random order."""
+    each = context // PAGE + 1
+    pool = Pool(layers=layers, pages=batch * each, page_size=PAGE, kv_heads=s.kv_heads, head=s.head,
+                dtype=torch.bfloat16, device="cuda")  # fmt: skip
+    assert pool.data is not None
+    pool.data.normal_()
+    state = State.new(batch, each, "cuda")
+    state.table[:-1] = torch.randperm(batch * each, device="cuda").view(batch, each)
+    state.length[:-1] = context - 1
+    state.left[:-1] = 1_000_000
+    return state, pool, torch.arange(batch, dtype=torch.int32, device="cuda")
+
+
+def decode(s: Shape, batch: int, context: int) -> Case:
+    nbytes = batch * (2 * context * s.kv_heads + 2 * s.heads) * s.head * 2
+    layers = copies(nbytes)
+    state, pool, rows = scene(s, batch, context, layers)
+    q = random(batch, s.heads, s.head)
+    splits = kernels.splits_for(batch, s.kv_heads, context, torch.cuda.get_device_properties(0).multi_processor_count)
+    calls: list[Call] = [
+        lambda i=i: kernels.decode(q, rows, state, pool, i, s.head**-0.5, None, splits) for i in range(layers)
+    ]
+    return Case(name=f"decode, {context} tokens", batch=batch, calls=calls, nbytes=nbytes)
+
+
+def uneven(s: Shape, batch: int) -> Case:
+    """Lengths as responses have them: about 600 on average, some much longer."""
+    state, pool, rows = scene(s, batch, 2048, 8)
+    torch.manual_seed(batch)
+    state.length[:-1] = torch.empty(batch).exponential_(1 / 600).clamp(64, 2040).cuda().int()
+    q = random(batch, s.heads, s.head)
+    splits = kernels.splits_for(batch, s.kv_heads, 2048, torch.cuda.get_device_properties(0).multi_processor_count)
+    calls: list[Call] = [
+        lambda i=i: kernels.decode(q, rows, state, pool, i, s.head**-0.5, None, splits) for i in range(8)
+    ]
+    nbytes = int(state.length.sum()) * 2 * s.kv_heads * s.head * 2
+    return Case(name="decode, uneven", batch=batch, calls=calls, nbytes=nbytes)
+
+
+def both(s: Shape, batch: int, context: int) -> Case:
+    """`place_and_decode`: what `place` and `decode` do, in one launch."""
+    nbytes = batch * (2 * context * s.kv_heads + 2 * s.heads + 2 * s.kv_heads) * s.head * 2
+    layers = copies(nbytes)
+    state, pool, rows = scene(s, batch, context, layers)
+    qkv, positions = random(batch, (s.heads + 2 * s.kv_heads) * s.head), state.length[:batch]
+    cos, sin, w = random(4096, s.head), random(4096, s.head), random(s.head)
+    splits = kernels.splits_for(batch, s.kv_heads, context, torch.cuda.get_device_properties(0).multi_processor_count)
+    calls: list[Call] = [
+        lambda i=i: kernels.place_and_decode(
+            qkv, rows, positions, state, pool, i, cos, sin, w, w, 1e-6, s.heads, s.head**-0.5, None, splits
+        )
+        for i in range(layers)
+    ]
+    return Case(name=f"place+decode, {context}", batch=batch, calls=calls, nbytes=nbytes)
+
+
+def place(s: Shape, batch: int) -> Case:
+    nbytes = batch * 2 * (s.heads + 2 * s.kv_heads) * s.head * 2
+    layers = min(64, copies(nbytes))
+    state, pool, rows = scene(s, batch, 128, layers)
+    qkv = random(layers, batch, (s.heads + 2 * s.kv_heads) * s.head)
+    cos, sin, w = random(4096, s.head), random(4096, s.head), random(s.head)
+    calls: list[Call] = [
+        lambda i=i: kernels.place(
+            qkv[i], rows, state.length[:batch], state, pool, i, cos, sin, w, w, 1e-6, s.heads, s.kv_heads
+        )
+        for i in range(layers)
+    ]
+    return Case(name="place", batch=batch, calls=calls, nbytes=nbytes)
+
+
+def norm(s: Shape, batch: int) -> Case:
+    nbytes = 4 * batch * s.hidden * 2
+    x, y, w = random(copies(nbytes), batch, s.hidden), random(copies(nbytes), batch, s.hidden), random(s.hidden)
+    calls: list[Call] = [lambda i=i: kernels.norm(x[i], y[i], w, 1e-6) for i in range(len(x))]
+    return Case(name="norm", batch=batch, calls=calls, nbytes=nbytes)
+
+
+def gate(s: Shape, batch: int) -> Case:
+    nbytes = 3 * batch * s.inner * 2
+    x = random(copies(nbytes), batch, 2 * s.inner)
+    return Case(name="gate", batch=batch, calls=[lambda i=i: kernels.gate(x[i]) for i in range(len(x))], nbytes=nbytes)
+
+
+def draw(s: Shape, batch: int) -> Case:
+    nbytes = batch * (VOCABULARY + 4096) * 2
+    logits = random(min(32, copies(nbytes)), batch, VOCABULARY)
+    state, _, rows = scene(s, batch, 16, 1)
+    tokens, logprobs = torch.empty_like(rows), torch.empty(batch, device="cuda")
+    calls: list[Call] = [
+        lambda i=i: kernels.draw(logits[i], rows, state, tokens, logprobs, False) for i in range(len(logits))
+    ]
+    return Case(name="draw", batch=batch, calls=calls, nbytes=nbytes)
+
+
+def begin(s: Shape, batch: int) -> Case:
+    state, _, rows = scene(s, batch, 16, 1)
+    return Case(name="begin", batch=batch, calls=[lambda: kernels.begin(state, rows)] * 20, nbytes=20 * batch)
+
+
+def attend(s: Shape, prompts: int, count: int, start: int) -> Case:
+    """`prompts` chunks of `count` tokens, each after `start` tokens that are there already."""
+    end, total = start + count, prompts * count
+    nbytes = prompts * 2 * end * s.kv_heads * s.head * 2 + 2 * total * s.heads * s.head * 2
+    state, pool, rows = scene(s, prompts, end, 4)
+    whole = torch.arange(total, dtype=torch.int32, device="cuda")
+    spans = Spans(slot=rows, first=rows * count, count=torch.full_like(rows, count), start=torch.full_like(rows, start),
+                  row_slot=whole // count, row_position=whole % count + start, longest=count)  # fmt: skip
+    q = random(total, s.heads, s.head)
+    calls: list[Call] = [lambda i=i: kernels.attend(q, spans, state, pool, i, s.head**-0.5, None) for i in range(4)]
+    flops = 4 * prompts * s.heads * s.head * count * (start + (count + 1) // 2)
+    return Case(name=f"attend, {count} after {start}", batch=prompts, calls=calls, nbytes=nbytes, flops=flops)
+
+
+def rows_of(s: Shape) -> Iterator[Callable[[int], Case]]:
+    yield lambda b: begin(s, b)
+    yield lambda b: norm(s, b)
+    yield lambda b: place(s, b)
+    for context in (256, 1024, 2048):
+        yield lambda b, c=context: decode(s, b, c)
+    yield lambda b: uneven(s, b)
+    yield lambda b: both(s, b, 256)
+    yield lambda b: gate(s, b)
+    yield lambda b: draw(s, b)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bandwidth-tb-per-s", type=float, default=4.3)
+    bandwidth = parser.parse_args().bandwidth_tb_per_s
+    for s in SHAPES:
+        print(f"\n{s.name}: us per call, share of {bandwidth} TB/s")
+        print(f"{'batch':20}" + "".join(f"{b:>14}" for b in BATCHES))
+        for row in rows_of(s):
+            cells = []
+            for batch in BATCHES:
+                case = row(batch)  # one at a time: each holds gigabytes
+                us = time_us(case.calls)
+                cells += [f"{us:8.1f} {case.nbytes / us / 1e6 / bandwidth:5.2f}"]
+            print(f"{case.name:20}" + "".join(cells), flush=True)
+        for prompts, count, start in ((64, 128, 0), (16, 512, 0), (4, 2048, 0), (1, 8192, 0), (256, 12, 500)):
+            case = attend(s, prompts, count, start)
+            us = time_us(case.calls)
+            print(f"{case.name + f', {prompts} chunks':32} {us:8.1f} us, {case.flops / us / 1e6:5.0f} TFLOP/s,"
+                  f" {case.nbytes / us / 1e6 / bandwidth:4.2f} of the bandwidth", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""How every engine is measured by benchmarks/engine_gpu.py: one way for all, through `generate` alone.
+
+- decode: the same requests for SHORT and for LONG tokens; a step is the difference of the times over that of the
+  lengths. Their prompts were seen before, so that next to nothing of a prompt is computed in either;
+- everything else is timed as a whole, from the first request handed in to the last token handed out, with prompts that
+  the engine has not seen; only tokens that came out count, and all that were asked for must;
+- each after a warm-up of the same sizes; what takes a moment is timed twice, and the better time taken.
+
+Figures go to standard output, one JSON object per line. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from gpu_job import PEAK_FLOP_PER_S, Job, Work, alike, floor_ms, groups, weights
+
+PROMPT, SHORT, LONG = 192, 16, 144
+STARTED = "ENGINE_GPU_STARTED"
+"""Environment variable: when the process was started, by time.time()."""
+
+
+class Generates(Protocol):
+    def generate(self, work: Work) -> list[int]:
+        """How many tokens of each request came out."""
+        ...
+
+    def warm(self, work: Work) -> None:
+        """Leave nothing to be made when work of these sizes comes."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    what: str
+    case: str
+    value: float
+    unit: str
+    share: float | None = None
+    """Of what the card allows."""
+    note: str = ""
+
+    def emit(self) -> None:
+        print(json.dumps({"figure": asdict(self)}), flush=True)
+
+    @staticmethod
+    def parse(line: str) -> Figure | None:
+        """None: the line is something else that the process had to say."""
+        if not line.startswith('{"figure"'):
+            return None
+        return Figure(**json.loads(line)["figure"])
+
+
+def age_s() -> float:
+    """Since the process was started."""
+    return time.time() - float(os.environ.get(STARTED, time.time()))
+
+
+def measure(job: Job, engine: Generates) -> None:
+    seeds = itertools.count(1)  # prompts that nobody has seen
+    if "rollout" in job.only:
+        for count in job.rollouts:
+            prompt, length = (16, 24) if job.tiny else (128, 256)
+            works = [alike(job, count, prompt, length, next(seeds)) for _ in range(3 if count <= 256 else 2)]
+            rollout(engine, works, "rollout", f"{count} x {prompt} in, {length} out")
+    if "group" in job.only:
+        works = [groups(job, next(seeds)) for _ in range(2)]
+        one = works[0]
+        mean = one.tokens / len(one.lengths)
+        case = f"{len(one.lengths) // 8} x 8, {len(one.prompts[0])} in, to {max(one.lengths)} out, mean {mean:.0f}"
+        rollout(engine, works, "group", case)
+    if "decode" in job.only:
+        for batch in job.batches:
+            decode(job, engine, batch, next(seeds))
+    if "prefill" in job.only:
+        count, prompt = (2, 64) if job.tiny else (64, 1024)
+        once_s = best_s(engine, [alike(job, count, prompt, 1, next(seeds)) for _ in range(3)])
+        rate = count * prompt / once_s
+        share = 2 * weights(job.config) * rate / PEAK_FLOP_PER_S
+        Figure(what="prefill", case=f"{count} x {prompt}", value=rate, unit="tok/s", share=share).emit()
+
+
+def decode(job: Job, engine: Generates, batch: int, seed: int) -> None:
+    prompt, short, long = (24, 4, 20) if job.tiny else (PROMPT, SHORT, LONG)
+    works = [alike(job, batch, prompt, length, seed) for length in (short, long)]
+    timed_s(engine, works[1])
+    timed_s(engine, works[0])
+    short_s, long_s = (min(timed_s(engine, work) for _ in range(2)) for work in works)
+    step_ms = 1e3 * (long_s - short_s) / (long - short)
+    share = floor_ms(job.config, batch, prompt + (short + long) / 2) / step_ms
+    Figure(what="decode", case=f"batch {batch}", value=step_ms, unit="ms", share=share).emit()
+
+
+def rollout(engine: Generates, works: list[Work], what: str, case: str) -> None:
+    Figure(what=what, case=case, value=works[0].tokens / best_s(engine, works), unit="tok/s").emit()
+
+
+def best_s(engine: Generates, works: list[Work]) -> float:
+    """The first is the warm-up."""
+    engine.warm(works[0])
+    return min(timed_s(engine, work) for work in works[1:])
+
+
+def timed_s(engine: Generates, work: Work) -> float:
+    began = time.perf_counter()
+    made = engine.generate(work)
+    took_s = time.perf_counter() - began
+    wrong = [n for n, (got, asked) in enumerate(zip(made, work.lengths, strict=True)) if got != asked]
+    if wrong:
+        raise RuntimeError(f"request {wrong[0]} got {made[wrong[0]]} of {work.lengths[wrong[0]]} tokens")
+    return took_s

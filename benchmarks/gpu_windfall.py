@@ -1,0 +1,102 @@
+"""windfall's side of benchmarks/engine_gpu.py: one model in a process of its own, random weights.
+
+    python benchmarks/gpu_windfall.py JOB       a Job of gpu_job.py as JSON
+
+The engine is the one that a worker builds, and is driven by `add` and `step` alone (the warm-up also cancels).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from gpu_job import LONGEST, Job, Work
+from gpu_measure import STARTED, Figure, age_s, measure
+
+
+class Windfall:
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._run = engine, itertools.count()
+
+    def generate(self, work: Work) -> list[int]:
+        made = self._add(work)
+        while len(self._engine):
+            self._step(made)
+        return list(made.values())
+
+    def warm(self, work: Work) -> None:
+        """Begin everything, then let it end in its own order, but soon: so each size of batch is met on the way, and
+        with the lengths that it will have."""
+        made = self._add(work)
+        while min(made.values()) == 0:
+            self._step(made)
+        shortest = sorted(zip(work.lengths, made, strict=True))
+        uneven = min(work.lengths) < max(work.lengths)
+        for n in range(0, len(shortest), 16 if uneven else len(shortest)):
+            for _ in range(2):
+                self._step(made)
+            for _, id in shortest[n : n + 16] if uneven else shortest:
+                self._engine.cancel(id)
+        while len(self._engine):
+            self._step(made)
+
+    def _add(self, work: Work) -> dict[str, int]:
+        from windfall.types import Request
+
+        run, made = next(self._run), {}
+        for n, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+            made[id := f"{run}/{n}"] = 0
+            self._engine.add(Request(id=id, prompt=tuple(prompt), seed=n, max_tokens=length))
+        return made
+
+    def _step(self, made: dict[str, int]) -> None:
+        for chunk in self._engine.step():
+            made[chunk.id] += len(chunk.tokens)
+
+
+def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
+    """The engine, and when each part of it was there."""
+    import torch
+    import transformers
+
+    from windfall.link.messages import Engine
+    from windfall.worker import build
+
+    at = {f"imports (torch {torch.__version__}, transformers {transformers.__version__})": age_s()}
+    spec = Engine(
+        model_config=json.dumps(job.config), dtype="bfloat16" if job.device == "cuda" else "float32",
+        kv_tokens=4096 if job.tiny else 0, page_size=16, max_running=1024, max_rows=job.max_rows, deterministic=False,
+        longest=LONGEST, wanted=1024,
+    )  # fmt: skip
+    model = build.model_for(spec, job.device)
+    at["module"] = age_s()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+    at["weights"] = age_s()
+    engine, _ = build.engine_for(spec, job.device, model=model, share=job.memory)
+    at[type(engine).__name__] = age_s()
+    return engine, at
+
+
+def main() -> None:
+    os.environ.setdefault(STARTED, str(time.time()))
+    job = Job.parse(sys.argv[1])
+    engine, at = engine_of(job)
+    windfall = Windfall(engine)
+    windfall.generate(Work(prompts=[[5] * 8], lengths=[1]))
+    at["first token"] = age_s()
+    if "ready" in job.only:
+        parts = [f"{name} {t - before:.1f}" for (name, t), before in zip(at.items(), [0, *at.values()], strict=False)]
+        Figure(what="ready", case="", value=at["first token"], unit="s", note=", ".join(parts)).emit()
+    measure(job, windfall)
+
+
+if __name__ == "__main__":
+    main()

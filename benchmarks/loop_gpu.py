@@ -1,0 +1,88 @@
+"""The whole loop on one GPU: SmolLM2-135M learns sums on four worker processes that share the card with the trainer,
+left alone, and with two of the four killed at random throughout.
+
+    python benchmarks/loop_gpu.py                       two runs in turn, some minutes (first: make smollm2)
+    python benchmarks/loop_gpu.py --steps 20 --out FOLDER
+
+Every process is the product's own. Each of the five holds a fifth of the card's price ($3.29 per hour, an H200 on spot;
+src/windfall/prices.py has the table).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windfall import config, events
+from windfall.bill import Totals
+from windfall.launch.folder import new_folder
+from windfall.launch.supervisor import train
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2-chain-sum.toml"
+SHARE_USD_PER_H = 3.29 / 5
+ALIKE = (
+    "run.device=cuda", "fleet.worker_memory=0.05", f"fleet.price_usd_per_h={SHARE_USD_PER_H}",
+    f"fleet.trainer_price_usd_per_h={SHARE_USD_PER_H}", f"trace.price_usd_per_h={SHARE_USD_PER_H}", "fleet.kind=spot",
+)  # fmt: skip
+WAYS = {
+    "left alone": ("fleet.workers=4",),
+    "two of four killed": ("fleet.workers=2", "trace.nodes=2", "trace.mean_up_s=15", "trace.mean_down_s=4"),
+}
+
+
+def run(folder: Path, name: str, *changes: str) -> list[dict[str, Any]]:
+    recipe = config.load(RECIPE, [f"run.folder={folder}", f"run.name={name.replace(' ', '-')}", *ALIKE, *changes])
+    place = new_folder(recipe)
+    train(recipe, place, quiet=False)
+    return events.read(place / "events.jsonl")
+
+
+def line(name: str, log: list[dict[str, Any]]) -> str:
+    steps = [e for e in log if e["kind"] == "scalar" and e["name"] == "step"]
+    evals = [e for e in log if e["kind"] == "scalar" and e["name"] == "eval"]
+    seconds, made = sum(e["s"] for e in steps), sum(e["made"] for e in steps)
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in log if e.get("bill")), Totals())
+    usd = bill.usd_per_million(sum(e["trained"] for e in steps))
+    rewards = " ".join(f"{e['step']}:{e['reward']:.3f}" for e in evals)
+    return (
+        f"{name:20}{len(steps):>6}{seconds:>8.0f} s{made:>11,}{made / seconds:>9,.0f}{usd or 0.0:>9.3f}"
+        f"{sum(e['name'] == 'worker_lost' for e in log):>8}{sum(e['moved'] for e in steps):>8,}"
+        f"{sum(e['lost_tokens'] for e in steps):>6}{sum(e['repeated'] + e['late'] for e in steps):>7}  {rewards}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    lines = []
+    with tempfile.TemporaryDirectory() as place:
+        for name, how in WAYS.items():
+            changes = (f"run.steps={options.steps}", f"eval.every={max(1, options.steps // 4)}", *how, *options.set)
+            lines.append(line(name, run(options.out or Path(place), name, *changes)))
+    heads = (
+        ("steps", 6),
+        ("", 10),
+        ("tokens", 11),
+        ("tok/s", 9),
+        ("$ per M", 9),
+        ("killed", 8),
+        ("moved", 8),
+        ("lost", 6),
+    )
+    print(
+        f"\n{'':20}"
+        + "".join(f"{h:>{w}}" for h, w in (*heads, ("twice", 7)))
+        + "  reward on 256 held-out tasks, by step"
+    )
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What is published from a device: the same bytes, the same delta, whatever is overlapped."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.weights import bus, delta, device, manifest
+from windfall.weights.device import Shadow
+from windfall.weights.manifest import Entry, Manifest
+from windfall.weights.memory import Buffer
+from windfall.weights.publish import Publisher
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = ["float32", "bfloat16", "int8", "int64"]
+
+
+def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, dict[Entry, torch.Tensor]]:
+    """As Publisher lays it out."""
+    rows = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape), i) for i, (n, t) in enumerate(tensors.items())]
+    entries, nbytes = manifest.layout(rows)
+    data = np.zeros(nbytes, np.uint8)
+    for e in entries:
+        if not e.nbytes:
+            continue
+        data[e.offset : e.offset + e.nbytes] = tensors[e.name].reshape(-1).view(torch.uint8).cpu().numpy()
+    chunks = tuple(range(manifest.chunk_count(nbytes, 1 << 20)))
+    made = manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=1 << 20, chunks=chunks)
+    return made, data, {e: tensors[e.name] for e in entries}
+
+
+def drawn(sizes: list[tuple[str, int]], rng: np.random.Generator, where: str = "cpu") -> dict[str, torch.Tensor]:
+    """Any bit pattern, NaN payloads among them."""
+    out = {}
+    for i, (dtype, n) in enumerate(sizes):
+        kind = getattr(torch, dtype)
+        raw = torch.from_numpy(rng.integers(0, 256, n * kind.itemsize, np.uint8))
+        out[f"t{i}"] = (raw.view(kind) if n else torch.empty(0, dtype=kind)).to(where)
+    return out
+
+
+def changed(tensors: dict[str, torch.Tensor], densities: Any, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    out = {}
+    for (n, t), density in zip(tensors.items(), densities, strict=True):
+        width = t.element_size()
+        if not len(t):
+            out[n] = t
+            continue
+        words = t.cpu().clone().view(torch.uint8).numpy().view(f"<u{width}").copy()
+        words[rng.random(len(words)) < density] ^= 1
+        out[n] = torch.from_numpy(words.view(np.uint8)).view(t.dtype).to(t.device)
+    return out
+
+
+def both(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], worth: float) -> tuple[bytes | None, bytes | None]:
+    """By numpy and by torch."""
+    made, before, sources = version_of(old)
+    _, after, changed_ = version_of(new)
+    shadow = Shadow(made.entries, made.nbytes, next(iter(old.values())).device)
+    shadow.take(sources, 0)
+    pieces = shadow.encode({e: changed_[e] for e in sources}, made, worth)
+    return delta.encode(before, after, made, worth=worth), None if pieces is None else b"".join(pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 3000)), min_size=1, max_size=6),
+    density=st.lists(st.sampled_from([0.0, 0.0005, 0.003, 0.01, 0.1, 0.5, 0.97, 1.0]), min_size=6, max_size=6),
+    slab=st.sampled_from([1, 1 << 26]),
+    seed=st.integers(0, 2**32),
+)
+def test_the_blob_is_the_one_that_numpy_makes(
+    sizes: list[tuple[str, int]], density: list[float], slab: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    old = drawn(sizes, rng)
+    if not sum(n for _, n in sizes):
+        return
+    whole, device.SLAB = device.SLAB, slab
+    try:
+        expected, found = both(old, changed(old, density[: len(sizes)], rng), worth=100)
+    finally:
+        device.SLAB = whole
+    assert expected is not None
+    assert found == expected
+
+
+B = delta.BLOCK
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=cuda)])
+@pytest.mark.parametrize("density", [0.0, 0.0003, 0.004, 0.03, 0.4, 0.9, 1.0])
+def test_whole_blocks_and_tensors_without_a_gap_between_them(where: str, density: float) -> None:
+    rng = np.random.default_rng(7)
+    old = drawn([("bfloat16", 2 * B), ("bfloat16", 3 * B + 77), ("float32", B), ("bfloat16", 5)], rng, where)
+    expected, found = both(old, changed(old, [density] * 4, rng), worth=2)
+    assert expected is not None
+    assert found == expected
+
+
+@pytest.mark.parametrize("density", [0.02, 0.5, 0.9, 1.0])
+def test_it_gives_up_when_numpy_would(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "BLOCK", 256)
+    monkeypatch.setattr(device, "BLOCK", 256)
+    rng = np.random.default_rng(0)
+    old = drawn([("bfloat16", 256 * 300), ("bfloat16", 700)], rng)
+    expected, found = both(old, changed(old, [density] * 2, rng), worth=0.9)
+    assert (expected is None) == (density >= 0.9)
+    assert found == expected
+
+
+def test_it_looks_first_where_numpy_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the blocks that are looked at first have changed, all of them: both give up, though little has changed."""
+    monkeypatch.setattr(delta, "BLOCK", 256)
+    monkeypatch.setattr(device, "BLOCK", 256)
+    old = drawn([("bfloat16", 256 * 300)], np.random.default_rng(0))
+    new = {"t0": old["t0"].clone()}
+    for i in range(0, 300, 4):
+        new["t0"].view(torch.int16)[256 * i : 256 * (i + 1)] ^= 1
+    assert both(old, new, worth=0.9) == (None, None)
+    new["t0"].view(torch.int16)[: 256 * 100] = old["t0"].view(torch.int16)[: 256 * 100]
+    expected, found = both(old, new, worth=0.9)
+    assert expected is not None
+    assert found == expected
+
+
+def weights(seed: int, where: str = "cpu") -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    out = {f"w{i}": torch.randn(n, 65).bfloat16().to(where) for i, n in enumerate((3000, 1, 700, 64))}
+    return {**out, "steps": torch.arange(7, device=where), "turned": torch.randn(40, 30).to(where).t()}
+
+
+def moved(w: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {
+        n: torch.where(torch.rand(t.shape, device=t.device) < 0.02, -t, t) if t.is_floating_point() else t + 1
+        for n, t in w.items()
+    }
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_a_publisher_with_a_shadow_publishes_the_same(where: str) -> None:
+    """As one without; full copies and deltas, over several versions, a new layout among them."""
+    plain, ours = Publisher(chunk_bytes=1 << 12, shadow=False), Publisher(chunk_bytes=1 << 12, shadow=True)
+    versions = [weights(0, where)]
+    for i in range(3):
+        versions.append(moved(versions[-1], i))
+    versions += [{"other": torch.ones(50, device=where)}, {"other": torch.zeros(50, device=where)}]
+    for v, w in enumerate(versions):
+        expected = plain.publish(v, {n: t.cpu() for n, t in w.items()})
+        assert ours.publish(v, w) == expected
+        a, b = plain.readable[0], ours.readable[0]
+        assert (a.buffer.data == b.buffer.data).all()
+        assert a.delta == b.delta
+        if a.delta_buffer is not None:
+            assert b.delta_buffer is not None
+            assert (a.delta_buffer.data == b.delta_buffer.data).all()
+    assert ours.readable[0].delta is not None or plain.readable[0].delta is None
+    assert ours._shadow is not None
+    plain.close()
+    ours.close()
+
+
+def test_after_a_publish_that_failed_the_next_delta_is_not_against_it() -> None:
+    p, w = Publisher(shadow=True, chunk_bytes=1 << 12), weights(0)
+    p.publish(0, w)
+
+    def fail() -> None:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        p.publish(1, moved(w, 1), copied=fail)
+    new = moved(w, 2)
+    p.publish(2, new)
+    plain = Publisher(shadow=False, chunk_bytes=1 << 12)
+    plain.publish(0, w)
+    plain.publish(2, new)
+    assert plain.readable[0].delta is not None
+    assert p.readable[0].delta == plain.readable[0].delta
+    p.close()
+    plain.close()
+
+
+def test_hashing_goes_on_after_the_tensors_are_free() -> None:
+    """`copied` is called while checksums are still being made, and they are those of what was copied."""
+    p, w, seen = Publisher(chunk_bytes=1 << 12, threads=1), {"a": torch.zeros(100_000)}, []
+    held = threading.Event()
+    p._pool.submit(held.wait, 10)  # the only thread that hashes
+
+    def copied() -> None:
+        seen.append(p.current)
+        w["a"].fill_(1.0)
+        held.set()
+
+    m = p.publish(0, w, copied=copied)
+    assert seen == [None]
+    other = Publisher(chunk_bytes=1 << 12)
+    assert m.digest == other.publish(0, {"a": torch.zeros(100_000)}).digest
+    p.close()
+    other.close()
+
+
+def test_a_chunk_is_hashed_when_its_bytes_are_there_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU's bytes, with events that remember what had been copied when they were recorded."""
+
+    class Event:
+        def __init__(self, **_: Any) -> None:
+            self.seen = np.empty(0, np.uint8)
+
+        def record(self, stream: Any) -> None:
+            self.seen = buffer.data.copy()
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(bus, "PIECE_BYTES", 3000)
+    p, tensors = Publisher(chunk_bytes=1 << 10), {**weights(0), "none": torch.empty(0), "last": torch.ones(11)}
+    monkeypatch.setattr(p, "_pin", lambda buffer: None)
+    entries, nbytes, sources = p._layout(tensors)
+    buffer = Buffer(nbytes)
+    asked: list[tuple[int, Any]] = []
+    monkeypatch.setattr(p, "_hash", lambda data, at, there: asked.append((at, there)))
+    hashes, last = p._copy(buffer, sources, object())
+    for h in hashes:
+        h.result()
+    assert sorted(at for at, _ in asked) == list(range(0, nbytes, 1 << 10))
+    assert len({id(there) for _, there in asked}) > 5, "hashing begins before the end"
+    assert all((there.seen[at : at + 1024] == buffer.data[at : at + 1024]).all() for at, there in asked)
+    assert (last.seen == buffer.data).all()
+    for e in entries:
+        expected = tensors[e.name].contiguous().view(-1).view(torch.uint8).numpy() if e.nbytes else []
+        assert (buffer.data[e.offset : e.offset + e.nbytes] == expected).all()
+    buffer.close()
+    p.close()
+
+
+@cuda
+def test_what_is_copied_on_the_side_is_what_was_there() -> None:
+    """Work queued before the publish is in it, work queued after `copied` is not."""
+    p, w = Publisher(chunk_bytes=1 << 16), {"a": torch.zeros(1 << 24, device="cuda", dtype=torch.bfloat16)}
+    for v in range(4):
+        busy = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = busy @ busy * 1e-3
+        w["a"].fill_(v)
+        p.publish(v, w, copied=lambda: w["a"].fill_(99.0))
+        found = torch.from_numpy(p.readable[0].buffer.data).view(torch.bfloat16)
+        assert (found == v).all()
+    p.close()

@@ -33,9 +33,7 @@ class Following:
         strangers = sum(w["lease"] == self._lease for w in rows) - len(mine)
         wanted = min(self._most, max(0, advice["count"] - strangers))
         before, self._heard = self._heard, (said["step"], wanted)
-        if before is None or before == self._heard or wanted == self.count:
-            return None
-        if before[1] != wanted:
+        if before is None or before[0] == said["step"] or before[1] != wanted or wanted == self.count:
             return None
         self.count, self._heard = wanted, None
         return wanted

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from windfall import prices
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Member, State
+from windfall.rollout.members import State
 from windfall.rollout.offload import Measured
 from windfall.rollout.speed import Profile
 from windfall.rollout.worth import Advice, Kind, Run, advise
@@ -83,15 +83,10 @@ class Advisor:
         for member in here:
             seen = self._seen.setdefault(prices.kind(member.lease), _Seen(lease=member.lease))
             seen.slots, seen.profile = member.slots, self._dispatch.giving.speeds.profile(member.id)
-            if rate := self._rate(member, len(here) + len(local)):
+            if rate := self._dispatch.giving.rate(member, self._responses, len(here) + len(local)):
                 seen.tok_per_s = _mix(seen.tok_per_s, rate * pulled)
             if (boot_s := self._dispatch.accounts.of(member.id, now_s).seconds.get("booting")) is not None:
                 seen.boot_s = _mix(seen.boot_s, boot_s)
-
-    def _rate(self, member: Member, sharing: int) -> float:
-        """With its part of a step's responses; 0: nobody knows."""
-        batch = min(member.slots, -(-self._responses // max(1, sharing)))
-        return self._dispatch.giving.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
     def _kind(self, name: str, seen: _Seen, now_s: float) -> Kind:
         """Losses are those of the workers that are remembered, per hour that these were there."""

@@ -32,6 +32,12 @@ class Giving:
         """How long a response is, on average, as far as is known; 0: nothing is."""
         return self._ended_tokens / self._ended if self._ended else 0.0
 
+    def rate(self, member: Member, responses: int, sharing: int) -> float:
+        """What it should make, in tokens per second, with its part of so many responses that `sharing` workers share;
+        0: nobody knows."""
+        batch = min(member.slots, -(-responses // max(1, sharing)))
+        return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
+
     def loads(self, ready: Iterable[Member]) -> list[Load]:
         speed = self.speeds.profile if self._balancing else lambda worker: None
         running = self._ledger.running

@@ -45,8 +45,9 @@ class Seeding:
         """A step begins: plan it, let local generate."""
         now = self._now()
         others = self._others()
-        known = sum(self._rate(member, len(others) + 1) for member in others)
-        plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=self._pull_s()))
+        rate, pull_s = self._dispatch.giving.rate, self._dispatch.members.pull_s
+        known = sum(rate(member, self._responses, len(others) + 1) for member in others)
+        plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=pull_s))
         self._began_s = self._looked_s = now
         self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
@@ -170,14 +171,6 @@ class Seeding:
         members = self._dispatch.members
         ready = [m for m in members.here() if m.state is State.READY and not m.suspect]
         return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
-
-    def _rate(self, member: Member, sharing: int) -> float:
-        """What it should make with its part of the step's responses, in tokens per second; 0: nobody knows."""
-        batch = min(member.slots, -(-self._responses // sharing))
-        return self._dispatch.giving.speeds.tok_per_s(member.id, batch) if batch else 0.0
-
-    def _pull_s(self) -> float:
-        return self._dispatch.members.pull_s
 
     def _look(self, now: float) -> None:
         self._area += len(self._others()) * (now - self._looked_s)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from windfall.engine.base import Counters
 from windfall.engine.pages import Pages
-from windfall.engine.runner import Runner
 from windfall.engine.scheduler import Scheduler, Sequence
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
@@ -37,6 +36,8 @@ class TorchEngine:
         deterministic: bool = False,
         version: int = 0,
     ) -> None:
+        from windfall.engine.runner import Runner  # imports transformers, which GraphEngine does not need
+
         pages = -(-kv_tokens // page_size)
         self.model, self.version = model, version
         self.limit = pages * page_size - 1  # the newest token needs no page yet, but the one after it would

@@ -10,13 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from windfall.devices import describe
 from windfall.errors import WindfallError
 from windfall.launch import security
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.types import Lease
-from windfall.worker import notice
+from windfall.weights.pull import Puller
+from windfall.worker import build, notice
 from windfall.worker.agent import Agent
+from windfall.worker.boot import Boot, agree, glance
 
 
 def main(
@@ -25,22 +30,26 @@ def main(
 ) -> int:  # fmt: skip
     if not url.startswith(("http://", "https://")):
         raise WindfallError(f"{url!r} is not a controller's address", where="--join", fix="Give http://HOST:PORT.")
-    from windfall import devices  # torch from here on, which takes seconds: what can be refused was refused before
-    from windfall.weights.pull import Puller
-    from windfall.worker import build
-
-    found, _ = devices.place(device, "auto", threads)
-    lease = Lease(kind=kind, device=devices.describe(found), region=region, price_usd_per_h=price_usd_per_h)
     pinned = os.environ.get("WINDFALL_TLS_PIN")
     context = security.dialling(url, ca=ca, pinned=Path(pinned) if pinned else None)
+    start = Boot(device, threads)  # takes seconds: what can be refused was refused before
+    glanced = glance(device)
+    lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.found()), region=region,
+                  price_usd_per_h=price_usd_per_h)  # fmt: skip
 
     def make(spec: m.Engine) -> tuple[Any, int]:
-        return build.engine_for(spec, found, share=share)
+        found = start.found()
+        if glanced is not None:
+            agree(glanced, found)
+        engine, slots, took = build.timed(spec, found, share=share)
+        start.took = msgspec.structs.replace(start.took, build_s=took.build_s, warm_s=took.warm_s)
+        return engine, slots
 
     async def run() -> int:
         agent = Agent(
             url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease, build=make,
-            puller=Puller(key=auth.weights_key(token), ssl=context), ssl=context, patience_s=patience_s,
+            puller=Puller(key=auth.weights_key(token), ssl=context), boot=lambda: start.took, ssl=context,
+            patience_s=patience_s,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         notice.on_sigterm(loop, agent.warned)
@@ -53,7 +62,11 @@ def main(
         loop.add_signal_handler(signal.SIGINT, leave)
         return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
-    code = asyncio.run(run())
+    try:
+        code = asyncio.run(run())
+    except BaseException:  # it goes on up, once nobody imports any more
+        start.over()
+        raise
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the engine's thread may be in the middle of a step that nobody needs

@@ -17,7 +17,7 @@ import msgspec
 
 from windfall.types import Finish, Lease, Sampling
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 8 << 20
 """Of a worker's frames: far above an engine step of thousands of responses."""
 MAX_TRAINER_FRAME_BYTES = 256 << 20
@@ -152,14 +152,33 @@ class Tokens(Message, frozen=True, tag=11):
     """By index in `handles`."""
 
 
+class Readied(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where the time until Loaded went. Parts go on side by side, so they add up to more than the whole. All but the
+    last two are of a worker's start, and 0 from its second version on."""
+
+    age_s: float = 0.0
+    """How long its process has been running."""
+    import_s: float = 0.0
+    """Until what it computes with was imported, and the device found."""
+    build_s: float = 0.0
+    """The engine, its weights unset."""
+    warm_s: float = 0.0
+    """Kernels loaded or compiled, graphs captured."""
+    pull_s: float = 0.0
+    """The weights, verified."""
+    swap_s: float = 0.0
+    """Into the engine."""
+
+
 class Loaded(Message, frozen=True, tag=12):
     version: int
     digest: str
     slots: int
     """How many responses it can run at once."""
     s: float
-    """How long it took."""
+    """How long it took. The first time the engine may have had to be built meanwhile."""
     pulled_bytes: int
+    parts: Readied = Readied()
 
 
 class LoadFailed(Message, frozen=True, tag=13):

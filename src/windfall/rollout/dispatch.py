@@ -15,6 +15,8 @@ import asyncio
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from windfall import prices
 from windfall.accounts import Accounts
 from windfall.config import Techniques
@@ -184,8 +186,9 @@ class Dispatch:
         self.members.loaded(member.id, message.version, message.digest, message.slots, message.s)
         self.accounts.ready(now, member.id)
         self._events.instant(
-            "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes
-        )
+            "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
+            **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
+        )  # fmt: skip
         self._soon()
 
     def _load_failed(self, member: Member, message: m.LoadFailed) -> None:

@@ -1,6 +1,7 @@
 """A worker: dials the controller, shows that it may join, builds the engine, serves, dials again when the link ends.
 
-    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ build the engine (once) ──▶ session ──▶ dial again, or end
+    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ session: pull the weights ──▶ Loaded, serve ──▶ dial again, or end
+                              │          └─ once ─▶ build the engine ──▶┘
                               └───▶ Refused: end (or later, again)
 
 It ends when the controller sends it away or refuses it, when its machine is about to be taken (Notice), or when no
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
@@ -52,20 +55,22 @@ class Agent:
         lease: Lease,
         build: Callable[[m.Engine], tuple[Any, int]],
         puller: Any,
+        boot: Callable[[], m.Readied] = m.Readied,
         ssl: tls.SSLContext | None = None,
         patience_s: float = 300.0,
         model: str = "",
         address: Callable[[], str] | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        """`build` makes (engine, slots), in a thread; `puller` is a weights.pull.Puller; `address` says where the
-        controller listens now, if that may change."""
+        """`build` makes (engine, slots), in the engine's thread, while the weights are pulled; `puller` is a
+        weights.pull.Puller; `boot` says how long imports and building took, once that is over; `address` says where
+        the controller listens now, if that may change."""
         self._dialler = Dialler(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
         self._model, self._address = model, address
-        self._building: asyncio.Future[tuple[Any, int]] | None = None
         self._host: Host | None = None
+        self._boot, self._told = boot, False
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
         self._leaving = False
@@ -101,7 +106,7 @@ class Agent:
         if notice.advice:
             return
         loop = asyncio.get_running_loop()
-        if self._session is None:
+        if self._session is None or not self._session.host.built:
             self._finish(0)  # nobody to tell, nothing to hand over
             return
         self._leaving = True
@@ -187,9 +192,9 @@ class Agent:
         return answer
 
     async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
-        host = self._host or await self._make_host(link, welcome)
+        host = self._host or self._make_host(welcome)
         session = self._session = Session(
-            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s
+            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s, boot=self._started
         )
         session.held = self._held
         self._say(f"joined as {welcome.worker}")
@@ -198,29 +203,32 @@ class Agent:
         finally:
             self._held, self._session = session.held, None
 
-    async def _make_host(self, link: SocketLink, welcome: m.Welcome) -> Host:
-        """Building takes a while; the heartbeat says meanwhile that somebody is at it. It goes on if the link ends."""
-        if self._building is None:
-            self._building = asyncio.ensure_future(asyncio.to_thread(self._build, welcome.engine))
-        building = self._building
-        while not building.done():
-            await link.send(m.Stats(running=0, made=0, steps=0, idle_s=0.0))
-            await asyncio.wait([building], timeout=welcome.heartbeat_s)
-        try:
-            engine, slots = building.result()
-        except WindfallError as e:
-            raise Refusal(str(e), again=False) from e
+    def _make_host(self, welcome: m.Welcome) -> Host:
+        """Building takes a while, and goes on if the link ends. The session pulls and sends heartbeats meanwhile."""
         self._model = welcome.model
-        self._host = Host(engine, slots)
+        host = self._host = Host(None, make=lambda: self._build(welcome.engine))
         loop = asyncio.get_running_loop()
-        self._host.start(lambda: loop.call_soon_threadsafe(self._broken) and None)
-        return self._host
+        host.start(lambda: loop.call_soon_threadsafe(self._broken) and None)
+        return host
+
+    def _started(self) -> m.Readied:
+        """What the start of this process has cost, once."""
+        if self._told:
+            return m.Readied()
+        self._told = True
+        return msgspec.structs.replace(self._boot(), age_s=process.age_s())
 
     def _broken(self) -> None:
         assert self._host is not None
         error = self._host.failed
-        self._say(f"the engine failed: {type(error).__name__}: {error}")
-        self._finish(1)
+        if self._host.built:
+            self._say(f"the engine failed: {type(error).__name__}: {error}")
+            self._finish(1)
+        elif isinstance(error, WindfallError):
+            self._say(f"refused: {error}")
+            self._finish(3)
+        elif error is not None and not self._end.done():
+            self._end.set_exception(error)  # nobody expected it
 
     def _pull(self, load: m.Load, give_up: threading.Event) -> Weights:
         """In a thread. The tensors are views on the puller's buffer, taken over by the engine before the next pull."""

@@ -1,7 +1,8 @@
 """From what the controller says to an engine. The model is built from its configuration; its weights are pulled.
 
 On a GPU, models that `windfall.engine.gpu` knows are run by `GraphEngine`; all others, and everything on a CPU, by
-`TorchEngine`.
+`TorchEngine`. A worker's `GraphEngine` needs no transformers, which takes seconds to import: where the configuration
+says all there is to know, nothing here imports it.
 """
 
 from __future__ import annotations
@@ -9,22 +10,37 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from typing import Any
 
 from windfall.devices import free_bytes
 from windfall.errors import WindfallError
-from windfall.link.messages import Engine
+from windfall.link.messages import Engine, Readied
 
 
 def model_for(spec: Engine, device: str) -> Any:
-    """The transformers module, with weights that mean nothing yet."""
+    """A module with weights that mean nothing yet: for a GPU, if that is enough, their places alone."""
+    import torch
+
+    fields = json.loads(spec.model_config)
+    if device.startswith("cuda") and unwanted(spec) is None:
+        from windfall.engine.gpu import bare
+
+        why = bare.refusal(fields)
+        if why is None:
+            return bare.Bare(fields, dtype=getattr(torch, spec.dtype), device=device)
+        print(f"transformers builds the model, which takes a while: {why}", file=sys.stderr, flush=True)
+    return whole(fields, spec.dtype, device)
+
+
+def whole(fields: dict[str, Any], dtype: str, device: str) -> Any:
+    """The transformers module."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from windfall.engine import attention
 
-    fields = json.loads(spec.model_config)
-    how: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "attn_implementation": attention.NAME}
+    how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention.NAME}
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         model = hollow(config, device, **how) if device.startswith("cuda") else None
@@ -70,8 +86,14 @@ def engine_for(
 ) -> tuple[Any, int]:
     """An engine on this device that takes at most `share` of its free memory, and how many responses it runs at once.
     `model`: use this one. Nobody else may use it meanwhile: a GPU engine lays its weights out anew."""
-    from windfall.engine.engine import TorchEngine
+    return timed(spec, device, model=model, share=share, version=version)[:2]
 
+
+def timed(
+    spec: Engine, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
+) -> tuple[Any, int, Readied]:
+    """The same, and how long its parts took."""
+    began_s = time.monotonic()
     model = model_for(spec, device) if model is None else model
     running, kv_tokens = sizes(spec, model.config, model.dtype.itemsize, device, share)
     how: dict[str, Any] = {
@@ -84,19 +106,28 @@ def engine_for(
 
         # What is known of the longest is from the first tasks: the tables have room for twice that.
         engine = GraphEngine(model, **how, longest=2 * spec.longest)
+        built_s = time.monotonic()
         engine.warm(1, running)
-        return engine, running
+        return engine, running, Readied(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+    from windfall.engine.engine import TorchEngine
+
     if device.startswith("cuda"):
         print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
-    return TorchEngine(model, **how, deterministic=spec.deterministic), running
+    slower = TorchEngine(model, **how, deterministic=spec.deterministic)
+    return slower, running, Readied(build_s=time.monotonic() - began_s)
 
 
 def unfit(spec: Engine, model: Any) -> str | None:
     """Why the GPU engine cannot run it; None: it can."""
     from windfall.engine.gpu.decoder import refusal
 
+    return unwanted(spec) or refusal(model)
+
+
+def unwanted(spec: Engine) -> str | None:
+    """Why the GPU engine is not to run this, whatever the model."""
     if spec.deterministic:
         return "run.deterministic asks for the same bits"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    return refusal(model)
+    return None

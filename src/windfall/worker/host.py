@@ -2,8 +2,8 @@
 
     orders (a queue) ──▶ [ orders │ step │ frame ] ──▶ emit(message)
 
-The thread alone touches the engine. It waits for orders when there is nothing to make, and in `emit` when nobody takes
-its frames: then no more tokens are made than can be sent.
+The thread alone touches the engine, and makes it, if it is not there yet; orders wait meanwhile. When there is nothing
+to make, it waits for orders; and in `emit` when nobody takes its frames: no more tokens are made than can be sent.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from typing import Any
 
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
-from windfall.link.messages import Rejected, Released, Stats, Tokens, Work
-from windfall.types import Chunk, Request
+from windfall.link.messages import Rejected, Released, Stats, Work
+from windfall.types import Request
+from windfall.worker.frame import frame
 
 Emit = Callable[[object], None]
+Make = Callable[[], tuple[Engine, int]]
+"""An engine, and how many responses it runs at once."""
 
 
 class Host:
-    def __init__(self, engine: Engine, slots: int) -> None:
-        self.engine, self.slots = engine, slots
+    def __init__(self, engine: Engine | None, slots: int = 0, *, make: Make | None = None) -> None:
+        """`make`, where there is no engine yet, is called in the engine's thread."""
+        assert (engine is None) == (make is not None), "an engine, or a way to make one"
+        self._engine, self.slots, self._make = engine, slots, make
         self.failed: BaseException | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._emit: Emit = lambda message: None
@@ -40,6 +45,15 @@ class Host:
         """`on_failure` is called, in the engine's thread, if the engine raises: this host is then of no more use."""
         self._on_failure = on_failure
         self._thread.start()
+
+    @property
+    def built(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "orders wait until the engine is there"
+        return self._engine
 
     # orders; each takes effect between two steps
 
@@ -109,9 +123,10 @@ class Host:
 
     def stats(self) -> Stats:
         """Safe from any thread; the numbers may be a step old."""
-        running = len(self.engine)
-        waits = running > 0 and not self._paused and not getattr(self.engine, "waiting", False)
-        counters = getattr(self.engine, "counters", None)
+        engine = self._engine
+        running = 0 if engine is None else len(engine)
+        waits = running > 0 and not self._paused and not getattr(engine, "waiting", False)
+        counters = getattr(engine, "counters", None)
         return Stats(
             running=running,
             made=self._made,
@@ -126,6 +141,9 @@ class Host:
 
     def _run(self) -> None:
         try:
+            if self._make is not None:
+                engine, self.slots = self._make()
+                self._engine, self._make = engine, None  # last: from now on it is `built`
             while True:
                 idle = self._paused or len(self.engine) == 0
                 try:
@@ -178,21 +196,3 @@ class Host:
     def _forget(self) -> None:
         self._drop(list(self._running))
         self._emit = lambda message: None
-
-
-def frame(chunks: list[Chunk]) -> Tokens:
-    """What one engine step made, in columns.
-
-    >>> frame([Chunk(id="7", position=3, tokens=(5,), logprobs=(-0.5,), version=2, finish="stop")]).finished
-    {0: 'stop'}
-    """
-    single = all(len(c.tokens) == 1 for c in chunks)
-    return Tokens(
-        version=chunks[0].version,
-        handles=tuple(int(c.id) for c in chunks),
-        positions=tuple(c.position for c in chunks),
-        counts=() if single else tuple(len(c.tokens) for c in chunks),
-        tokens=array("I", (t for c in chunks for t in c.tokens)).tobytes(),
-        logprobs=array("f", (x for c in chunks for x in c.logprobs)).tobytes(),
-        finished={i: c.finish for i, c in enumerate(chunks) if c.finish},
-    )

@@ -3,7 +3,8 @@
 serve()     waits for: orders from the controller      until: the link ends, or the controller says Drain
 _send       waits for: frames of the engine's thread   a bounded number may wait; then the engine does
 _beat       waits for: the next heartbeat
-_load       waits for: the weights (in a thread)       given up when a newer version is asked for
+_load       waits for: the weights (in a thread), then the engine, if it is still being built
+                                                       given up when a newer version is asked for
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
+from windfall.worker.boot import built
 from windfall.worker.host import Host
 
 FRAMES = 64
@@ -46,8 +50,12 @@ Pull = Callable[[m.Load, threading.Event], Weights]
 
 
 class Session:
-    def __init__(self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf) -> None:
-        self.link, self.host, self._pull = link, host, pull
+    def __init__(
+        self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf,
+        boot: Callable[[], m.Readied] = m.Readied,
+    ) -> None:  # fmt: skip
+        """`boot` says, when the weights are in the engine, what a start has cost."""
+        self.link, self.host, self._pull, self._boot = link, host, pull, boot
         self._heartbeat_s, self._stalled_s = heartbeat_s, stalled_s
         self.held: tuple[int, str] = (-1, "")
         """Version and digest of the weights that the engine has."""
@@ -138,7 +146,8 @@ class Session:
         self.host.finish(lambda: self._loop.call_soon_threadsafe(flushed.set) and None)
         with contextlib.suppress(TimeoutError):  # nobody waits for an engine that is stuck, or for a link that is
             async with asyncio.timeout(LEAVE_S):
-                await flushed.wait()  # at most one engine step
+                if self.host.built:
+                    await flushed.wait()  # at most one engine step
                 self.say(m.Left(why=why))
                 await self._left.wait()
 
@@ -156,6 +165,11 @@ class Session:
         started = time.monotonic()
         try:
             weights = await asyncio.to_thread(self._pull, load, give_up)
+            pulled = time.monotonic()
+            await built(self.host, give_up)
+            if give_up.is_set():
+                return
+            swapping = time.monotonic()
             if weights.tensors is not None:
                 self.held = (-1, "")  # from here on the engine may have some of the new ones: nothing to go back to
             await self._swap(load.version, weights.tensors)
@@ -164,12 +178,12 @@ class Session:
                 self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}"))
             return
         self.held = (load.version, weights.digest)
-        took_s = time.monotonic() - started
+        now = time.monotonic()
+        parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
         self.say(
-            m.Loaded(
-                version=load.version, digest=weights.digest, slots=self.host.slots, s=took_s, pulled_bytes=weights.bytes
-            )
-        )
+            m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
+                     pulled_bytes=weights.bytes, parts=parts)
+        )  # fmt: skip
 
     async def _swap(self, version: int, tensors: Mapping[str, Any] | None) -> None:
         done: asyncio.Future[None] = self._loop.create_future()

@@ -1,8 +1,8 @@
 """The forward pass of dense decoders of the Llama family, over flat rows and the KV pool.
 
-It takes its weights from a transformers module and shares their storage with it: the projections that read the same
-input are laid end to end in one tensor, and the module's parameters become views of it. So nothing is held twice, the
-module trains and saves as before, and what is copied into its parameters is what the next step computes with.
+It takes its weights from a transformers module, or a `Bare` one, and shares their storage with it: the projections that
+read the same input are laid end to end in one tensor, and the module's parameters become views of it. So nothing is
+held twice, the module trains and saves as before, and what is copied into its parameters is what it computes with next.
 
 Rules:
 - what it does not know is refused by `refusal`, in words, before anything is changed;
@@ -20,25 +20,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from windfall.engine.gpu import bare, rotary
 from windfall.engine.gpu.fuse import fuse
 from windfall.engine.gpu.state import Pool, Spans, State
 from windfall.errors import WindfallError
 
-FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
+FAMILY = tuple(bare.KINDS.values())
+STATIC_ROPE = tuple(rotary.NEEDS)
 
 
 def refusal(model: Any) -> str | None:
     """Why this module cannot be run here; None: it can."""
-    name, config = type(model).__name__, model.config
+    name, config = getattr(model, "architecture", type(model).__name__), model.config
     if name not in FAMILY:
         return f"{name} is not one of {', '.join(FAMILY)}"
     if config.hidden_act != "silu":
         return f"its MLP uses {config.hidden_act}, not silu"
     if model.model.rotary_emb.rope_type not in STATIC_ROPE:
         return f"its rotary embedding ({model.model.rotary_emb.rope_type}) changes with the length"
-    odd = [n for n, m in model.named_modules() if n.endswith(("_proj", "lm_head")) and type(m) is not nn.Linear]
+    linears = [(n, m) for n, m in model.named_modules() if n.endswith(("_proj", "lm_head"))]
+    odd = [n for n, m in linears if type(m) not in (nn.Linear, bare.Linear)]
     if odd:
         return f"{odd[0]} is not a plain linear layer"
     parameters = list(model.parameters())

@@ -1,26 +1,32 @@
 """Every kernel of the GPU engine at the shapes of Qwen3-0.6B and Qwen3-8B: microseconds inside a captured graph, and
 the share of the memory bandwidth that its bytes make of it.
 
-    python benchmarks/gpu_kernels.py [--bandwidth-tb-per-s 4.3]
+    python benchmarks/gpu_kernels.py [--bandwidth-tb-per-s 4.3] [--only groups]
 
 Calls go over distinct layers or buffers until they are well beyond the L2, so that nothing is found there that would
-not be in a real step. A share above 1 is a kernel whose data does fit, at that batch, after all."""
+not be in a real step. A share above 1 is a kernel whose data does fit, at that batch, after all.
+
+Groups: siblings of eight with a prompt of 512 tokens and uneven contexts of their own, read by families or by every row
+alone. The share is of the same bytes for both: every prompt once for its group, and what is each row's own."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from windfall.engine.gpu import kernels
-from windfall.engine.gpu.state import Pool, Spans, State
+from windfall.engine.gpu.splits import Sharing
+from windfall.engine.gpu.state import Families, Pool, Spans, State
 
 Call = Callable[[], object]
 PAGE, VOCABULARY, FRESH_BYTES = 16, 151_936, 400_000_000
 BATCHES = (1, 16, 64, 256, 512)
+SIBLINGS, PROMPT, GROUP_BATCHES = 8, 512, (64, 128, 256, 512)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +126,42 @@ def uneven(s: Shape, batch: int) -> Case:
     return Case(name="decode, uneven", batch=batch, calls=calls, nbytes=nbytes)
 
 
+def families_of(s: Shape, table: Tensor) -> Families:
+    """As the engine finds them, whatever they are worth."""
+    batch, sharing = len(table), replace(Sharing.of(s.heads, s.kv_heads), worth_tokens=0)
+    kin, pages = np.arange(batch) // SIBLINGS, np.full(batch, PROMPT // PAGE)
+    found = sharing.families(kin, pages, table[:, : PROMPT // PAGE].cpu().numpy(), PAGE)
+    first, count, tokens = torch.tensor(found.T, device="cuda").contiguous()
+    cores = torch.cuda.get_device_properties(0).multi_processor_count
+    return Families(
+        first=first, count=count, tokens=tokens, shared=torch.full_like(table[:, 0], PROMPT),
+        parts=kernels.splits_for(len(found), s.kv_heads, PROMPT, cores),
+    )  # fmt: skip
+
+
+def groups(s: Shape, batch: int, *, together: bool, most: int = 2048) -> Case:
+    """`place_and_decode` of siblings that have said about 500 tokens on average, some much more."""
+    state, pool, rows = scene(s, batch, PROMPT + most, 8)
+    torch.manual_seed(batch)
+    own = torch.empty(batch).exponential_(1 / 500).clamp(16, most - 8).int()
+    state.length[:-1] = (PROMPT + own - 1).cuda()
+    leader = torch.arange(batch, device="cuda") // SIBLINGS * SIBLINGS
+    state.table[:-1, : PROMPT // PAGE] = state.table[leader, : PROMPT // PAGE]
+    families = families_of(s, state.table[:-1]) if together else None
+    qkv, positions = random(batch, (s.heads + 2 * s.kv_heads) * s.head), state.length[:batch]
+    cos, sin, w = random(4096, s.head), random(4096, s.head), random(s.head)
+    longest = most if together else 2 * most  # rounded up, as the engine does
+    splits = kernels.splits_for(batch, s.kv_heads, longest, torch.cuda.get_device_properties(0).multi_processor_count)
+    calls: list[Call] = [
+        lambda i=i: kernels.place_and_decode(
+            qkv, rows, positions, state, pool, i, cos, sin, w, w, 1e-6, s.heads, s.head**-0.5, None, splits, families
+        )
+        for i in range(8)
+    ]
+    nbytes = (batch // SIBLINGS * PROMPT + int(own.sum())) * 2 * s.kv_heads * s.head * 2
+    return Case(name="groups, families" if together else "groups, alone", batch=batch, calls=calls, nbytes=nbytes)
+
+
 def both(s: Shape, batch: int, context: int) -> Case:
     """`place_and_decode`: what `place` and `decode` do, in one launch."""
     nbytes = batch * (2 * context * s.kv_heads + 2 * s.heads + 2 * s.kv_heads) * s.head * 2
@@ -207,20 +249,32 @@ def rows_of(s: Shape) -> Iterator[Callable[[int], Case]]:
     yield lambda b: draw(s, b)
 
 
+def table(rows: Iterable[Callable[[int], Case]], batches: Sequence[int], bandwidth: float) -> None:
+    print(f"{'batch':20}" + "".join(f"{b:>14}" for b in batches))
+    for row in rows:
+        name, cells = "", []
+        for batch in batches:
+            case = row(batch)  # one at a time: each holds gigabytes
+            us = time_us(case.calls)
+            name = case.name
+            cells += [f"{us:8.1f} {case.nbytes / us / 1e6 / bandwidth:5.2f}"]
+            del case
+        print(f"{name:20}" + "".join(cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bandwidth-tb-per-s", type=float, default=4.3)
-    bandwidth = parser.parse_args().bandwidth_tb_per_s
+    parser.add_argument("--only", choices=["groups"])
+    asked = parser.parse_args()
+    bandwidth = asked.bandwidth_tb_per_s
     for s in SHAPES:
         print(f"\n{s.name}: us per call, share of {bandwidth} TB/s")
-        print(f"{'batch':20}" + "".join(f"{b:>14}" for b in BATCHES))
-        for row in rows_of(s):
-            cells = []
-            for batch in BATCHES:
-                case = row(batch)  # one at a time: each holds gigabytes
-                us = time_us(case.calls)
-                cells += [f"{us:8.1f} {case.nbytes / us / 1e6 / bandwidth:5.2f}"]
-            print(f"{case.name:20}" + "".join(cells), flush=True)
+        together = [lambda b, s=s, t=t: groups(s, b, together=t) for t in (False, True)]
+        table(together, GROUP_BATCHES, bandwidth)
+        if asked.only:
+            continue
+        table(rows_of(s), BATCHES, bandwidth)
         for prompts, count, start in ((64, 128, 0), (16, 512, 0), (4, 2048, 0), (1, 8192, 0), (256, 12, 500)):
             case = attend(s, prompts, count, start)
             us = time_us(case.calls)

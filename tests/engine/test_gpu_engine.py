@@ -1,6 +1,8 @@
 """The engine for GPUs keeps the engine's contract: on the CPU with kernels in plain torch, and where there is a GPU on
 that, in float32 and in bfloat16. Not covered: real weights, several GPUs, speed.
 
+Siblings are families wherever they can be, unless a test says otherwise.
+
 What is compared: the oracle is transformers in float32 on the CPU with the very same (rounded) weights. `CLOSE` says by
 how much log-probs and logits may differ; tokens must be equal on the CPU, and elsewhere within that of a tie.
 """
@@ -19,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from windfall.engine.engine import TorchEngine
 from windfall.engine.gpu.engine import GraphEngine
+from windfall.engine.gpu.splits import Sharing
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Request, Sampling
 
@@ -40,6 +43,7 @@ MORE: dict[str, Any] = {
     ),
 }  # fmt: skip
 CLOSE = {("cpu", torch.float32): 1e-4, ("cuda", torch.float32): 2e-3, ("cuda", torch.bfloat16): 0.3}
+EAGER, NEVER = Sharing(rows=8, least_tokens=8, worth_tokens=1), Sharing(rows=0)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -88,7 +92,7 @@ class Case:
 
 
 def graph_engine(model: Any, **options: Any) -> GraphEngine:
-    return GraphEngine(model, **{"kv_tokens": 4096, "max_running": 16, "max_rows": 64, **options})
+    return GraphEngine(model, **{"kv_tokens": 4096, "max_running": 16, "max_rows": 64, "sharing": EAGER, **options})
 
 
 @pytest.fixture(scope="module", params=cases([*MODELS, *MORE]))
@@ -179,6 +183,53 @@ def test_siblings_share_the_pages_of_their_prompt(case: Case) -> None:
     for i in range(8):
         request = Request(id="x", prompt=prompt, seed=i, max_tokens=5)
         case.same(request, made[str(i)], drain(case.engine(), [request])["x"])
+
+
+def families_in(e: GraphEngine) -> list[list[list[int]]]:
+    """Filled with the families of every launch."""
+    seen: list[list[list[int]]] = []
+    launch = e._device.launch
+    e._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
+    return seen
+
+
+def test_a_family_says_what_its_members_say_alone(every: Case) -> None:
+    """Of two prompts in mixed order, some begun elsewhere, ending at different times; and somebody without a family."""
+    prompts = [tuple(range(3, 53)), tuple(range(40, 90)), (5, 6, 7)]
+    asked = [Request(id=str(n), prompt=prompts[n % 2], seed=n, max_tokens=6 + 2 * n) for n in range(9)]
+    said = (11, 12, 13, 14)
+    asked += [replace(asked[n], id=f"m{n}", prompt=asked[n].prompt + said, position=4) for n in (0, 1)]
+    asked += [Request(id="alone", prompt=prompts[2], seed=5, max_tokens=30)]
+    e = every.engine(max_rows=256, burst=4)
+    seen = families_in(e)
+    made = drain(e, asked)
+    whole = {w.window for w in e._device.decoder.layers} & {None}
+    fit = 16 // (e._device.decoder.heads // e._device.decoder.kv_heads)
+    assert max(count for families in seen for _, count, _ in families or [[0, 0, 0]]) == (min(fit, 6) if whole else 0)
+    for r in asked:
+        every.same(r, made[r.id], drain(every.engine(sharing=NEVER), [r])[r.id])
+
+
+def test_families_go_on_when_members_leave_come_back_and_weights_change(case: Case) -> None:
+    """No room for all: members lose their pages and find those of their prompt again. Then all compute again."""
+    mine = copy.deepcopy(case.model)
+    prompt = tuple(range(3, 20))
+    asked = [Request(id=str(n), prompt=prompt, seed=n, max_tokens=60) for n in range(10)]
+    e = graph_engine(mine, kv_tokens=224, page_size=8, burst=5)
+    seen = families_in(e)
+    for r in asked:
+        e.add(r)
+    out = [c for _ in range(8) for c in e.step()]
+    e.cancel("3")
+    e.swap(1, {k: v.clone() for k, v in mine.state_dict().items()})
+    out += [c for _ in range(6) for c in e.step()]
+    e.sleep()
+    out += [c for chunks in drain(e).values() for c in chunks]
+    assert e.counters.preemptions > 0
+    assert len({str(families) for families in seen}) > 4
+    for r in asked:
+        if r.id != "3":
+            case.same(r, [c for c in out if c.id == r.id], drain(case.engine(sharing=NEVER), [r])[r.id])
 
 
 def test_cancel_at_any_time_frees_its_pages_and_leaves_others_alone(case: Case) -> None:

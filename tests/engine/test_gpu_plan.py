@@ -2,7 +2,8 @@
 
 The emulated pool holds (token, version) in every place. A step reads the whole context of each row through the table,
 as attention would, and the next token is a hash of what it read: whoever writes to a page of somebody else, reads one
-too early, keeps one of old weights or loses one changes what is said. Not covered: numbers (see test_gpu_engine.py).
+too early, keeps one of old weights or loses one changes what is said. What a family shares is read through the table of
+its first row, and every family is what the pages of its sequences say. Not covered: numbers (see test_gpu_engine.py).
 """
 
 from __future__ import annotations
@@ -21,17 +22,44 @@ from hypothesis import strategies as st
 from small_models import build
 
 from windfall.engine.gpu.engine import GraphEngine
+from windfall.engine.gpu.plan import Sequence as Running
 from windfall.engine.gpu.plan import Work
+from windfall.engine.gpu.splits import Sharing
 from windfall.engine.gpu.words import Words
 from windfall.types import Chunk, Request
 
 VOCABULARY = 40
+EAGER = Sharing(rows=3, least_tokens=4, worth_tokens=1)
+"""A family wherever there can be one, so small that many are cut."""
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 2, 4, 9, 30)] + [(9,) * 12, (*range(3, 20), 7, 7)]
 
 
 def following(context: Sequence[int], seed: int, position: int, version: int) -> int:
     """What comes after `context`."""
     return zlib.crc32(np.array([*context, seed, position, version], np.int64).tobytes()) % VOCABULARY
+
+
+def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[list[int]]:
+    """What the plan says of families, by definition: one row after the other, one page after the other."""
+
+    def prompt_pages(s: Running) -> list[int]:
+        return s.pages[: (len(s.request.prompt) - s.request.position - 1) // size]
+
+    out, first = [], 0
+    while first < len(rows):
+        mine, end = prompt_pages(rows[first]), first + 1
+        while end < min(len(rows), first + sharing.rows) and mine and prompt_pages(rows[end])[-1:] == mine[-1:]:
+            end += 1
+        held = [prompt_pages(s) for s in rows[first:end]]
+        tokens = 0
+        for column in zip(*held, strict=False):
+            if len(set(column)) > 1:
+                break
+            tokens += size
+        if end - first > 1 and tokens >= sharing.least_tokens:
+            out.append([first, end - first, tokens])
+        first = end
+    return out if sum((count - 1) * tokens for _, count, tokens in out) >= sharing.worth_tokens else []
 
 
 @dataclass
@@ -47,8 +75,10 @@ class Landed:
 class Emulated:
     """Stands where the engine has its `Device`. Runs a launch at once, in the order of the stream."""
 
-    def __init__(self, words: Words, pages: int, size: int) -> None:
-        self.words, self.pages, self.size = words, pages, size
+    def __init__(self, words: Words, pages: int, size: int, sharing: Sharing) -> None:
+        self.words, self.pages, self.size, self.sharing = words, pages, size, sharing
+        self.shared_rows = 0
+        """Rows that were of a family, in all launches."""
         self.image = words.data.copy()
         self.pool = SimpleNamespace(data=self._blank(), take=self._take, give_up=self._give_up)
         self.decoder = SimpleNamespace(stale=lambda: False)
@@ -70,6 +100,10 @@ class Emulated:
     def launch(self, work: Work, version: int) -> Landed:
         self.version = version
         out = np.full((1 + work.steps, self.words.slots), -1, np.int64)
+        assert work.families.tolist() == families_of(work.rows, self.sharing, self.size)
+        if work.steps:
+            self.words.rows(work.slots, len(work.slots))
+            self.words.families(work.families, len(work.slots), len(work.families))
         places, values = self.words.take()
         self.image[places] = values
         assert all(p.start < p.stop for p in work.parts), "a part without a row"
@@ -80,22 +114,36 @@ class Emulated:
             assert self.part("length")[p.sequence.slot] == p.stop - 1
             out[0, n] = self._draw(p.sequence.slot)
         assert len({int(s) for s in work.slots}) == len(work.rows)
+        reads = self._reads(len(work.slots), len(work.families)) if work.steps else []
         for step in range(work.steps):
             active = [(n, int(s)) for n, s in enumerate(work.slots) if self.part("left")[s] > 0]
             for _, slot in active:
                 self._write(slot, self.part("length")[slot], self.part("last")[slot])
             for n, slot in active:
-                out[1 + step, n] = self._draw(slot)
+                out[1 + step, n] = self._draw(slot, *reads[n])
         return Landed(work, version, out)
 
     def _write(self, slot: int, n: int, token: int) -> None:
         page = self.part("table")[slot * self.words.pages_each + n // self.size]
         self.pool.data[page, n % self.size] = token, self.version
 
-    def _draw(self, slot: int) -> int:
+    def _reads(self, rows: int, families: int) -> list[tuple[int, int]]:
+        """For every row: who reads its first tokens, and how many. From the device's words alone."""
+        slots, shared = self.part("rows")[:rows], self.part("shared")[:rows]
+        out = [(int(s), 0) for s in slots]
+        names = ("family_first", "family_count", "family_tokens")
+        for first, count, tokens in zip(*(self.part(n)[:families].tolist() for n in names), strict=True):
+            assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "it is not there yet"
+            out[first : first + count] = [(int(slots[first]), tokens)] * count
+        assert [tokens for _, tokens in out] == shared.tolist()
+        self.shared_rows += int((shared > 0).sum())
+        return out
+
+    def _draw(self, slot: int, leader: int = 0, shared: int = 0) -> int:
         length, position = self.part("length"), self.part("position")
         at = np.arange(length[slot] + 1)
-        read = self.pool.data[self.part("table")[slot * self.words.pages_each + at // self.size], at % self.size]
+        table = self.part("table")[np.where(at < shared, leader, slot) * self.words.pages_each + at // self.size]
+        read = self.pool.data[table, at % self.size]
         assert (read[:, 1] == self.version).all(), "it reads what nobody wrote under these weights"
         token = following(read[:, 0].tolist(), int(self.part("seed")[2 * slot]), int(position[slot]), self.version)
         self.part("last")[slot] = token
@@ -115,9 +163,9 @@ class Life:
     """An engine, what was asked of it and what it said."""
 
     def __init__(self, **options: Any) -> None:
-        self.engine = GraphEngine(model(), **options)
+        self.engine = GraphEngine(model(), **{"sharing": EAGER, **options})
         plan = self.engine._plan
-        emulated: Any = Emulated(plan.words, plan.pages.count, plan.pages.size)
+        emulated: Any = Emulated(plan.words, plan.pages.count, plan.pages.size, plan.sharing)
         self.engine._device = emulated
         self.asked: dict[str, Request] = {}
         self.said: dict[str, list[int]] = {}
@@ -259,6 +307,39 @@ def test_the_device_gets_only_what_changed_and_has_two_launches_at_most() -> Non
         life.step()
         assert len(life.engine._flights) == 1
     assert max(len(places) for places, _ in sent) <= 32 + 2, "a page now and then, and where the tokens go"
+
+
+def test_siblings_are_families_wherever_they_were_begun() -> None:
+    """Six of one prompt, two of them cut elsewhere after some tokens; then somebody ends and somebody comes."""
+    life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
+    prompt = PROMPTS[4]
+    for n in range(6):
+        said = (5,) * (n if n > 3 else 0)
+        life.add(prompt=prompt + said, position=len(said), seed=n, max_tokens=20 + 20 * n)
+    life.add(prompt=(7, *prompt), seed=7, max_tokens=60)
+    seen = []
+    launch = life.engine._device.launch
+    life.engine._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
+    life.step()
+    assert seen[0] == [[0, 3, 28], [3, 3, 28]]
+    life.cancel("1")
+    while len(life.engine):
+        life.step()
+    assert [[0, 3, 28], [3, 2, 28]] in seen
+    assert seen[-1] == []
+    assert life.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_one_family_more_or_less_is_not_worth_a_launch() -> None:
+    """Fewer words and no families, where these would save too little."""
+    for worth, families in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
+        sharing = Sharing(rows=8, least_tokens=4, worth_tokens=worth)
+        life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
+        for n in range(3):
+            life.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
+        life.step()
+        assert life.engine._flights[0].work.families.tolist() == families
+        assert life.engine._flights[0].work.longest == 34 - 28 * bool(families)
 
 
 def test_prompts_that_wait_shorten_the_bursts_until_all_are_in() -> None:

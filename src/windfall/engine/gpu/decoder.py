@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from windfall.engine.gpu import bare, rotary
 from windfall.engine.gpu.fuse import fuse
-from windfall.engine.gpu.state import Pool, Spans, State
+from windfall.engine.gpu.splits import Sharing
+from windfall.engine.gpu.state import Families, Pool, Spans, State
 from windfall.errors import WindfallError
 
 FAMILY = tuple(bare.KINDS.values())
@@ -107,14 +108,19 @@ class Decoder:
         self.cos = (angles.cos() * rotary.attention_scaling).to(self.dtype)
         self.sin = (angles.sin() * rotary.attention_scaling).to(self.dtype)
 
-    def decode(self, rows: Tensor, state: State, pool: Pool, splits: int) -> Tensor:
+    def sharing(self) -> Sharing:
+        """Which rows may read together. None if every layer has a window: those read alone."""
+        windows = all(w.window is not None for w in self.layers)
+        return Sharing(rows=0) if windows else Sharing.of(self.heads, self.kv_heads)
+
+    def decode(self, rows: Tensor, state: State, pool: Pool, splits: int, families: Families | None = None) -> Tensor:
         """The newest token of every row's slot goes in; logits (B, V) for the next one come out."""
         ids, positions = self.ops.begin(state, rows)
 
         def attend(n: int, w: Layer, qkv: Tensor) -> Tensor:
             return self.ops.place_and_decode(
                 qkv, rows, positions, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads,
-                self.scale, w.window, splits,
+                self.scale, w.window, splits, families,
             )  # fmt: skip
 
         return self._run(F.embedding(ids, self.embedding), attend, None)

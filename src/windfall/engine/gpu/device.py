@@ -23,10 +23,11 @@ from torch import Tensor
 from windfall.engine.gpu.decoder import Decoder
 from windfall.engine.gpu.graphs import Graphs, Kind, batch_for
 from windfall.engine.gpu.plan import Part, Work
-from windfall.engine.gpu.state import STOPS, Pool, Spans, State
+from windfall.engine.gpu.state import STOPS, Families, Pool, Spans, State
 from windfall.engine.gpu.words import Words
 
 DEPTH = 2
+FAMILIES = ("family_first", "family_count", "family_tokens", "shared")
 ALIGN = 32
 """Arrays of one upload begin at multiples of so many words."""
 
@@ -61,6 +62,8 @@ class Device:
         self.image = torch.from_numpy(words.data.copy()).to(self.device)
         self.state, self._rows, self._turn = views(self.image, words)
         self._nobody = torch.full_like(self._rows, words.slots)
+        self._families = [section(self.image, words, n) for n in FAMILIES]
+        self._no_family = torch.zeros_like(self._rows)
         batch, turns = len(self._rows), DEPTH + 1
         self._drawn = torch.zeros(2, batch, dtype=torch.int32, device=self.device)
         self._ring = torch.zeros(turns * (1 + burst), 2, batch, dtype=torch.int32, device=self.device)
@@ -76,15 +79,18 @@ class Device:
         turn = self._launches % (DEPTH + 1)
         self._launches += 1
         row = turn * (1 + self.burst)
+        kind = self.kind(work)
         if work.steps:
-            self.words.rows(work.slots, batch_for(len(work.slots)))
+            self.words.rows(work.slots, kind.batch)
+            if kind.families:
+                self.words.families(work.families, kind.batch, kind.families)
             self.words.turn(row + 1)
         places, values, *prefill = self._send(turn, [*self.words.take(), *flat(work.parts)])
         self.image.index_copy_(0, places.long(), values)
         if work.parts:
             self._prefill(work.parts, prefill, self._ring[row])
         if work.steps:
-            self._graphs.run(self.kind(work), work.steps)
+            self._graphs.run(kind, work.steps)
         landing = self._landing[row : row + 1 + work.steps]
         landing.copy_(self._ring[row : row + 1 + work.steps], non_blocking=True)
         event = None
@@ -95,17 +101,25 @@ class Device:
 
     def kind(self, work: Work) -> Kind:
         cut = any(cuts(s.request.sampling) for s in work.rows)
-        return self._kind(batch_for(len(work.rows)), work.longest, cut)
+        shared = int(work.families[:, 2].max(initial=0))
+        return self._kind(batch_for(len(work.rows)), work.longest, cut, len(work.families), shared)
 
-    def _kind(self, batch: int, longest: int, cut: bool) -> Kind:
-        longest = 1 << max(0, longest - 1).bit_length()  # few kinds, whatever the lengths
-        return Kind(batch, cut, self.decoder.ops.splits_for(batch, self.decoder.kv_heads, longest, self._processors))
+    def _kind(self, batch: int, longest: int, cut: bool, families: int = 0, shared: int = 0) -> Kind:
+        families = _rounded(families) if families else 0
+        return Kind(batch, cut, self._cuts(batch, longest), families, self._cuts(families, shared) if families else 1)
+
+    def _cuts(self, count: int, longest: int) -> int:
+        """Into how many parts the contexts of so many rows, or families, are cut."""
+        return self.decoder.ops.splits_for(count, self.decoder.kv_heads, _rounded(longest), self._processors)
 
     @torch.inference_mode()
     def warm(self, batches: Sequence[int], longest: int) -> None:
         """Have the kernels and these sizes of step before they are needed. Nothing changes: all rows are nobody's."""
         for batch in batches:
             self._graphs.prepare(self._kind(batch, longest, False))
+            fit = self.decoder.sharing().rows
+            if self._pinned and batch >= fit > 1:  # the kernels only: graphs when they are needed
+                self._step(self._kind(batch, longest, False, batch // fit, longest // 2), True)
         count = min(64, self.words.pages_each * self.pool.page_size)
         rows = [np.arange(count), np.full(count, self.words.slots), np.arange(count)]
         arrays = [*rows, *([n] for n in (self.words.slots, 0, count, 0, count - 1, self.words.slots))]
@@ -125,12 +139,21 @@ class Device:
 
     def _step(self, kind: Kind, dry: bool) -> None:
         rows = (self._nobody if dry else self._rows)[: kind.batch]
-        logits = self.decoder.decode(rows, self.state, self.pool, kind.splits)
+        logits = self.decoder.decode(rows, self.state, self.pool, kind.splits, self._families_of(kind, dry))
         tokens, bits = self._drawn[0, : kind.batch], self._drawn[1, : kind.batch]
         self.decoder.ops.draw(logits, rows, self.state, tokens, bits.view(torch.float32), kind.cut)
         if not dry:
             self._ring.index_copy_(0, self._turn, self._drawn[None])
             self._turn.add_(1)
+
+    def _families_of(self, kind: Kind, dry: bool) -> Families | None:
+        if not kind.families:
+            return None
+        first, count, tokens, shared = [self._no_family] * 4 if dry else self._families
+        n = kind.families
+        return Families(
+            first=first[:n], count=count[:n], tokens=tokens[:n], shared=shared[: kind.batch], parts=kind.shares
+        )
 
     def _prefill(self, parts: list[Part], arrays: list[Tensor], out: Tensor) -> None:
         ids, row_slot, row_position, slot, first, count, start, wanted, slots = arrays
@@ -161,11 +184,20 @@ def cuts(how: Any) -> bool:
     return how.top_k > 0 or how.top_p < 1
 
 
+def _rounded(n: int) -> int:
+    """Up to a power of two: few kinds, whatever the figures."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def section(image: Tensor, words: Words, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
+    return image[words.at[name] : words.at[name] + words.sizes[name]].view(dtype)
+
+
 def views(image: Tensor, words: Words) -> tuple[State, Tensor, Tensor]:
     """The state, the rows of a step, and where its tokens go."""
 
     def part(name: str, dtype: torch.dtype = torch.int32) -> Tensor:
-        return image[words.at[name] : words.at[name] + words.sizes[name]].view(dtype)
+        return section(image, words, name, dtype)
 
     state = State(
         last=part("last"), length=part("length"), left=part("left"), position=part("position"),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,7 @@ from windfall.engine.gpu.decoder import Decoder
 from windfall.engine.gpu.device import DEPTH, Device, Flight
 from windfall.engine.gpu.graphs import batch_for
 from windfall.engine.gpu.plan import Plan, Sequence
+from windfall.engine.gpu.splits import Sharing
 from windfall.engine.gpu.state import STOPS
 from windfall.engine.gpu.words import Words
 from windfall.engine.pages import Pages
@@ -53,8 +55,10 @@ class GraphEngine:
         longest: int | None = None,
         burst: int = BURST,
         ops: Any = None,
+        sharing: Sharing | None = None,
     ) -> None:
-        """`longest`: no response has more tokens, its prompt counted in. `ops`: the kernels, if not the device's."""
+        """`longest`: no response has more tokens, its prompt counted in. `ops`: the kernels, if not the device's.
+        `sharing`: which siblings read their prompt together, if not as many as fit; `Sharing(rows=0)`: none."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)
@@ -63,8 +67,11 @@ class GraphEngine:
         self.limit = each * page_size - 1
         slots = min(max_running, max_rows)
         words = Words(slots=slots, pages_each=each, batch=batch_for(slots), stops=STOPS)
-        self._plan = Plan(Pages(pages, page_size), words, max_rows=max_rows, burst=burst)
-        self._device = Device(Decoder.of(model, ops), words, pages=pages, page_size=page_size, burst=burst)
+        decoder = Decoder.of(model, ops)
+        fit = decoder.sharing()
+        sharing = replace(sharing, rows=min(sharing.rows, fit.rows)) if sharing else fit
+        self._plan = Plan(Pages(pages, page_size), words, max_rows=max_rows, burst=burst, sharing=sharing)
+        self._device = Device(decoder, words, pages=pages, page_size=page_size, burst=burst)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, Sequence] = {}
         self._flights: deque[Flight] = deque()

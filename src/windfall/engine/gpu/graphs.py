@@ -1,8 +1,8 @@
 """One decode step as a CUDA graph, for every size of batch that is needed.
 
-A step is asked for by (batch, cut, splits): how many rows, whether somebody cuts the distribution, and into how many
-parts contexts are split. Each is captured when it is first needed, and replayed from then on: the host's time for a
-step is that of one call. All graphs share one pool of memory, because they run one after the other.
+A step is asked for by its kind: how many rows, whether somebody cuts the distribution, into how many parts contexts
+are split, and the same of families of rows. Each is captured when it is first needed, and replayed from then on: the
+host's time for a step is that of one call. All graphs share one pool of memory, because they run one after the other.
 
 Rules:
 - a captured step reads and writes the same addresses for ever: it is dropped when one of them changes;
@@ -39,6 +39,10 @@ class Kind(NamedTuple):
     batch: int
     cut: bool
     splits: int
+    families: int = 0
+    """Room for so many; 0: the step knows of none."""
+    shares: int = 1
+    """Into how many parts the contexts of families are cut."""
 
 
 class Graphs:

@@ -10,7 +10,8 @@ tokens of a slot will be in the pool when everything asked for has run, and its 
 - when not even one step has pages, what is in flight comes out first, because a response may have ended in it; then the
   youngest running sequence goes back to the head of the waiting line and computes again later;
 - pages are named by the tokens they hold: those of a prefill when it is asked for (siblings in the same launch may use
-  them: every layer writes all keys and values before it reads any), others when their sequence lets go of them.
+  them: every layer writes all keys and values before it reads any), others when their sequence lets go of them;
+- rows that share the pages of their prompt stand side by side, and are families if that is worth it (`splits.py`).
 
 Rules (`check()`): a running sequence holds exactly the pages its planned tokens need; a waiting one holds none; a slot
 has one sequence; the words that are to be on the device say which pages it holds.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from windfall.engine.gpu.splits import Sharing
 from windfall.engine.gpu.words import Words
 from windfall.engine.pages import ROOT, Key, Pages, key_of
 from windfall.types import Request
@@ -73,12 +75,14 @@ class Work:
     """Of the rows."""
     steps: int
     longest: int
-    """Tokens that the longest of the rows may come to have."""
+    """The most tokens that one of the rows may come to read by itself: what its family reads is not counted."""
+    families: np.ndarray
+    """(F, 3): first row, rows, shared tokens of each family."""
 
 
 class Plan:
-    def __init__(self, pages: Pages, words: Words, *, max_rows: int, burst: int) -> None:
-        self.pages, self.words, self.max_rows, self.burst = pages, words, max_rows, burst
+    def __init__(self, pages: Pages, words: Words, *, max_rows: int, burst: int, sharing: Sharing) -> None:
+        self.pages, self.words, self.max_rows, self.burst, self.sharing = pages, words, max_rows, burst, sharing
         self.running: dict[Sequence, None] = {}  # in order of arrival
         self.waiting: deque[Sequence] = deque()
         self.preemptions = self.reused_tokens = 0
@@ -87,7 +91,9 @@ class Plan:
         self._free = list(range(slots - 1, -1, -1))
         self._by_slot: list[Sequence | None] = [None] * slots
         self._decoding = np.zeros(slots, bool)
-        self._planned, self._most, self._held, self._kin = (np.zeros(slots, np.int64) for _ in range(4))
+        self._planned, self._most, self._held = (np.zeros(slots, np.int64) for _ in range(3))
+        # Full pages of the prompt that siblings may share, and the last of these: siblings have the same.
+        self._common, self._kin = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -111,8 +117,12 @@ class Plan:
         if not parts and not steps:
             return None
         rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
-        longest = int(self._most[slots].max()) if steps else 0
-        return Work(parts=parts, rows=rows, slots=slots, steps=steps, longest=longest)
+        families = self._families(slots)
+        alone = self._most[slots]
+        for first, count, tokens in families.tolist():
+            alone[first : first + count] -= tokens
+        longest = int(alone.max()) if steps else 0
+        return Work(parts=parts, rows=rows, slots=slots, steps=steps, longest=longest, families=families)
 
     def restart_all(self) -> None:
         """Every running sequence computes again from its tokens, oldest first: what the pages hold is of no more use.
@@ -166,7 +176,9 @@ class Plan:
         self.running[s] = self._prefilling[s] = None
         self._by_slot[s.slot] = s
         self._planned[s.slot], self._most[s.slot], self._held[s.slot] = have, most, len(s.pages)
-        shared = (len(s.request.prompt) - 1) // size
+        # Of a response that was begun elsewhere, the prompt holds what was said of it: `position` tokens.
+        shared = max(len(s.request.prompt) - s.request.position - 1, 0) // size
+        self._common[s.slot] = shared
         self._kin[s.slot] = s.pages[shared - 1] if shared else self.pages.count + s.slot
         self.words.begin(s.slot, s.request, length=have - 1, left=left, position=s.request.position + s.made)
         self.words.pages(s.slot, 0, s.pages)
@@ -195,6 +207,11 @@ class Plan:
             self._let_go(victim)
             self.waiting.appendleft(victim)
             self.preemptions += 1
+
+    def _families(self, slots: np.ndarray) -> np.ndarray:
+        common = self._common[slots]
+        table = self.words.tables(slots, int(common.max(initial=0)))
+        return self.sharing.families(self._kin[slots], common, table, self.pages.size)
 
     def _take(self, slots: list[int], more: list[int]) -> None:
         for slot, count in zip(slots, more, strict=True):

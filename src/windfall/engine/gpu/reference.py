@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.engine.gpu.splits import part_tokens, splits_for
-from windfall.engine.gpu.state import Pool, Spans, State
+from windfall.engine.gpu.state import Families, Pool, Spans, State
 
 __all__ = [
     "attend",
@@ -84,15 +84,20 @@ def _data(pool: Pool) -> Tensor:
 
 
 def decode(
-    q: Tensor, rows: Tensor, state: State, pool: Pool, layer: int, scale: float, window: int | None, splits: int
-) -> Tensor:
-    """One query per row, over tokens 0 to `length` of its slot. Rows of inactive slots: zero."""
+    q: Tensor, rows: Tensor, state: State, pool: Pool, layer: int, scale: float, window: int | None, splits: int,
+    families: Families | None = None,
+) -> Tensor:  # fmt: skip
+    """One query per row, over tokens 0 to `length` of its slot. Rows of inactive slots: zero. A family reads its shared
+    tokens where the first of its rows has them; where there is a window, there are no families."""
     del splits  # the sum is the same however it is cut
     at = rows.long()
     length, active = state.length[at], state.left[at] > 0
     pages = int(torch.where(active, length, 0).max()) // pool.page_size + 1
+    table = state.table[at, :pages].long()
+    if families is not None and window is None:
+        _read_together(table, families, pool.page_size)
     k, v = (
-        _data(pool)[layer][i][state.table[at, :pages].long()].transpose(1, 2).flatten(2, 3).float() for i in (0, 1)
+        _data(pool)[layer][i][table].transpose(1, 2).flatten(2, 3).float() for i in (0, 1)
     )  # (B, kv_heads, tokens, head)
     token = torch.arange(k.shape[2], device=q.device)
     seen = token <= length[:, None]
@@ -102,14 +107,24 @@ def decode(
     return torch.where(active[:, None], out.flatten(1), 0.0).to(q.dtype)
 
 
+def _read_together(table: Tensor, families: Families, size: int) -> None:
+    """Every row finds what its family shares where the first row of it does."""
+    shared = torch.zeros_like(families.shared)
+    columns = (families.first.tolist(), families.count.tolist(), families.tokens.tolist())
+    for first, count, tokens in zip(*columns, strict=True):
+        table[first : first + count, : tokens // size] = table[first, : tokens // size].clone()
+        shared[first : first + count] = tokens
+    assert torch.equal(shared, families.shared), "families and their rows disagree"
+
+
 def place_and_decode(
     qkv: Tensor, rows: Tensor, positions: Tensor, state: State, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float, window: int | None,
-    splits: int,
+    splits: int, families: Families | None = None,
 ) -> Tensor:  # fmt: skip
     """`place`, then `decode`. `positions` are those of `begin`."""
     q = place(qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.shape[3])
-    return decode(q, rows, state, pool, layer, scale, window, splits)
+    return decode(q, rows, state, pool, layer, scale, window, splits, families)
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:

@@ -110,3 +110,20 @@ class Spans:
     """(T,) int32: its place in the sequence."""
     longest: int
     """The most rows of a chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Families:
+    """Rows of a decode step that read their first tokens together. Family n is rows `first[n]` to `first[n] + count[n]
+    - 1`, whose tables begin with the same pages: `tokens[n]` tokens, before the newest token of every one of them."""
+
+    first: Tensor
+    """(F,) int32."""
+    count: Tensor
+    """(F,) int32; 0: there is none."""
+    tokens: Tensor
+    """(F,) int32: whole pages; 0: there is none."""
+    shared: Tensor
+    """(B,) int32: the tokens of every row that its family reads; 0: it has none."""
+    parts: int
+    """Into how many parts these are cut, at most."""

@@ -23,7 +23,8 @@ class Words:
         s = slots + 1  # the last is nobody's
         self.sizes = {
             "last": s, "length": s, "left": s, "position": s, "seed": 2 * s, "temperature": s, "top_k": s, "top_p": s,
-            "stop": s * stops, "table": s * pages_each, "rows": batch, "turn": 2,
+            "stop": s * stops, "table": s * pages_each, "rows": batch, "turn": 2, "shared": batch,
+            "family_first": batch, "family_count": batch, "family_tokens": batch,
         }  # fmt: skip
         self.at: dict[str, int] = {}
         total = 0
@@ -55,12 +56,26 @@ class Words:
         """These are pages `first`, `first + 1`, ... of the response in this slot."""
         self._put(self.at["table"] + slot * self.pages_each + first, pages)
 
+    def tables(self, slots: np.ndarray, columns: int) -> np.ndarray:
+        """The first pages of the responses in these slots, a row for each. What comes after their last is anything."""
+        return self._section("table").reshape(-1, self.pages_each)[:, :columns][slots]
+
     def rows(self, slots: np.ndarray, batch: int) -> None:
         """Which slots take part in the next steps, filled up to `batch` with nobody's."""
         now = np.full(batch, self.slots, np.int32)
         now[: len(slots)] = slots
-        if not np.array_equal(self._section("rows")[:batch], now):
-            self._put(self.at["rows"], now)
+        self._replace("rows", now)
+
+    def families(self, families: np.ndarray, batch: int, room: int) -> None:
+        """Which of those rows are families: (first row, rows, shared tokens) of each, filled up to `room` with none."""
+        first, count, tokens = families.T
+        shared = np.zeros(batch, np.int32)
+        shared[np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())] = np.repeat(tokens, count)
+        self._replace("shared", shared)
+        for name, column in (("family_first", first), ("family_count", count), ("family_tokens", tokens)):
+            now = np.zeros(room, np.int32)
+            now[: len(column)] = column
+            self._replace(name, now)
 
     def turn(self, row: int) -> None:
         """Where the next step's tokens go."""
@@ -75,6 +90,11 @@ class Words:
         ends = np.cumsum(count)
         places = np.repeat(start - (ends - count), count) + np.arange(ends[-1])
         return places.astype(np.int32), self.data[places]
+
+    def _replace(self, name: str, now: np.ndarray) -> None:
+        """What a section begins with, if that is new."""
+        if not np.array_equal(self._section(name)[: len(now)], now):
+            self._put(self.at[name], now)
 
     def _put(self, start: int, values: int | np.integer | np.ndarray | Sequence[int]) -> None:
         count = 1 if isinstance(values, int | np.integer) else len(values)

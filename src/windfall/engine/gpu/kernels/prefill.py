@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.gpu.kernels import launch
-from windfall.engine.gpu.kernels.attention import absorb
+from windfall.engine.gpu.kernels.parts import absorb
 from windfall.engine.gpu.state import Pool, Spans, State
 
 _LOG2E = 1.4426950408889634

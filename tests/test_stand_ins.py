@@ -53,7 +53,7 @@ def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -
     async def story() -> None:
         monkeypatch.setattr(controls, "TRAINER_BEAT_S", 0.01)
         control = controls.Control(config.Recipe(), run, EventLog(run / "events.jsonl"), False)
-        control.rollout = rollout
+        control.life.rollout = rollout
         ours, theirs = pair()
         await theirs.close("killed")
         hello: Any = SimpleNamespace(facts={"pid": pid})

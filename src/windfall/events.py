@@ -103,6 +103,11 @@ class EventLog:
         with suppress(OSError):  # every line was flushed when it was written; what is left failed then
             self._file.close()
 
+    def abandon(self) -> None:
+        """As if this process had been killed: nothing is written any more."""
+        self._broken = True
+        self.close()
+
     def _fail(self, e: OSError) -> WindfallError:
         self._broken = True
         fix = "Make room, or make it writable; then go on with `windfall resume`."

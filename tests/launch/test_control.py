@@ -49,7 +49,7 @@ def run(folder: Path, disturb: Callable[[Control], Any], *, soon_s: float = 0.1)
 
 
 def stop(it: Control) -> None:
-    it._stop.set()
+    it.life.stop.set()
 
 
 def test_stopped_before_there_was_a_trainer(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_a_long_journal_is_read_while_others_are_heard(
 
     async def go() -> None:
         it = Control(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), again=False)
-        it.rollout, it.trainer.hello = SimpleNamespace(past=None), hello  # pyright: ignore
+        it.life.rollout, it.trainer.hello = SimpleNamespace(past=None), hello  # pyright: ignore
         find = it.journal.find
         monkeypatch.setattr(it.journal, "find", lambda: time.sleep(0.3) or find())
-        connecting = asyncio.create_task(it._connect())
+        connecting = asyncio.create_task(it.life.connect())
         for turns in range(1, 1000):  # noqa: B007
             await asyncio.sleep(0.01)
             if connecting.done():
@@ -163,7 +163,7 @@ def test_a_long_journal_is_read_while_others_are_heard(
             assert it.dispatch.offer is None
         else:
             assert connecting.result() == State(step=3, next_task=6)
-            assert it.rollout.past == {}  # pyright: ignore
+            assert it.life.rollout.past == {}  # pyright: ignore
         it.journal.close()
         it.events.close()
 

@@ -153,7 +153,7 @@ def test_the_trainers_machine_never_generates_while_it_trains() -> None:
         learner.local = lambda: worker
         await desk.link.send(m.Assign(work=(work(1),)))
         await asyncio.sleep(0.5)
-        await learner.update(None)
+        await learner._obey(m.Update(step=None, next_task=None))
         times["trained"] = loop.time()
         await asyncio.sleep(5)
 

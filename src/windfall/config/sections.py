@@ -303,6 +303,14 @@ class Sim(Section):
     """A machine is warned so long before it is taken; 0: it is not."""
     save_s: float = Field(default=0.0, ge=0)
     """Of a checkpoint."""
+    trainer_mean_up_s: float = Field(default=0.0, ge=0)
+    """The trainer's process is lost after so long on average, and goes on from its last checkpoint; 0: never."""
+    trainer_down_s: float = Field(default=60.0, ge=0, lt=600)
+    """Until the next one is there."""
+    controller_mean_up_s: float = Field(default=0.0, ge=0)
+    """So is the controller's, which goes on from its journal; 0: never."""
+    controller_down_s: float = Field(default=5.0, ge=0)
+    """Until the next one listens."""
     prompt_tokens: Count = 256
     """Of every task."""
     median_tokens: float = Field(default=1000.0, gt=0)

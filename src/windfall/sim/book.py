@@ -56,8 +56,9 @@ class Book:
 
     def ended(self, row: Row) -> None:
         self._made.pop(row.seed, None)
-        self._length[row.tag] = row.length
-        self.real_tokens += row.length
+        if row.tag not in self._length:  # else its end was lost on the way, and was made again
+            self._length[row.tag] = row.length
+            self.real_tokens += row.length
 
     def length(self, tag: int) -> int:
         """Real tokens of a response that has ended."""

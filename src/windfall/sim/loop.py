@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from asyncio import base_events
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +45,16 @@ class _Jump:
         return []
 
 
+class _Ready(deque[Any]):
+    """Callbacks that are due; `between` is called before each is taken."""
+
+    between: Callable[[], None] = staticmethod(lambda: None)
+
+    def popleft(self) -> Any:
+        self.between()
+        return super().popleft()
+
+
 class VirtualLoop(base_events.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +66,12 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     def time(self) -> float:
         return self._now_s
+
+    def watch(self, between: Callable[[], None]) -> None:
+        """Call this between any two callbacks. What it raises ends the run."""
+        ready = _Ready(self._ready)
+        ready.between = between
+        self._ready = ready
 
     def jump(self) -> None:
         """To the next timer, exactly."""
@@ -85,9 +102,12 @@ def clock(loop: VirtualLoop) -> Clock:
     return Clock(wall=lambda: EPOCH_S + loop.time(), monotonic=loop.time)
 
 
-def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
-    """`main(loop)` to its end; whatever is left then is cancelled. The first error of any callback ends it."""
+def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], between: Callable[[], None] | None = None) -> T:
+    """`main(loop)` to its end; whatever is left then is cancelled. The first error of any callback ends it. `between`:
+    called between any two callbacks."""
     loop = VirtualLoop()
+    if between is not None:
+        loop.watch(between)
     try:
         asyncio.set_event_loop(loop)
         task = loop.create_task(main(loop), name="main")
@@ -107,6 +127,7 @@ def _cancel_all(loop: VirtualLoop) -> None:
     for task in tasks:
         task.cancel()
     loop.error = None
+    loop.watch(lambda: None)
     loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 

@@ -50,29 +50,38 @@ class Machines:
         """The whole trace. Those that stay are there from the start."""
         real, loop = self._world.real, asyncio.get_running_loop()
         f, s = real.fleet, real.sim
-        if f.local:
-            lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
-            kit = Kit(
-                name=LOCAL, lease=lease, service=self._world.trainer, slots=s.trainer_slots,
-                heartbeat_s=f.heartbeat_s, quantum_s=self._world.quantum_s,
-            )  # fmt: skip
-            self._start(LOCAL, kit, 0.0)
         for n in range(f.workers):
             lease = Lease(kind=f.kind, device="simulated", price_usd_per_h=f.price_usd_per_h)
             loop.call_later(s.boot_s, self._start, f"w{n + 1}", self._kit(f"w{n + 1}", lease), 0.0)
         for at_s, what, change in schedule(self._world.changes, s.notice_s):
             await _until(at_s)
             if what == "up":
-                self._bring_up(change.node)
+                self.bring_up(change.node)
             elif what == "warned":
                 self._warn(change.node, change.at_s - at_s)
             else:
-                self._take_down(change.node)
+                self.take_down(change.node)
         if math.isfinite(self._world.drawn_s):
             await _until(self._world.drawn_s)
             what = f"the run goes on, and the trace that was drawn for it ends after {self._world.drawn_s:,.0f} s"
             raise WindfallError(what, where="sim", fix="Set sim.seconds, or make run.steps fewer.")
         await asyncio.Event().wait()
+
+    def start_local(self, started_s: float) -> None:
+        """The trainer's process is up, since `started_s`, and with it its own engine, if the recipe has one."""
+        f, s = self._world.real.fleet, self._world.real.sim
+        if f.local:
+            lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
+            kit = Kit(
+                name=LOCAL, lease=lease, service=self._world.trainer, slots=s.trainer_slots,
+                heartbeat_s=f.heartbeat_s, quantum_s=self._world.quantum_s,
+            )  # fmt: skip
+            self._start(LOCAL, kit, started_s)
+
+    def stop_local(self) -> None:
+        local = self.workers.pop(LOCAL, None)
+        if local is not None:
+            local.kill()
 
     def _kit(self, node: str, lease: Lease) -> Kit:
         s = self._world.real.sim
@@ -91,7 +100,7 @@ class Machines:
         total = sum(uniform(f"{self._world.real.run.seed}/{node.partition('.')[0]}/{n}") for n in range(12)) - 6
         return worker.slower(math.exp(spread * total))
 
-    def _bring_up(self, node: str) -> None:
+    def bring_up(self, node: str) -> None:
         now = asyncio.get_running_loop().time()
         life = next(self._lives.setdefault(node, count(1)))
         self._up[node] = stay = Stay(name=f"{node}.{life}", start_s=now)
@@ -114,7 +123,7 @@ class Machines:
         if node in self.workers:
             self.workers[node].warn("spot", left_s)
 
-    def _take_down(self, node: str) -> None:
+    def take_down(self, node: str) -> None:
         self._up.pop(node).end_s = asyncio.get_running_loop().time()
         worker = self.workers.pop(node, None)
         if worker is not None:

@@ -1,46 +1,44 @@
 """One simulated run: the product's controller, rollout, dispatch, seeding and telling in virtual time, with simulated
-workers behind the link and a simulated trainer behind the loop's seam. No policy is written twice.
+workers and a simulated trainer behind their links. No policy is written twice.
 
-    simulate ─┬─ _steps      the loop of controller.py          until the run is finished, or its time is over
-              ├─ watch       of dispatch                        for ever
-              ├─ _tick       of seeding                         for ever
-              ├─ machines    the trace                          for ever
-              └─ _guard      nobody has made a token for long   an error that says who waits
+    simulate ─┬─ _lives      lives of a controller (launch/life.py)     until the run is finished, or its time is over
+              ├─ machines    the trace                                  for ever
+              ├─ _failures   the trainer and the controller, if asked   for ever
+              └─ _guard      nobody has made a token for long           an error that says who waits
 
-It writes the event log of a run, stamped with virtual time; counts in it are in simulated tokens, of which the event
-`start` says how many real ones each stands for.
+A controller that is killed loses all but what lies on disk: its event log, and its journal, which is kept where
+somebody may be killed. Its links end; whoever was at the other end dials again. The event log is stamped with virtual
+time; counts in it are in simulated tokens, of which the event `start` says how many real ones each stands for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
-from contextlib import closing
+import math
+import tempfile
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from windfall import algorithms, prices
-from windfall.controller import Controller
 from windfall.errors import WindfallError
 from windfall.events import Event, EventLog
-from windfall.launch.control import TICK_S, first
-from windfall.launch.telling import Telling
-from windfall.rollout import offload
+from windfall.launch.control import settings
+from windfall.launch.life import Life, first
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.manager import Rollout
-from windfall.rollout.members import Patience
-from windfall.rollout.seeding import Seeding
-from windfall.rollout.work import Offer
+from windfall.rollout.journal import Found, Journal
+from windfall.rollout.manager import Stopped
 from windfall.sim import loop as loops
 from windfall.sim.book import Book
 from windfall.sim.env import SimEnv, SimText
 from windfall.sim.learner import Learner
 from windfall.sim.machines import Machines, Stay
+from windfall.sim.service import uniform
+from windfall.sim.wire import Wire
 from windfall.sim.world import World
 from windfall.text import Text
 from windfall.train.checkpoint import State
-from windfall.types import Lease
 
 STUCK_S = 6 * 3600.0
 """So long without a token or a step is no run any more."""
@@ -48,87 +46,177 @@ LOOK_S = 60.0
 COLLECT = (100_000, 20, 100)
 """Most of what is made here is long tuples and dies without a cycle: looking for cycles often takes an eighth of the
 time."""
+Sink = Callable[[Event], None]
 
 
 class Simulation:
-    """The objects of one run, and what is known of it besides its log."""
+    """What outlives a controller, and the life that one has now."""
 
-    def __init__(self, world: World, events: EventLog) -> None:
-        recipe, f, t = world.recipe, world.recipe.fleet, world.recipe.techniques
-        self.world, self.events = world, events
-        self.dispatch = Dispatch(
-            events=events, patience=Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s),
-            techniques=t,
-        )  # fmt: skip
-        policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
-        self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
-        self.telling = Telling(recipe, self.dispatch, events)
-        s = world.real.sim
+    def __init__(self, world: World, log: Path, sinks: list[Sink], clock: Any, journal: Path | None) -> None:
+        recipe, s = world.recipe, world.real.sim
+        self.world = world
+        self._log, self._sinks, self._clock, self._journal = log, sinks, clock, journal
         self.book = Book(
             world.lengths, granule=world.granule, prompt_tokens=s.prompt_tokens,
             max_tokens=world.real.rollout.max_tokens,
         )  # fmt: skip
-        self.machines = Machines(world, self.book, self.dispatch.attend)
-        self.learner = Learner(world.trainer, self.book, save_s=s.save_s)
-        self.learner.local = self.machines.local
-        env = SimEnv(seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s)
-        text = cast(Text, SimText(max(2, round(s.prompt_tokens / world.granule))))
-        self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
+        self.machines = Machines(world, self.book, self._attend)
+        facts = {"device": "simulated", "granule": world.granule, "seed": recipe.run.seed}
+        self.learner = Learner(
+            world.trainer, self.book, save_s=s.save_s, down_s=s.trainer_down_s,
+            micro_tokens=recipe.train.micro_tokens, facts={**facts, "machine": "simulated trainer"},
+        )  # fmt: skip
+        self.learner.local, self.learner.attend = self.machines.local, self._attend_trainer
+        self.learner.started, self.learner.ended = self.machines.start_local, self.machines.stop_local
+        self.env: Any = SimEnv(seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s)
+        self.down = False
+        """There is no controller just now."""
+        self.lives = 0
+        self.born: Callable[[Life], None] = lambda life: None
+        """Told of every new life of the controller."""
+        self._stopping = False
+        self._killed = asyncio.Event()
+        self._calls: dict[asyncio.Task[Any], Wire] = {}
         self._reached = State(step=0, next_task=0)
+        self.life = self._begin()
+
+    @property
+    def dispatch(self) -> Dispatch:
+        return self.life.dispatch
+
+    @property
+    def events(self) -> EventLog:
+        return self.life.events
 
     @property
     def stays(self) -> list[Stay]:
         return self.machines.stays
 
+    # lives of a controller
+
+    def _begin(self) -> Life:
+        events = EventLog(self._log, self._sinks, clock=self._clock)
+        journal = Journal(self._journal, settings(self.world.recipe)) if self._journal else None
+        self.lives += 1
+        life = Life(self.world.recipe, events, journal, again=self.lives > 1, find=self._find)
+        if self._stopping:
+            life.stop.set()
+        self.born(life)
+        return life
+
+    @staticmethod
+    async def _find(journal: Journal) -> Found:
+        await asyncio.sleep(0.0)  # as long as a thread takes: somebody may be heard meanwhile
+        return journal.find()
+
+    def stop(self) -> None:
+        """Ask the run to stop, and save."""
+        self._stopping = True
+        self.life.stop.set()
+
+    def kill_controller(self) -> None:
+        if not self.down:
+            self._killed.set()
+            self._cut_all()
+
+    def _cut_all(self) -> None:
+        """Nothing that this life does from here on reaches anybody."""
+        self.down = True
+        self.life.events.abandon()
+        if self.life.journal is not None:
+            self.life.journal.abandon()
+        for task, wire in self._calls.items():
+            wire.vanish("the controller is gone")
+            task.cancel()
+        self._calls.clear()
+
     async def run(self) -> None:
-        loop, w = asyncio.get_running_loop(), self.world
-        self.events.instant(
-            "start", step=0, steps=w.recipe.run.steps, device="simulated", granule=w.granule, seed=w.recipe.run.seed
-        )
-        paid = self._pay()
-        await first(self._steps(), self.dispatch.watch(), self._tick(), self.machines.run(), self._guard())
-        if paid is not None:
-            self.dispatch.accounts.gone(loop.time(), paid, heard_s=loop.time())
-        self.events.instant(
-            "end", step=self._reached.step, finished=self._reached.step >= w.recipe.run.steps,
-            real_tokens=self.book.real_tokens, **self.telling.last_bill(loop.time()),
-        )  # fmt: skip
+        self.learner.start()
+        await first(self._lives(), self.machines.run(), self._guard(), self._failures())
 
-    def _pay(self) -> str | None:
-        """A trainer without an engine of its own is no worker, and costs all the same (as launch/control.py has it)."""
-        f = self.world.recipe.fleet
-        if f.local:
-            return None
-        lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
-        accounts = self.dispatch.accounts
-        accounts.join(0.0, "trainer", kind="reserved", usd_per_h=prices.of(lease).or_none, trainer=True)
-        accounts.paused(0.0, "trainer")
-        return "trainer"
-
-    async def _steps(self) -> None:
-        recipe, loop = self.world.recipe, asyncio.get_running_loop()
-        self.dispatch.set_offer(_offer(0))
-        if self.world.real.sim.seconds:
-            loop.call_later(self.world.real.sim.seconds, self.rollout.interrupt)
-        controller = Controller(
-            recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
-            trainer=self.learner, rollout=self.rollout, pace=self.seeding, events=self.events,
-            connect=self._connect, offer=lambda state: self.dispatch.set_offer(_offer(state.step)),
-            saved=lambda state: None, counters=self._counters, micro_tokens=recipe.train.micro_tokens,
-        )  # fmt: skip
-        self._reached = await controller.run()
-
-    async def _connect(self) -> State:
-        return State(step=0, next_task=0)
-
-    def _counters(self) -> dict[str, Any]:
-        now = asyncio.get_running_loop().time()
-        return {**self.telling.counters(self.seeding.last, now), "real_tokens": self.book.real_tokens}
-
-    async def _tick(self) -> None:
+    async def _lives(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            self.seeding.tick()
+            living = asyncio.create_task(self._live(self.life))
+            killed = asyncio.create_task(self._killed.wait())
+            try:
+                await asyncio.wait([living, killed], return_when=asyncio.FIRST_COMPLETED)
+                if living.done() and not self.down:
+                    living.result()
+                    return
+            finally:
+                living.cancel()
+                killed.cancel()
+                await asyncio.gather(living, killed, return_exceptions=True)
+            await asyncio.sleep(self.world.real.sim.controller_down_s)
+            self._killed.clear()
+            self.life, self.down = self._begin(), False
+
+    async def _live(self, life: Life) -> None:
+        await first(self._steps(life), life.dispatch.watch(), life.tick())
+        if life.journal is not None:
+            life.journal.close()
+        life.events.instant(
+            "end", step=self._reached.step, finished=self._reached.step >= self.world.recipe.run.steps,
+            real_tokens=self.book.real_tokens, **life.telling.last_bill(asyncio.get_running_loop().time()),
+        )  # fmt: skip
+        life.events.close()
+
+    async def _steps(self, life: Life) -> None:
+        s = self.world.real.sim
+        if s.seconds:
+            loop = asyncio.get_running_loop()
+            loop.call_later(max(0.0, s.seconds - loop.time()), self.stop)
+        text = SimText(max(2, round(s.prompt_tokens / self.world.granule)))
+
+        def counters() -> dict[str, Any]:
+            return {**life.counters(), "real_tokens": self.book.real_tokens}
+
+        try:
+            self._reached = await life.steps(self.env, lambda: cast(Text, text), counters)
+        except Stopped:  # before there was anything to save
+            self._reached = life.state
+
+    # who dials in
+
+    async def _attend(self, link: Any, hello: Any) -> None:
+        await self._answer(link, self.life.attend(link, hello))
+
+    async def _attend_trainer(self, link: Any, hello: Any) -> None:
+        await self._answer(link, self.life.attend_trainer(link, hello))
+
+    async def _answer(self, link: Wire, attend: Coroutine[Any, Any, None]) -> None:
+        if self.down:
+            attend.close()
+            link.vanish("nobody listens")
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls[task] = link
+        try:
+            await attend
+        finally:
+            self._calls.pop(task, None)
+
+    # what goes wrong by itself
+
+    async def _failures(self) -> None:
+        s = self.world.real.sim
+        await first(
+            self._failing("trainer", s.trainer_mean_up_s, s.trainer_down_s, self.learner.kill),
+            self._failing("controller", s.controller_mean_up_s, s.controller_down_s, self.kill_controller),
+        )
+
+    async def _failing(self, who: str, mean_up_s: float, down_s: float, kill: Callable[[], None]) -> None:
+        """Each time it has been up for an exponential time."""
+        n = 0
+        if not mean_up_s:
+            await asyncio.Event().wait()
+        while True:
+            n += 1
+            drawn = uniform(f"{self.world.real.run.seed}/{who}/{n}")
+            await asyncio.sleep(-math.log(1.0 - drawn) * mean_up_s)
+            kill()
+            await asyncio.sleep(down_s)
 
     async def _guard(self) -> None:
         """Timers go on for ever, so a run that is stuck is no deadlock of the loop."""
@@ -143,20 +231,21 @@ class Simulation:
             await asyncio.sleep(LOOK_S)
 
 
-def _offer(version: int) -> Offer:
-    return Offer(version=version, digest=f"v{version}", url="")
-
-
 def simulate(
-    world: World, log: Path, *, sink: Callable[[Event], None] | None = None,
-    disturb: Callable[[Simulation], None] | None = None,
+    world: World, log: Path, *, sink: Sink | None = None, disturb: Callable[[Simulation], None] | None = None,
+    journal: bool = False, between: Callable[[], None] | None = None,
 ) -> Simulation:  # fmt: skip
-    """The whole run; its log is written to `log`, and every event goes to `sink`. `disturb`: called at the start."""
+    """The whole run; its log is written to `log`, and every event goes to `sink`. `disturb`: called at the start.
+    `journal`: keep one, also where the recipe has nobody fail. `between`: called between any two callbacks."""
+    s = world.real.sim
 
     async def main(loop: loops.VirtualLoop) -> Simulation:
         log.unlink(missing_ok=True)
-        with closing(EventLog(log, [sink] if sink else None, clock=loops.clock(loop))) as events:
-            simulation = Simulation(world, events)
+        with ExitStack() as after:
+            fails = journal or s.trainer_mean_up_s or s.controller_mean_up_s
+            folder = Path(after.enter_context(tempfile.TemporaryDirectory())) if fails else None
+            simulation = Simulation(world, log, [sink] if sink else [], loops.clock(loop), folder)
+            after.callback(lambda: simulation.events.close())
             if disturb is not None:
                 disturb(simulation)
             await simulation.run()
@@ -165,6 +254,6 @@ def simulate(
     before = gc.get_threshold()
     gc.set_threshold(*COLLECT)
     try:
-        return loops.run(main)
+        return loops.run(main, between)
     finally:
         gc.set_threshold(*before)

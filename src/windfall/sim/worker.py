@@ -153,6 +153,8 @@ class SimWorker:
             self.kit.network.stop(self._pull)
         self._pull, self._paused = None, False
         self._orders = [o for o in self._orders if isinstance(o, _Hold)]
+        if self._orders:  # its engine has nothing to do any more: there is room at once
+            self._loop.call_soon(self._obey)
         if wire is not None:
             wire.cut(why)
 

@@ -89,6 +89,9 @@ class Giving:
         self._ended_tokens += tokens
 
     def done_with(self, groups: Iterable[str]) -> None:
-        """Nobody needs the pages of these any more."""
-        for group in groups:
+        """Nobody needs the pages of these any more, nor moves their responses."""
+        over = set(groups)
+        for group in over:
             self._holds.pop(group, None)
+        # One that was asked back may have ended where it was.
+        self._meant = {id: worker for id, worker in self._meant.items() if id.rpartition("/")[0] not in over}

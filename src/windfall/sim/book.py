@@ -27,7 +27,7 @@ class Drawn(Protocol):
 class Book:
     def __init__(self, lengths: Drawn, *, granule: int, prompt_tokens: int, max_tokens: int) -> None:
         """`prompt_tokens`, `max_tokens`: real ones."""
-        self.granule = granule
+        self.granule, self.marks = granule, False
         self._lengths, self._prompt, self._most = lengths, prompt_tokens, max_tokens
         self._made: dict[int, int] = {}
         self._length: dict[int, int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,6 +17,7 @@ from windfall.fleet.formats import Change
 from windfall.sim.book import Book
 from windfall.sim.network import Network
 from windfall.sim.service import Service, uniform
+from windfall.sim.wire import Wire
 from windfall.sim.worker import Attend, Kit, SimWorker
 from windfall.sim.world import World
 from windfall.types import LOCAL, Lease
@@ -40,6 +41,7 @@ class Machines:
         """Those that are there, by their machine."""
         self.stays: list[Stay] = []
         """Of machines of the trace."""
+        self.wire: Callable[..., Wire] = Wire
         self._lives: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}
 
@@ -74,7 +76,7 @@ class Machines:
             lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
             kit = Kit(
                 name=LOCAL, lease=lease, service=self._world.trainer, slots=s.trainer_slots,
-                heartbeat_s=f.heartbeat_s, quantum_s=self._world.quantum_s,
+                heartbeat_s=f.heartbeat_s, quantum_s=self._world.quantum_s, wire=self.wire,
             )  # fmt: skip
             self._start(LOCAL, kit, started_s)
 
@@ -89,7 +91,7 @@ class Machines:
             name=node, lease=lease, service=self._service(node), slots=s.worker_slots, network=self._network,
             weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._world.real.fleet.heartbeat_s, latency_s=s.latency_s,
-            quantum_s=self._world.quantum_s,
+            quantum_s=self._world.quantum_s, wire=self.wire,
         )  # fmt: skip
 
     def _service(self, node: str) -> Service:
@@ -99,6 +101,9 @@ class Machines:
             return worker
         total = sum(uniform(f"{self._world.real.run.seed}/{node.partition('.')[0]}/{n}") for n in range(12)) - 6
         return worker.slower(math.exp(spread * total))
+
+    def up(self, node: str) -> bool:
+        return node in self._up
 
     def bring_up(self, node: str) -> None:
         now = asyncio.get_running_loop().time()

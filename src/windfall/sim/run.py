@@ -159,7 +159,7 @@ class Simulation:
             "end", step=self._reached.step, finished=self._reached.step >= self.world.recipe.run.steps,
             real_tokens=self.book.real_tokens, **life.telling.last_bill(asyncio.get_running_loop().time()),
         )  # fmt: skip
-        life.events.close()
+        life.events.abandon()  # what follows is taking down, and nobody's
 
     async def _steps(self, life: Life) -> None:
         s = self.world.real.sim
@@ -194,6 +194,9 @@ class Simulation:
         self._calls[task] = link
         try:
             await attend
+        except Exception as e:  # fault boundary: a link's task is awaited by nobody, and this must end the simulation
+            said = {"message": f"the controller failed {link.peer}", "exception": e}
+            asyncio.get_running_loop().call_exception_handler(said)
         finally:
             self._calls.pop(task, None)
 

@@ -52,6 +52,8 @@ class Kit:
     quantum_s: float = 0.0
     """It tells what it made at multiples of this only; the steps themselves are exact. 0: whenever somebody ends."""
     latency_s: float = 0.0
+    wire: Callable[..., Wire] = Wire
+    """Makes its links."""
 
 
 class _Swap:
@@ -73,7 +75,7 @@ class SimWorker:
         """`started_s`: since when its machine is paid for."""
         self.kit, self._book, self._attend, self._started_s = kit, book, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self._decode = Decode(kit.service, book.granule)
+        self._decode = Decode(kit.service, book.granule, marks=book.marks)
         self._held: tuple[int, str] = (-1, "")
         self._wire: Wire | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -87,13 +89,18 @@ class SimWorker:
         self._made = self._stepped = 0
         self._attending: asyncio.Task[None] | None = None
 
+    @property
+    def wire(self) -> Wire | None:
+        """The link that it has."""
+        return self._wire
+
     # its life
 
     def dial(self) -> None:
         if self.over or self.frozen or self._wire is not None:
             return
         now = self._loop.time()
-        self._wire = Wire(self.kit.name, self._hear, self._sent_away, self.kit.latency_s)
+        self._wire = self.kit.wire(self.kit.name, self._hear, self._sent_away, self.kit.latency_s)
         version, digest = self._held
         hello = m.Hello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.kit.name, lease=self.kit.lease, version=version,
@@ -130,7 +137,8 @@ class SimWorker:
                 self._hear(message)
             if self._wire is None:
                 self.dial()
-            self._obey()
+            if self._timer is None:  # else what it has just heard waits for the end of the step under way
+                self._obey()
 
     def warn(self, source: str, left_s: float) -> None:
         self._say(m.Notice(source=source, left_s=left_s))
@@ -151,7 +159,7 @@ class SimWorker:
         self._forget()
         if self.kit.network is not None:
             self.kit.network.stop(self._pull)
-        self._pull, self._paused = None, False
+        self._pull, self._paused, self._unheard = None, False, []
         self._orders = [o for o in self._orders if isinstance(o, _Hold)]
         if self._orders:  # its engine has nothing to do any more: there is room at once
             self._loop.call_soon(self._obey)

@@ -109,7 +109,7 @@ class Life:
             found = await self._find(self.journal)  # seconds for a long one; workers must be heard meanwhile
             if self.trainer.hello is not hello:
                 raise TrainerLost("it went away, or another has taken its place")
-            self.rollout.past = self.journal.begin(hello.step, found)
+            self.rollout.remember(self.journal.begin(hello.step, found), hello.next_task)
         self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
         self.connected(hello)
         self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))

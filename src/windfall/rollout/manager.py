@@ -63,6 +63,10 @@ class Rollout:
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._stopped = False
 
+    def remember(self, past: Past, next_task: int) -> None:
+        """What the journal knows, less the tasks of steps that are trained: nobody will ask for those."""
+        self.past = {id: said for id, said in past.items() if ":" in id or int(id.partition("/")[0]) >= next_task}
+
     def interrupt(self, error: BaseException | None = None) -> None:
         """Whoever waits for groups gets this error at once; none: Stopped, and so does everyone after."""
         self._stopped |= error is None
@@ -72,7 +76,7 @@ class Rollout:
         self, tasks: Sequence[int], *, size: int, sampling: Sampling, in_order: bool = False, scope: str = ""
     ) -> AsyncGenerator[Group]:
         """The groups of these task numbers as they complete; `in_order`: in the order of `tasks`. `scope` begins the
-        ids, where the same task is rolled out more than once in a run."""
+        ids and ends with a colon, where the same task is rolled out more than once in a run."""
         if self._stopped:
             raise Stopped
         opened: dict[int, _Open] = {}

@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from windfall.events import Event
 from windfall.fleet.formats import Change
 from windfall.link import messages as m
 from windfall.sim.faults import Fault
+from windfall.sim.loop import VirtualLoop
 from windfall.sim.run import Simulation
 from windfall.sim.service import uniform
 from windfall.sim.wire import Wire
@@ -129,9 +130,9 @@ class Chaos:
         self.simulation, self.done = simulation, Counter[str]()
         self.sent: Any = lambda wire, message: None
         """Told of everything that the controller sends to a worker, before it is sent."""
-        self._faults, self._left = faults, count
+        self._faults, self._left, self._stood_s = faults, count, 0.0
         self._troubles: dict[str, Troubles] = {}
-        self._machines, self._loop = simulation.machines, asyncio.get_running_loop()
+        self._machines, self._loop = simulation.machines, cast(VirtualLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, simulation.world.recipe.run.seed)
         simulation.book.marks = True
         self._machines.wire = partial(FaultyWire, self)
@@ -150,7 +151,7 @@ class Chaos:
     def _next(self) -> None:
         if self._left:
             fault = next(self._faults)
-            self._loop.call_at(max(fault.at_s, self._loop.time()), self._strike, fault)
+            self._loop.call_at(max(fault.at_s + self._stood_s, self._loop.time()), self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         self._left -= 1
@@ -170,6 +171,10 @@ class Chaos:
                 return True
             case "trainer_cut":
                 self.simulation.learner.cut("the network failed")
+                return True
+            case "stall":
+                self._loop.leap(fault.s)
+                self._stood_s += fault.s
                 return True
             case "reward":
                 self.env.failing += fault.n

@@ -19,10 +19,11 @@ from typing import Any
 from windfall import config
 from windfall.config import Recipe
 from windfall.events import Event
-from windfall.sim import run, world
+from windfall.sim import rules_bill, run, world
 from windfall.sim.chaos import Chaos, all_up
 from windfall.sim.faults import Fault, draw
-from windfall.sim.rules import Broken, Rules, compare
+from windfall.sim.rules import Rules, compare
+from windfall.sim.rules_broken import Broken
 from windfall.sim.service import uniform
 
 LAST = 12
@@ -95,17 +96,20 @@ def trial(seed: int, *, faults: int, folder: Path) -> Outcome:
 
 def _compared(made: Recipe, hit: _Run, log: Path) -> Broken | None:
     """With the same run, left alone."""
-    steps = max(hit.rules.told, default=0)
+    steps = max(hit.rules.batches, default=0)
     if not steps:
         return Broken("progress", "it made no step at all")
     calm = _Run(made.model_copy(update={"run": made.run.model_copy(update={"steps": steps})}), iter(()), 0, log)
     try:
         if broken := calm.go():
             return broken
+        for ran in (calm, hit):
+            ran.bill()
         for step in range(1, steps + 1):
             compare(step, calm.rules.batches[step], hit.rules.batches[step])
-            for name in SAID:
-                a, b = calm.rules.told[step][name], hit.rules.told[step][name]
+            said = hit.rules.told.get(step)
+            for name in SAID if said else ():  # else the controller was killed before it heard that the step is done
+                a, b = calm.rules.told[step][name], said[name]
                 if a != b and not (isinstance(a, float) and abs(a - b) < 1e-9):
                     raise Broken("batch", f"step {step}: {name} is {b}, and {a} if left alone")
     except Broken as e:
@@ -125,15 +129,17 @@ class _Run:
     def go(self) -> Broken | None:
         w = replace(world.build(self._made), changes=all_up(self._made.trace.nodes), drawn_s=float("inf"))
         try:
-            run.simulate(
-                w, self._log, sink=self._heard, disturb=self._begin, journal=True, between=self._look
-            )
+            run.simulate(w, self._log, sink=self._heard, disturb=self._begin, journal=True, between=self._look)
         except Broken as e:
             return e
         except Exception as e:  # fault boundary: whatever the product raises, the seed that made it do so is told
             where = "\n".join(traceback.format_tb(e.__traceback__)[-6:])
             return Broken("no error", f"{type(e).__name__}: {e}\n{where}")
         return None
+
+    def bill(self) -> None:
+        rules, stays = self.rules, self.simulation.stays
+        rules_bill.check(self._log, births=rules.births, trainers=rules.started, stays=stays)
 
     def _begin(self, simulation: run.Simulation) -> None:
         self.simulation, self.chaos = simulation, Chaos(simulation, self._faults, self._count)

@@ -23,6 +23,8 @@ from windfall.errors import WindfallError
 from windfall.events import Clock
 
 T = TypeVar("T")
+ROUNDS = 4
+"""Tasks that are cancelled may begin others."""
 EPOCH_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 """What a wall clock shows when virtual time begins."""
 
@@ -66,6 +68,10 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     def time(self) -> float:
         return self._now_s
+
+    def leap(self, seconds: float) -> None:
+        """Nothing happens for so long, and then everything that was due."""
+        self._now_s += seconds
 
     def watch(self, between: Callable[[], None]) -> None:
         """Call this between any two callbacks. What it raises ends the run."""
@@ -123,12 +129,15 @@ def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]], between: Callable
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
-    tasks = sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name())
-    for task in tasks:
-        task.cancel()
-    loop.error = None
     loop.watch(lambda: None)
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.set_exception_handler(lambda _, said: None)  # the first error has been told; others are of the taking down
+    for _ in range(ROUNDS):
+        tasks = sorted(asyncio.all_tasks(loop), key=lambda t: t.get_name())
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 def waiting(loop: asyncio.AbstractEventLoop) -> str:

@@ -1,12 +1,13 @@
 """The rules that always hold, checked between any two callbacks of a simulated run. `Broken` says which does not.
 
 - tokens: every position of a response is accepted once, in order, and is the token that stands there;
-- again: nothing that was accepted is made again, but what a killed controller accepted in the very moment it was killed;
+- again: nothing that was accepted is made again, but what a controller accepted in the very moment it was killed in;
 - version: all tokens of a step are of one version, and work is given only to who has said, on that link, that it holds
   this version with this digest;
 - holder: what runs is held by one worker, who is there and ready (or pausing, or leaving);
 - batch: a step that is trained again, because a checkpoint was older, is trained on the same; no response is in it
   twice, and none whose reward is missing;
+- bill: every second of every worker is in one bill (sim/rules_bill.py says which are in none, and why);
 - level: when a step is over, nothing of it is left in the controller;
 - progress: somebody makes a token, or a step, within a stated time.
 
@@ -34,6 +35,7 @@ from windfall.sim import loop as loops
 from windfall.sim.book import FIRST_TAG, TAGS
 from windfall.sim.chaos import Chaos, FaultyWire
 from windfall.sim.decode import STOP, marked
+from windfall.sim.rules_broken import Broken
 
 PROGRESS_S = 600.0
 MEMBERS_EVERY = 64
@@ -44,12 +46,6 @@ Batch = dict[int, str]
 """By a response's tag: a fingerprint of its tokens and its advantage."""
 
 
-class Broken(AssertionError):
-    def __init__(self, rule: str, what: str) -> None:
-        super().__init__(f"{rule}: {what}")
-        self.rule = rule
-
-
 class Rules:
     def __init__(self, chaos: Chaos) -> None:
         self._chaos, self._simulation = chaos, chaos.simulation
@@ -58,6 +54,10 @@ class Rules:
         self.batches: dict[int, Batch] = {}
         self.told: dict[int, Event] = {}
         """What the log said of every step, the last time."""
+        self.births: list[float] = []
+        """When every life of the controller began."""
+        self.started: list[float] = []
+        """And every process of the trainer."""
         self._life: Life | None = None
         self._mark: Any = None
         self._seen: dict[str, tuple[Entry, int, int]] = {}
@@ -70,7 +70,9 @@ class Rules:
         self._moved: Any = None
         self._error: Broken | None = None
         chaos.sent = self._kept(self._sent)
-        chaos.simulation.learner.trained = self._kept(self._trained)
+        learner, started = chaos.simulation.learner, chaos.simulation.learner.started
+        learner.started = lambda began_s: (self.started.append(began_s), started(began_s))[1]
+        learner.trained = self._kept(self._trained)
         self.heard = self._kept(self._heard)
         """To be told of every event of the log."""
 
@@ -110,6 +112,7 @@ class Rules:
         self._accepted.update(self._before)
         self._before.clear()
         self._life, self._seen, self._mark = life, {}, None
+        self.births.append(self._loop.time())
 
     # tokens, again, version, holder
 
@@ -201,7 +204,7 @@ class Rules:
         dispatch, rollout = self._simulation.life.dispatch, self._simulation.life.rollout
         here = {w.id for w in dispatch.members.here()}
         assert rollout is not None
-        if left := left_over(dispatch, rollout, here):
+        if left := left_over(dispatch, rollout, here, self._simulation.learner.weights.state.next_task):
             raise Broken("level", f"after step {event['step']} there are left: {left}")
         if event["lost_tokens"]:
             raise Broken("tokens", f"{event['lost_tokens']} lost in step {event['step']}")
@@ -210,15 +213,20 @@ class Rules:
             raise Broken("level", f"{tasks} tasks after step {event['step']}:\n{loops.waiting(self._loop)}")
 
 
-def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str]) -> dict[str, int]:
+def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int) -> dict[str, int]:
     """What the controller still holds, though no response is open: by name, how many."""
     d, g = dispatch, dispatch.giving
+    trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.past)
+    outbox = d._outbox
+    of_nobody = {
+        "handles asked back": set(d._releasing.values()), "timers": d._timers, "queues": outbox._queues,
+        "links": outbox._links, "work": d.ledger._by_worker,
+    }  # fmt: skip
     found = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
         "groups with pages": len(g._holds), "responses meant for somebody": len(g._meant),
-        "handles asked back of nobody": len(set(d._releasing.values()) - here), "timers of nobody": len(d._timers.keys() - here),
-        "outboxes of nobody": len(d._outbox._queues.keys() - here), "links of nobody": len(d._outbox._links.keys() - here),
-        "work of nobody": len(d.ledger._by_worker.keys() - here),
+        "responses of trained steps": trained,
+        **{f"{name} of nobody": len(set(workers) - here) for name, workers in of_nobody.items()},
     }  # fmt: skip
     return {name: n for name, n in found.items() if n}
 

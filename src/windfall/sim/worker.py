@@ -220,6 +220,9 @@ class SimWorker:
                 self._obey()
         elif len(self._orders) == 1:  # else the end of the step under way is waited for already
             self._catch_up()
+            if not len(self._decode):  # that was the last step
+                self._obey()
+                return
             self._timer = self._loop.call_at(self._began_s + self._decode.seconds(1), self._tick)
 
     def _obey(self) -> None:

@@ -1,0 +1,9 @@
+"""A rule that does not hold."""
+
+from __future__ import annotations
+
+
+class Broken(AssertionError):
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(f"{rule}: {what}")
+        self.rule = rule

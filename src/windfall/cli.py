@@ -123,7 +123,7 @@ def top(
 def sim(
     what: Annotated[
         list[str],
-        typer.Argument(metavar="RECIPE.toml | calibrate FILE...", help="What to simulate; or measurements to fit."),
+        typer.Argument(metavar="RECIPE.toml | calibrate FILE... | chaos", help="What to simulate; or measurements."),
     ],
     seeds: Annotated[int, typer.Option(min=1, help="Simulate so many, from run.seed on: other tasks and traces.")] = 1,
     compare: Annotated[str, typer.Option(help="Variants, with commas between them, or all.")] = "windfall",
@@ -131,12 +131,19 @@ def sim(
     set: Overrides = None,
     gpu: Annotated[str, typer.Option(help="Of calibrate: the GPU that was measured, such as H100.")] = "",
     to: Annotated[str, typer.Option(help="Of calibrate: scale to this GPU by published figures.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of chaos: the first seed.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, help="Of chaos: how many hit each run.")] = 500,
 ) -> None:
     """What a run would cost and yield, in virtual time: the real controller and policies with simulated machines."""
     if what[0] == "calibrate":
         from windfall.sim import calibrate
 
         calibrate.main([Path(w) for w in what[1:]], gpu=gpu, to=to)
+        return
+    if what[0] == "chaos":
+        from windfall.sim import chaos_command
+
+        chaos_command.main(seeds=seeds, seed=seed, faults=faults, out=out)
         return
     from windfall.sim import command
 

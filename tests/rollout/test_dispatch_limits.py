@@ -132,6 +132,28 @@ def test_a_response_that_costs_worker_after_worker_ends_the_run(tmp_path: Path, 
     play(tmp_path, part)
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_one_worker_with_a_bad_link_does_not_end_the_run(tmp_path: Path, others: bool) -> None:
+    """It dials again and again, and is lost each time with what it was given. Nobody else is there: then it may be the
+    response after all, at some point."""
+
+    async def part(world: World) -> None:
+        world.open("7/3")
+        world.dispatch.set_offer(OFFER)
+        most = ledgers.SEVERAL * ledgers.FRUITLESS
+        for n in range(most):
+            assert world.rejected == []
+            link = await world.ready("b" if others and n == 20 else "a")
+            await take(link, m.Assign)
+            await link.close("the network failed")
+            while world.dispatch.ledger.entries["7/3"].place == "running":
+                await asyncio.sleep(0)
+        assert [id for id, _ in world.rejected] == ["7/3"]
+        assert f"{most} workers in a row" in world.rejected[0][1]
+
+    play(tmp_path, part)
+
+
 def test_one_token_in_between_and_nobody_is_to_blame(tmp_path: Path) -> None:
     async def part(world: World) -> None:
         world.open("7/3")

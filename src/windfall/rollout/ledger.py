@@ -27,7 +27,9 @@ from windfall.types import Finish
 
 Place = Literal["queued", "running", "turn"]
 FRUITLESS = 12
-"""So many workers lost in a row without one token of a response are no coincidence."""
+"""So many workers lost in a row without one token of a response are no coincidence,"""
+SEVERAL = 3
+"""if they were so many different ones: a single one may just have a bad link, and dial again and again."""
 REMEMBERED = 1 << 16
 """Handles that are over: enough to say why a late frame is late; an older one is just late."""
 
@@ -49,7 +51,9 @@ class Entry:
     moved: bool = False
     """Since its last assignment: what was computed of it is computed again."""
     fruitless: int = 0
-    """Workers in a row that were lost with it and had made no token of it."""
+    """Workers in a row that were lost with it and had made no token of it,"""
+    blamed: frozenset[str] = frozenset()
+    """and their names: one that comes back has another id, and the same name."""
 
 
 @dataclass(slots=True)
@@ -298,7 +302,10 @@ class Ledger:
         """The worker is gone: what it held is queued again, with every token it has."""
         entries = list(self._by_worker.get(worker, {}).values())
         for entry in reversed(entries):
-            entry.fruitless = entry.fruitless + 1 if len(entry.episode.tokens) == entry.marked else 0
+            if len(entry.episode.tokens) == entry.marked:
+                entry.fruitless, entry.blamed = entry.fruitless + 1, entry.blamed | {worker.partition("#")[0]}
+            else:
+                entry.fruitless, entry.blamed = 0, frozenset()
             self._back(entry)
             if not self._migrate:
                 self._discard(entry)
@@ -319,8 +326,10 @@ class Ledger:
         entry.marked = len(episode.tokens)
 
     def poison(self) -> Entry | None:
-        """A response that every worker it is given to is lost with, before a single token."""
-        return next((e for e in self.entries.values() if e.fruitless >= FRUITLESS), None)
+        """A response that every worker it is given to is lost with, before a single token. Where there are not
+        several workers, one has to be lost far more often."""
+        most = {True: FRUITLESS, False: SEVERAL * FRUITLESS}
+        return next((e for e in self.entries.values() if e.fruitless >= most[len(e.blamed) >= SEVERAL]), None)
 
     def recall(self, id: str) -> int:
         """Take a running response back to give it to another. Returns the handle that is over."""

@@ -29,6 +29,8 @@ from windfall.types import LOCAL, Feedback, Task, Turn
 
 LOOK_S = 4.0
 """Machines whose worker has left are replaced so often."""
+FOR_EVER_S = 8.0
+"""A worker that stands still for so long never goes on; its machine is replaced."""
 MISSING = 0.03
 """The share of responses that never get a reward."""
 SLOWER = 20.0
@@ -55,9 +57,8 @@ class FaultyWire(Wire):
     async def send(self, message: object) -> None:
         self._chaos.sent(self, message)
         self._wear()
-        if isinstance(message, m.Load) and self._troubles.refuse:
-            self._troubles.refuse -= 1
-            self.say(m.LoadFailed(version=message.version, why="a chunk's checksum is wrong"))
+        if isinstance(message, m.Load) and (why := self._unreadable(message)):
+            self.say(m.LoadFailed(version=message.version, why=why))
             return
         await super().send(message)
 
@@ -88,6 +89,13 @@ class FaultyWire(Wire):
         if t.double:
             t.double -= 1
             super().say(message)
+
+    def _unreadable(self, load: m.Load) -> str:
+        """Why these weights cannot be had, if they cannot."""
+        if self._troubles.refuse:
+            self._troubles.refuse -= 1
+            return "a chunk's checksum is wrong"
+        return "" if load.digest in self._chaos.simulation.learner.published else "nobody has this version"
 
     def _wear(self) -> None:
         t = self._troubles
@@ -131,6 +139,8 @@ class Chaos:
         self.sent: Any = lambda wire, message: None
         """Told of everything that the controller sends to a worker, before it is sent."""
         self._faults, self._left, self._stood_s = faults, count, 0.0
+        self.stood_at_s = 0.0
+        """The end of the last stall."""
         self._troubles: dict[str, Troubles] = {}
         self._machines, self._loop = simulation.machines, cast(VirtualLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, simulation.world.recipe.run.seed)
@@ -175,6 +185,7 @@ class Chaos:
             case "stall":
                 self._loop.leap(fault.s)
                 self._stood_s += fault.s
+                self.stood_at_s = self._loop.time()
                 return True
             case "reward":
                 self.env.failing += fault.n
@@ -200,7 +211,7 @@ class Chaos:
                 worker.warn("spot", fault.s)
             case "freeze":
                 worker.freeze()
-                later(fault.s, worker.thaw)
+                later(fault.s, worker.thaw if fault.s < FOR_EVER_S else partial(self._take_down, node, worker))
             case "slow":
                 before = worker.kit
                 worker.kit = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOWER)

@@ -43,7 +43,6 @@ class Outcome:
     controllers: int
     trainers: int
     virtual_s: float
-    repeated: int = 0
     broken: Broken | None = None
     last: tuple[str, ...] = ()
     """The last events before it broke."""

@@ -41,12 +41,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 WEIGHTS: dict[Kind, float] = {"trainer_cut": 0.4, "trainer": 0.4, "controller": 0.4, "cut": 2.0, "kill": 2.0}
 """Of the others: 1."""
 LONG_S: dict[Kind, float] = {
-    "kill": 0.5, "notice": 3.0, "false_notice": 3.0, "freeze": 1.2, "delay": 0.2, "flap": 0.05, "slow": 2.0,
+    "kill": 0.5, "notice": 3.0, "false_notice": 3.0, "freeze": 2.0, "delay": 0.2, "flap": 0.05, "slow": 2.0,
     "stall": 1.0,
 }  # fmt: skip
 """How long each is, at the middle; from a tenth of that to ten times as long."""
-BURST = 0.95
-"""The share of faults that come right after the one before."""
+BURSTS = (0.95, 0.98, 0.99)
+"""The share of faults that come right after the one before: one of these, by the seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +68,12 @@ def draw(seed: int, *, gap_s: float = 1.5) -> Iterator[Fault]:
     (True, False, True)
     """
     weights = [WEIGHTS.get(kind, 1.0) for kind in KINDS]
+    burst = BURSTS[int(uniform(f"{seed}/burst") * len(BURSTS))]
     at_s, number = gap_s, 0
     while True:
         number += 1
         a, b, c, d, e, f = (uniform(f"{seed}/fault/{number}/{x}") for x in "abcdef")
-        at_s += -math.log(1 - b) * (gap_s if a > BURST else 0.02)
+        at_s += -math.log(1 - b) * (gap_s if a > burst else 0.02)
         kind = KINDS[_pick(c, weights)]
         yield Fault(at_s=at_s, kind=kind, who=d, s=LONG_S.get(kind, 0.0) * 10 ** (2 * e - 1), n=1 + int(12 * f * f))
 

@@ -59,6 +59,8 @@ class Learner:
         self.trained_tokens = self.lives = 0
         """Real tokens; processes so far."""
         self.saved = self.weights = Weights(state=State(step=0, next_task=0), digest="v0")
+        self.published: set[str] = set()
+        """Digests that can be pulled: those of this process."""
         self._began_s = 0.0
         self._wire: Wire | None = None
         self._process: asyncio.Task[None] | None = None
@@ -72,7 +74,7 @@ class Learner:
     def start(self, began_s: float = 0.0) -> None:
         """It is up: with the weights of the last checkpoint."""
         self.lives += 1
-        self.weights, self._began_s = self.saved, began_s
+        self.weights, self._began_s, self.published = self.saved, began_s, {self.saved.digest}
         self._drop()
         self.started(began_s)
         self._process = asyncio.get_running_loop().create_task(self._run(), name="trainer")
@@ -86,6 +88,7 @@ class Learner:
     def _die(self, why: str) -> None:
         loop = asyncio.get_running_loop()
         self._process = None
+        self.published = set()
         self.cut(why)
         self.ended()
         loop.call_later(self._down_s, self.start, loop.time())
@@ -164,6 +167,7 @@ class Learner:
         if order.step is not None and order.next_task is not None:
             digest = f"v{order.step}" if self.lives < 2 else f"v{order.step} of process {self.lives}"
             self.weights = Weights(state=State(step=order.step, next_task=order.next_task), digest=digest)
+            self.published.add(digest)
             self.trained(order.step, self._samples)
             self._drop()
         w = self.weights

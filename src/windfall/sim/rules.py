@@ -4,7 +4,8 @@
 - again: nothing that was accepted is made again, but what a controller accepted in the very moment it was killed in;
 - version: all tokens of a step are of one version, and work is given only to who has said, on that link, that it holds
   this version with this digest;
-- holder: what runs is held by one worker, who is there and ready (or pausing, or leaving);
+- holder: what runs is held by one worker, who is there and ready (or pausing, or leaving), and nobody who is silent for
+  longer than the recipe's patience is there;
 - batch: a step that is trained again, because a checkpoint was older, is trained on the same; no response is in it
   twice, and none whose reward is missing;
 - bill: every second of every worker is in one bill (sim/rules_bill.py says which are in none, and why);
@@ -38,6 +39,8 @@ from windfall.sim.decode import STOP, marked
 from windfall.sim.rules_broken import Broken
 
 PROGRESS_S = 600.0
+LATE_S = 1.0
+"""A silent worker is found so long after its time at the latest."""
 MEMBERS_EVERY = 64
 TASKS = 40
 """Of asyncio, besides four for every worker."""
@@ -169,6 +172,9 @@ class Rules:
             members.check()
         except AssertionError as e:
             raise Broken("holder", str(e)) from e
+        since_s = self._loop.time() - members.patience.gone_s - LATE_S
+        if silent := [w.id for w in members.here() if max(w.seen_s, self._chaos.stood_at_s) < since_s]:
+            raise Broken("holder", f"{silent} said nothing since {since_s:.1f} s")
         here, paid = {w.id for w in members.here()}, {w for w in accounts._here if not w.startswith("trainer ")}
         if here != paid:
             raise Broken("bill", f"here: {sorted(here)}; paid for: {sorted(paid)}")

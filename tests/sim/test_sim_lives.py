@@ -1,0 +1,112 @@
+"""A simulated trainer and controller that are lost and come back, one at a time; all at once is chaos."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.config import Recipe
+from windfall.errors import WindfallError
+from windfall.events import EventLog, read
+from windfall.rollout.journal import Journal
+from windfall.sim.run import Simulation
+
+Simulated = Callable[..., Any]
+FAILING = {"trainer_mean_up_s": 4.0, "trainer_down_s": 1.0, "controller_mean_up_s": 4.0, "controller_down_s": 1.0}
+
+
+def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
+
+
+@pytest.mark.parametrize("who", ["trainer", "controller", ""])
+def test_who_is_lost_comes_back_and_nothing_is_made_twice(simulated: Simulated, who: str) -> None:
+    """By the recipe. '': both."""
+    keys = {name: s for name, s in FAILING.items() if name.startswith(who)}
+    done, log = simulated(run={"steps": 5}, checkpoint={"every": 2}, sim=keys)
+    calm, alone = simulated(run={"steps": 5}, checkpoint={"every": 2})
+    assert [e["step"] for e in steps_of(log)] == list(range(1, 6))
+    for name in ("made", "reward", "responses"):
+        assert [e[name] for e in steps_of(log)] == [e[name] for e in steps_of(alone)]
+    assert done.book.real_tokens == calm.book.real_tokens
+    assert (done.learner.lives > 2) == (who != "controller")
+    assert (done.lives > 2) == (who != "trainer")
+    assert log[-1]["m"] > alone[-1]["m"]
+    assert any(e["name"] == "resumed" for e in log)
+
+
+def at(*moments: tuple[float, Callable[[Simulation], None]]) -> Callable[[Simulation], None]:
+    def disturb(simulation: Simulation) -> None:
+        loop = asyncio.get_running_loop()
+        for at_s, what in moments:
+            loop.call_at(at_s, what, simulation)
+
+    return disturb
+
+
+def test_a_trainer_goes_on_from_its_last_checkpoint(simulated: Simulated) -> None:
+    kill = at((20.0, lambda s: s.learner.kill()))
+    done, log = simulated(kill, run={"steps": 6}, checkpoint={"every": 2}, sim={"trainer_down_s": 3.0})
+    (resumed,) = (e for e in log if e["name"] == "resumed")
+    assert resumed["m"] == pytest.approx(23.0)
+    assert resumed["step"] % 2 == 0
+    assert done.learner.lives == 2
+    lost = [e for e in log if e["name"] == "worker_lost" and e["worker"] == "local"]
+    assert [e["m"] for e in lost] == [pytest.approx(20.0)], "its engine goes with it"
+    assert steps_of(log)[-1]["step"] == 6
+
+
+def test_a_trainer_that_loses_its_link_keeps_its_step(simulated: Simulated) -> None:
+    cut = at((20.0, lambda s: s.learner.cut("the network failed")))
+    done, log = simulated(cut, run={"steps": 6})
+    (resumed,) = (e for e in log if e["name"] == "resumed")
+    before = [e for e in log if e["m"] < 20.0 and e["name"] == "step"]
+    assert resumed["step"] == before[-1]["step"] > 0
+    assert done.learner.lives == 1
+
+
+def test_between_two_updates_of_a_step_its_weights_are_of_no_version(simulated: Simulated) -> None:
+    def cut(simulation: Simulation) -> None:
+        obey = simulation.learner._obey
+
+        async def cutting(order: Any) -> Any:
+            if simulation.learner._updates == 1 and simulation.learner.lives == 1:
+                simulation.learner.cut("the network failed")
+            return await obey(order)
+
+        simulation.learner._obey = cutting  # type: ignore[method-assign]
+
+    done, log = simulated(cut, run={"steps": 2}, train={"minibatches": 2, "micro_tokens": 800})
+    assert done.learner.lives == 2
+    assert [e["step"] for e in log if e["name"] == "resumed"] == [0]
+    assert [e["step"] for e in steps_of(log)] == [1, 2]
+
+
+def test_what_a_killed_controller_had_not_flushed_is_lost(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "settings")
+    journal.begin(0)
+    journal.judged("1/0", 1.0, None, "")
+    journal.flush()
+    journal.judged("1/1", 1.0, None, "")
+    journal.abandon()
+    journal.judged("1/2", 1.0, None, "")
+    journal.flush()
+    journal.close()
+    assert set(Journal(tmp_path, "settings").find().past) == {"1/0"}
+
+
+def test_a_killed_controller_writes_no_log(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.instant("before")
+    log.abandon()
+    log.instant("after")
+    assert [e["name"] for e in read(tmp_path / "events.jsonl")] == ["before"]
+
+
+def test_a_trainer_may_not_be_away_for_longer_than_it_is_waited_for(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(WindfallError, match="trainer_down_s"):
+        recipe(sim={"trainer_down_s": 700.0})

@@ -48,6 +48,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "rollout/giving.py",
     "sim/service.py",
     "sim/decode.py",
+    "sim/faults.py",
     "sim/book.py",
     "rollout/work.py",
     "launch/vigil.py",

@@ -49,10 +49,6 @@ def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: P
     started = next(e["age_s"] for e in events if e["name"] == "start")
     assert billed == pytest.approx(left - joined + started, abs=0.25)
 
-    assert windfall("train", "small.toml", "--set", "run.steps=1", "--set", "eval.tasks=0")[0] == 0
-    assert steps_of(Path("runs/small-2")) == [1]
-    assert steps_of(run) == [1, 2]  # a run never writes into another
-
     code, out, _ = windfall("eval", "runs/small", "--tasks", "3", "--show", "3", "--temperature", "0")
     assert code == 0
     assert "on 3 held-out tasks of arithmetic" in out
@@ -82,16 +78,16 @@ def test_same_seed_same_words(windfall: Windfall) -> None:
 
 def test_resume_gives_the_same_weights_bit_for_bit(windfall: Windfall) -> None:
     more = ["rollout.groups=6", "rollout.group_size=4", "rollout.max_tokens=60", "eval.tasks=0", "train.lr=1e-3",
-            "checkpoint.every=2", "checkpoint.keep=9", "run.steps=4", "run.deterministic=true"]  # fmt: skip
+            "checkpoint.every=1", "checkpoint.keep=9", "run.steps=2", "run.deterministic=true"]  # fmt: skip
     assert windfall("train", "small.toml", *(f"--set={m}" for m in more))[0] == 0
     whole, cut = Path("runs/small"), Path("runs/cut")
     shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / "step-000004")
-    shutil.rmtree(cut / "journal")  # nothing is left of steps 3 and 4: their responses are made again
+    shutil.rmtree(cut / "checkpoints" / "step-000002")
+    shutil.rmtree(cut / "journal")  # nothing is left of step 2: its responses are made again
     assert windfall("resume", "runs/cut")[0] == 0
-    assert steps_of(cut) == [1, 2, 3, 4]
-    assert weights(cut, 4) == weights(whole, 4)
-    assert weights(whole, 2) != weights(whole, 4)
+    assert steps_of(cut) == [1, 2]
+    assert weights(cut, 2) == weights(whole, 2)
+    assert weights(whole, 1) != weights(whole, 2)
     last = [[e for e in read(r / "events.jsonl") if e["name"] == "step"][-1] for r in (whole, cut)]
     assert last[0]["reward"] == last[1]["reward"]
     assert last[0]["grad_norm"] == last[1]["grad_norm"] > 0
@@ -106,9 +102,9 @@ def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None
         try:
             run = Path("runs/small")
             deadline = time.monotonic() + 90
-            while not (run / "events.jsonl").is_file() or len(steps_of(run)) < 3:
+            while not (run / "events.jsonl").is_file() or not steps_of(run):
                 assert process.poll() is None, process.communicate()
-                assert time.monotonic() < deadline, "waited 90 s for three steps"
+                assert time.monotonic() < deadline, "waited 90 s for a step"
                 time.sleep(0.05)
             code, _, err = windfall("resume", "runs/small")
             assert code == 2

@@ -205,6 +205,19 @@ def pages_are_never_forgotten(patch: Patch) -> None:
     patch.setattr(Giving, "done_with", lambda self, groups: None)
 
 
+@breaks("level")
+def a_move_that_came_too_late_is_remembered(patch: Patch) -> None:
+    """Of a response that ended where it was."""
+    real = Giving.done_with
+
+    def done_with(self: Giving, groups: Any) -> None:
+        meant = self._meant
+        real(self, groups)
+        self._meant = meant
+
+    patch.setattr(Giving, "done_with", done_with)
+
+
 @breaks("level", seed=8)
 def the_past_is_never_forgotten(patch: Patch) -> None:
     patch.setattr(Rollout, "remember", lambda self, found, next_task: setattr(self, "past", found))

@@ -72,8 +72,6 @@ class Simulation:
         self.down = False
         """There is no controller just now."""
         self.lives = 0
-        self.born: Callable[[Life], None] = lambda life: None
-        """Told of every new life of the controller."""
         self._stopping = False
         self._killed = asyncio.Event()
         self._calls: dict[asyncio.Task[Any], Wire] = {}
@@ -101,7 +99,6 @@ class Simulation:
         life = Life(self.world.recipe, events, journal, again=self.lives > 1, find=self._find)
         if self._stopping:
             life.stop.set()
-        self.born(life)
         return life
 
     @staticmethod

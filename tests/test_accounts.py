@@ -116,6 +116,18 @@ def test_a_trainer_that_never_generates() -> None:
     assert a.of("local", 50).seconds == {"booting": 5, "paused": 45}
 
 
+def test_one_that_dials_again_before_it_is_given_up_is_billed_once() -> None:
+    a = ready("w")
+    a.join(10, "w#2", kind="spot", usd_per_h=36.0, started_s=0, name="w")
+    a.ready(11, "w#2")
+    assert a.gone(14, "w", heard_s=9).total_s == pytest.approx(10)
+    assert a.gone(15, "w#2", heard_s=15).seconds == {"booting": 1, "waiting": 4}
+    a.join(20, "w#3", kind="spot", usd_per_h=36.0, started_s=0, name="w")
+    assert a.totals(20).all.total_s == pytest.approx(20), "the time away is lost, and billed"
+    a.join(21, "x", kind="spot", usd_per_h=36.0, started_s=18, name="w")
+    assert a.totals(21).all.total_s == pytest.approx(24), "another process of the same name is another worker"
+
+
 def test_who_drains_drains_until_it_is_gone() -> None:
     a = ready("w")
     a.draining(5, "w")

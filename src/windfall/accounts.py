@@ -14,6 +14,7 @@
 
 Rules:
 - every second from a worker's start until it is gone is in exactly one of these, of exactly one step;
+- a worker that dials again before its last link is given up is billed once: from then on by the new one;
 - what a closed step said is not taken back: `lost` reaches back no further than to the last `step()`.
 """
 
@@ -26,6 +27,8 @@ from typing import Literal
 from windfall.bill import Account, Bucket, Holder, Totals, add, priced
 from windfall.types import Terms
 
+SAME_S = 1.0
+"""Processes of one name that began so close to each other are one: it has told its age twice."""
 NAMES = 1000
 """Of workers that are gone, so many are remembered."""
 PREFILL_OVER_DECODE = 10.0
@@ -37,8 +40,11 @@ class _Worker:
     name: str
     holder: Holder
     usd_per_h: float | None
+    start_s: float
     since_s: float
     """Up to here its time is in `tail` or `settled`."""
+    succeeded: bool = False
+    """The same process is here under another id, and its time is that one's."""
     phase: Literal["booting", "pulling", "ready", "paused", "draining"] = "booting"
     was_ready: bool = False
     busy: bool = False
@@ -52,6 +58,8 @@ class _Worker:
     def stretches(self, now_s: float) -> list[tuple[Bucket, float, float]]:
         """The time since `since_s`, by what it does now."""
         since_s = self.since_s
+        if self.succeeded:
+            return []
         if self.phase != "ready":
             return [(self.phase, since_s, now_s)]
         if not self.busy:
@@ -100,6 +108,8 @@ class Accounts:
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         self._here: dict[str, _Worker] = {}
+        self._named: dict[str, str] = {}
+        """The newest worker of every name that is here."""
         self._ended: dict[str, float] = {}
         """Until when the last ones of these names have been accounted for."""
 
@@ -113,8 +123,15 @@ class Accounts:
         name, start_s = name or worker, now_s if started_s is None else min(started_s, now_s)
         billed_s = max(self._billed_s, self._ended.get(name, -math.inf))
         holder: Holder = "trainer" if trainer else kind
-        w = self._here[worker] = _Worker(name=name, holder=holder, usd_per_h=usd_per_h, since_s=start_s)
-        if start_s < billed_s:
+        before = self._here.get(self._named.get(name, ""))
+        w = self._here[worker] = _Worker(
+            name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, since_s=start_s
+        )
+        self._named[name] = worker
+        if before is not None and abs(before.start_s - start_s) < SAME_S:
+            before.advance(now_s)
+            before.succeeded, w.since_s = True, now_s
+        elif start_s < billed_s:
             w.since_s = now_s
             w.settled["lost"] = max(0.0, now_s - billed_s)
         self._at(now_s, worker).settle()
@@ -181,7 +198,10 @@ class Accounts:
         w = self._at(now_s, worker)
         w.lose(heard_s)
         del self._here[worker]
-        self._ended[w.name] = now_s
+        if self._named.get(w.name) == worker:
+            del self._named[w.name]
+        if not w.succeeded:
+            self._ended[w.name] = now_s
         if len(self._ended) > NAMES:
             del self._ended[next(iter(self._ended))]
         account = w.account(now_s)

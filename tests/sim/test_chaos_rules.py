@@ -194,6 +194,11 @@ def the_time_away_is_not_billed(patch: Patch) -> None:
     patch.setattr(Accounts, "join", join)
 
 
+@breaks("bill")
+def one_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
+    patch.setattr("windfall.accounts.SAME_S", -1.0)
+
+
 @breaks("bill", seed=8)
 def the_next_controller_bills_all_again(patch: Patch) -> None:
     real = Accounts.__init__

@@ -55,12 +55,20 @@ def _life(
     out: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0}
     since: dict[str, float] = {}
     ended: dict[str, float] = {}
+    newest: dict[tuple[str, float], str] = {}
+    """Of every process: it may dial again before its last link is given up."""
     for e in events:
         name = str(e.get("worker", "")).partition("#")[0]
         if e["name"] == "worker_joined":
             start_s = trainers[bisect_right(trainers, e["m"]) - 1] if name == LOCAL else starts[name]
-            since[e["worker"]] = max(start_s, before_s, ended.get(name, -math.inf))
-        elif e["name"] in ("worker_lost", "worker_left"):
+            old = newest.get((name, start_s))
+            newest[name, start_s] = e["worker"]
+            if old in since:
+                out["trainer" if name == LOCAL else "spot"] += e["m"] - since.pop(old)
+                since[e["worker"]] = e["m"]
+            else:
+                since[e["worker"]] = max(start_s, before_s, ended.get(name, -math.inf))
+        elif e["name"] in ("worker_lost", "worker_left") and e["worker"] in since:
             ended[name] = e["m"]
             out["trainer" if name == LOCAL else "spot"] += e["m"] - since.pop(e["worker"])
     for worker, since_s in since.items():

@@ -280,7 +280,7 @@ def test_a_captured_step_takes_families_as_they_come(kernels: ModuleType) -> Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernels.decode(q, s.rows, s.plain, s.pool, 1, 0.1, None, 2, given)
-    for found in (s.families, s.as_tensors(np.array([[6, 2, 16]], np.int32), s.families.first.numel()), given):
+    for found in (s.families, s.as_tensors(np.array([[7, 2, 16]], np.int32), s.families.first.numel()), given):
         for n in names:
             getattr(given, n).copy_(getattr(found, n) if found is not given else torch.zeros_like(getattr(given, n)))
         graph.replay()

@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="where in the trace to begin, in its seconds")
     parser.add_argument("--speedup", type=float, default=1.0)
+    parser.add_argument("--keep", type=Path, help="leave the runs' folders here: windfall sim --replay reads them")
     parser.add_argument("--slow", type=float, default=SLOW, help="stretch all times, for a busy machine")
     options = parser.parse_args()
     if options.slow != SLOW:  # for the processes to come as well
@@ -278,10 +279,11 @@ def main() -> None:
     heads += ("lost", 8), ("killed", 8), ("moved", 7), ("again", 7)
     print(f"{'variant':24}" + "".join(f"{name:>{width}}" for name, width in heads))
     base: dict[str, float] | None = None
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
+        place = options.keep or Path(temporary)
         for name in options.variants.split(","):
             how = {"changes": changes, **VARIANTS[name]}
-            folder = Path(place) / name.replace(" ", "-").replace(",", "")
+            folder = place / name.replace(" ", "-").replace(",", "")
             asyncio.run(run(folder, steps=options.steps, speedup=options.speedup / SLOW, **how))
             f = figures(folder, skip=2)
             base = base or f

@@ -52,6 +52,8 @@ class Kit:
     quantum_s: float = 0.0
     """It tells what it made at multiples of this only; the steps themselves are exact. 0: whenever somebody ends."""
     latency_s: float = 0.0
+    build_s: float = 0.0
+    """From its first dialling until its engine is there, and weights can be pulled."""
 
 
 class _Swap:
@@ -85,6 +87,7 @@ class SimWorker:
         self._pull: int | None = None
         self._prompts: set[int] = set()
         self._made = self._stepped = 0
+        self._built_s = self._loop.time() + kit.build_s
         self._attending: asyncio.Task[None] | None = None
 
     # its life
@@ -191,11 +194,18 @@ class SimWorker:
 
     def _load(self, load: m.Load) -> None:
         network, began_s = self.kit.network, self._loop.time()
+        if began_s < self._built_s:
+            self._loop.call_at(self._built_s, self._built, self._wire, load)
+            return
         if network is None:
             self._order(_Swap(load, began_s))
             return
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
+
+    def _built(self, wire: Wire, load: m.Load) -> None:
+        if wire is self._wire and not self.frozen:
+            self._load(load)
 
     def _pulled(self, load: m.Load, began_s: float) -> None:
         self._pull = None

@@ -1,0 +1,94 @@
+"""What the event log of a run tells of how long things took, for the formulas of service.py. Pure.
+
+What a log has: of every kind of worker the time of an engine step at several sizes of batch (`speeds`); spans of
+training, with the optimizer's part; pulls, checkpoints, rewards. What it has not: prefill and context apart from the
+rest of a step (they are in the step times, as far as the run had them), and what the machines had to do besides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from windfall.events import Event
+from windfall.sim.fit import Point, line
+from windfall.sim.service import Service
+from windfall.types import LOCAL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Of the steps that it was measured in."""
+
+    train_s: float
+    """Of a token."""
+    update_s: float
+    """Of a step's optimizer updates, and of publishing."""
+
+
+def steps_of(events: Sequence[Event]) -> list[Event]:
+    return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+
+
+def speeds(steps: Iterable[Event]) -> dict[str, list[Point]]:
+    """By kind of worker: the time of a step over the batch, of all these steps.
+
+    >>> rows = [{"speeds": {"local": [[4.0, 0.1, 2], [40.0, 0.3, 1]]}}, {"speeds": {"local": [[4.0, 0.2, 2]]}}]
+    >>> speeds(rows)["local"][0]
+    Point(batch=4.0, step_s=0.15000000000000002, weight=4.0)
+    """
+    sums: dict[str, dict[int, list[float]]] = {}
+    for event in steps:
+        for kind, rows in (event.get("speeds") or {}).items():
+            for batch, step_s, windows in rows:
+                size = round(batch * batch).bit_length()  # half-octaves, as in rollout/speed.py
+                row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
+                for n, x in enumerate((batch * windows, step_s * windows, windows)):
+                    row[n] += x
+    return {
+        kind: sorted(Point(b / w, s / w, float(w)) for b, s, w in sizes.values() if w) for kind, sizes in sums.items()
+    }
+
+
+def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None:
+    """Of the steps with these numbers. None: they trained on nothing."""
+    wanted = set(numbers)
+    trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
+    spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
+    tokens = sum(trained[e["step"]] for e in spans)
+    if not tokens:
+        return None
+    update_s = statistics.mean(e.get("update_s", 0.0) for e in spans)
+    # As the controller waited for it: what it takes to hand samples over is part of training on them.
+    whole_s = sum(e["s"] + e.get("asked_s", e.get("early_s", 0.0)) - e.get("update_s", 0.0) for e in spans)
+    return Training(train_s=whole_s / tokens, update_s=update_s)
+
+
+def pulls(events: Sequence[Event], until_s: float) -> dict[str, tuple[float, float]]:
+    """Of every worker that pulled again, once its engine was there: (seconds, bytes), medians."""
+    seen: set[str] = set()
+    found: dict[str, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["name"] == "worker_ready" and e["t"] <= until_s:
+            if e["worker"] in seen:
+                found.setdefault(e["worker"], []).append((e["s"], e["bytes"]))
+            seen.add(e["worker"])
+    return {w: (statistics.median(s for s, _ in r), statistics.median(b for _, b in r)) for w, r in found.items()}
+
+
+def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Service]:
+    """Of every kind of worker that these steps have seen."""
+    out = {}
+    for kind, points in speeds(steps).items():
+        fixed_s, each_s = line(points)
+        out[kind] = Service(fixed_s=fixed_s, each_s=each_s)
+        if kind == LOCAL and trained is not None:
+            out[kind] = replace(out[kind], train_s=trained.train_s, update_s=trained.update_s)
+    return out
+
+
+def mean(events: Sequence[Event], kind: str, name: str, field: str, until_s: float) -> float:
+    """0: there is none."""
+    found = [e[field] for e in events if (e["kind"], e["name"]) == (kind, name) and e["t"] <= until_s and field in e]
+    return statistics.mean(found) if found else 0.0

@@ -1,0 +1,147 @@
+"""`windfall sim --replay RUN`: a run that was, simulated from its own log, and both side by side.
+
+By default the machines' formulas are fitted to the first half of the steps, and the figures are of the second half, of
+which the simulation knows nothing but the lengths of responses and when workers came and went. With `all` it is fitted
+to the steps that it is compared with: that is no prediction, and shows what the formulas cannot hold.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError, nearest
+from windfall.events import Event, read
+from windfall.sim import figures, run
+from windfall.sim.figures import Figures
+from windfall.sim.replay_fleet import ReplayedFleet, diary
+from windfall.sim.replay_log import Record, record
+from windfall.sim.replay_world import FITS, Fit, Fitted, Recorded, RecordedEnv, fitted, world
+
+SHARES = ("trainer_idle", "workers_idle", "workers_lost", "again")
+"""Of these an error is a difference, in percentage points."""
+SAY = {
+    "tok_per_s": "tokens/s", "step_mean_s": "step, mean s", "step_spread_s": "step, spread s",
+    "tok_per_usd": "tokens/$", "trainer_idle": "trainer idle", "workers_there": "workers there", "workers_idle": "workers idle",
+    "workers_lost": "workers lost", "killed": "killed", "moved": "moved", "again": "made again",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    record: Record
+    fit: Fit
+    fitted: Fitted
+    predicted: Figures
+    measured: Figures
+
+    def rows(self) -> dict[str, tuple[float, float, float | None]]:
+        """Predicted, measured, and the error: of shares the difference, else a share of what was measured."""
+        out = {}
+        for name in SAY:
+            p, m = float(getattr(self.predicted, name)), float(getattr(self.measured, name))
+            out[name] = (p, m, p - m if name in SHARES else p / m - 1 if m else None)
+        return out
+
+
+def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None) -> Replayed:
+    """Simulates the run of this folder. The simulated event log is left at `log`."""
+    was = record(folder)
+    found = fitted(was, fit)
+    with tempfile.TemporaryDirectory() as place:
+        events = _simulate(was, found, log or Path(place) / "replay.jsonl")
+    granule = next(e["granule"] for e in events if e["name"] == "start")
+    return Replayed(
+        record=was, fit=fit, fitted=found, predicted=figures.of(events, skip=found.skip, granule=granule),
+        measured=figures.of(was.events, skip=found.skip),
+    )  # fmt: skip
+
+
+def _simulate(was: Record, found: Fitted, log: Path) -> list[Event]:
+    lengths = Recorded(was)
+    set_s = [was.start_s, *(e["t"] for e in was.steps[: found.skip])]
+    fleets: list[ReplayedFleet] = []
+
+    def disturb(simulation: run.Simulation) -> None:
+        fleet = ReplayedFleet(simulation, diary(was.lives, set_s), found.services, found.pulls, was.start_s)
+        fleets.append(fleet)
+        simulation.machines = fleet  # pyright: ignore[reportAttributeAccessIssue]
+        simulation.learner.local = fleet.local
+        simulation.rollout.env = RecordedEnv(was, found.reward_s)
+
+    def heard(event: Event) -> None:
+        for fleet in fleets:
+            fleet.heard(event)
+        if (event["kind"], event["name"]) == ("scalar", "eval"):
+            lengths.evaluated()
+
+    run.simulate(world(was, found, lengths), log, sink=heard, disturb=disturb)
+    return read(log)
+
+
+def table(done: Replayed) -> list[str]:
+    """Lines of text."""
+    lines = [f"{'':16}{'predicted':>12}{'measured':>12}{'error':>14}"]
+    for name, (p, m, error) in done.rows().items():
+        if name in SHARES:
+            lines.append(f"{SAY[name]:16}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points")
+        else:
+            said = f"{error:+.1%}" if error is not None else "-"
+            lines.append(f"{SAY[name]:16}{p:12,.4g}{m:12,.4g}{said:>14}")
+    return lines
+
+
+def notes(done: Replayed) -> list[str]:
+    """What was fitted, to what, and what the simulation does not know."""
+    f, count = done.fitted, len(done.record.steps)
+    first = f"fitted to steps 1 to {f.steps}; figures of steps {f.skip + 1} to {count}"
+    held = "held out" if f.skip >= f.steps else "fitted to as well: not a prediction"
+    out = [f"{first}, {held}"]
+    for kind, service in f.services.items():
+        out.append(f"{kind}: " + ", ".join(f"{k} {v:.4g}" for k, v in asdict(service).items() if v))
+    return [*out, *f.notes, *done.record.remarks]
+
+
+def said(done: Replayed, folder: Path) -> dict[str, Any]:
+    """For JSON."""
+    steps = zip(done.predicted.step_s, done.measured.step_s, strict=True)
+    return {
+        "run": str(folder), "fit": done.fit, "fitted_steps": [1, done.fitted.steps],
+        "steps": [
+            {"step": n, "predicted_s": p, "measured_s": m} for n, (p, m) in enumerate(steps, done.fitted.skip + 1)
+        ],
+        "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
+        "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},
+        "pulls": {kind: asdict(pull) for kind, pull in done.fitted.pulls.items()},
+        "notes": notes(done),
+    }  # fmt: skip
+
+
+def main(folder: Path, *, fit: str, out: Path | None) -> None:
+    if fit not in FITS:
+        raise WindfallError(f"no fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    done = replay(folder, fit, out / "replay.jsonl" if out is not None else None)
+    print("\n".join([*table(done), "", *notes(done)]))
+    if out is not None:
+        (out / "replay.json").write_text(json.dumps(said(done, folder), indent=1) + "\n", encoding="utf-8")
+        print(f"written: {out / 'replay.json'}, {out / 'replay.jsonl'}")
+
+
+def beside(rows: Sequence[tuple[str, Replayed]]) -> list[str]:
+    """Several runs, a line each."""
+    names = ("tok_per_s", "step_mean_s", "tok_per_usd")
+    head = "".join(f"{SAY[n]:>32}" for n in names) + "".join(f"{SAY[n]:>20}" for n in ("trainer_idle", "workers_idle"))
+    lines = [f"{'':20}{head}", f"{'':20}" + f"{'predicted, measured':>32}" * 3 + f"{'pred., measured':>20}" * 2]
+    for name, done in rows:
+        found = done.rows()
+        cells = [f"{p:,.4g} {m:,.4g} ({e:+.1%})" for p, m, e in (found[n] for n in names) if e is not None]
+        cells = [f"{c:>32}" for c in cells]
+        cells += [f"{f'{found[n][0]:.0%} {found[n][1]:.0%}':>20}" for n in ("trainer_idle", "workers_idle")]
+        lines.append(f"{name:20}" + "".join(cells))
+    return lines

@@ -16,6 +16,11 @@ from windfall.sim.fit import Point, line
 from windfall.sim.service import Service
 from windfall.types import LOCAL
 
+ANY_PER_S = 1e18
+"""Bytes: as good as no limit."""
+CROWD = 1.5
+"""So many pulls at a time, on average over one of them, and it was not alone."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
@@ -65,16 +70,46 @@ def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None
     return Training(train_s=whole_s / tokens, update_s=update_s)
 
 
-def pulls(events: Sequence[Event], until_s: float) -> dict[str, tuple[float, float]]:
-    """Of every worker that pulled again, once its engine was there: (seconds, bytes), medians."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulls:
+    """How weights travel."""
+
+    size_bytes: float
+    egress_per_s: float
+    """Shared by those who pull."""
+    ingress_per_s: float
+
+    @property
+    def alone_s(self) -> float:
+        return self.size_bytes / min(self.egress_per_s, self.ingress_per_s)
+
+
+def pulls(events: Sequence[Event], until_s: float) -> Pulls:
+    """From those of workers whose engine was there already. One that met others on the way says what the trainer sends,
+    one that was alone what a worker takes in; where only one of the two is known the other does not limit.
+
+    >>> one = [{"name": "worker_ready", "worker": "a", "t": t, "s": 2.0, "bytes": 100} for t in (1.0, 12.0)]
+    >>> pulls(one, 99.0).alone_s
+    2.0
+    """
     seen: set[str] = set()
-    found: dict[str, list[tuple[float, float]]] = {}
+    spans: list[tuple[float, float, float]] = []
     for e in events:
-        if e["name"] == "worker_ready" and e["t"] <= until_s:
-            if e["worker"] in seen:
-                found.setdefault(e["worker"], []).append((e["s"], e["bytes"]))
+        if e["name"] == "worker_ready" and e["t"] <= until_s and e["worker"] != LOCAL:
+            if e["worker"] in seen and e["bytes"] and e["s"] > 0:
+                spans.append((e["t"] - e["s"], e["t"], float(e["bytes"])))
             seen.add(e["worker"])
-    return {w: (statistics.median(s for s, _ in r), statistics.median(b for _, b in r)) for w, r in found.items()}
+    if not spans:
+        return Pulls(size_bytes=1.0, egress_per_s=ANY_PER_S, ingress_per_s=ANY_PER_S)
+    shared, alone = [], []
+    for a, b, size in spans:
+        company = sum(max(0.0, min(b, d) - max(a, c)) for c, d, _ in spans) / (b - a)
+        (shared if company > CROWD else alone).append((company if company > CROWD else 1.0) * size / (b - a))
+    return Pulls(
+        size_bytes=statistics.median(size for *_, size in spans),
+        egress_per_s=statistics.median(shared) if shared else ANY_PER_S,
+        ingress_per_s=statistics.median(alone) if alone else ANY_PER_S,
+    )
 
 
 def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Service]:

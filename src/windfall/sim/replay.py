@@ -26,8 +26,9 @@ SHARES = ("trainer_idle", "workers_idle", "workers_lost", "again")
 """Of these an error is a difference, in percentage points."""
 SAY = {
     "tok_per_s": "tokens/s", "step_mean_s": "step, mean s", "step_spread_s": "step, spread s",
-    "tok_per_usd": "tokens/$", "trainer_idle": "trainer idle", "workers_there": "workers there", "workers_idle": "workers idle",
-    "workers_lost": "workers lost", "killed": "killed", "moved": "moved", "again": "made again",
+    "tok_per_usd": "tokens/$", "trainer_idle": "trainer idle", "workers_there": "workers there",
+    "workers_idle": "workers idle", "workers_lost": "workers lost", "killed": "killed", "moved": "moved",
+    "again": "made again",
 }  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def said(done: Replayed, folder: Path) -> dict[str, Any]:
         ],
         "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
         "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},
-        "pulls": {kind: asdict(pull) for kind, pull in done.fitted.pulls.items()},
+        "pulls": asdict(done.fitted.pulls),
         "notes": notes(done),
     }  # fmt: skip
 

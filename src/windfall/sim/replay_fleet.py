@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from windfall.events import Event
+from windfall.sim.fit_log import Pulls
 from windfall.sim.machines import Stay
 from windfall.sim.network import Network
 from windfall.sim.replay_log import Deed, Life
@@ -19,9 +20,6 @@ from windfall.sim.run import Simulation
 from windfall.sim.service import Service
 from windfall.sim.worker import Kit, SimWorker
 from windfall.types import LOCAL
-
-ANY_PER_S = 1e18
-"""Bytes: as good as no limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +31,6 @@ class Item:
     life: Life
     deed: Deed | None
     """None: it joins."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pull:
-    seconds: float
-    size_bytes: float
 
 
 def diary(lives: Sequence[Life], set_s: Sequence[float]) -> list[list[Item]]:
@@ -57,11 +49,11 @@ class ReplayedFleet:
 
     def __init__(
         self, simulation: Simulation, items: Sequence[Sequence[Item]], services: Mapping[str, Service],
-        pulls: Mapping[str, Pull], start_s: float,
+        pulls: Pulls, start_s: float,
     ) -> None:  # fmt: skip
         self._sim, self._items, self._services, self._pulls = simulation, items, services, pulls
         self._start_s = start_s
-        self._network = Network(ANY_PER_S)
+        self._network = Network(pulls.egress_per_s)
         self._ended = [asyncio.Event() for _ in range(len(items) + 1)]
         """By number: the step is over."""
         self._ended[0].set()
@@ -117,15 +109,15 @@ class ReplayedFleet:
 
     def _join(self, life: Life) -> None:
         now, s = asyncio.get_running_loop().time(), self._sim.world.real
-        pull = self._pulls[life.kind]
         local = life.name == LOCAL
+        pull_s = 0.0 if local else self._pulls.alone_s
         waited_s = max(0.0, self._start_s - life.joined_s)  # for the run to begin, which is not simulated
         kit = Kit(
             name=life.name, lease=life.lease, service=self._services[life.kind], slots=life.slots,
-            network=None if local else self._network, weights_bytes=pull.size_bytes,
-            ingress_per_s=pull.size_bytes / pull.seconds if pull.seconds else ANY_PER_S,
+            network=None if local else self._network, weights_bytes=self._pulls.size_bytes,
+            ingress_per_s=self._pulls.ingress_per_s,
             heartbeat_s=s.fleet.heartbeat_s, latency_s=0.0 if local else s.sim.latency_s,
-            quantum_s=self._sim.world.quantum_s, build_s=max(0.0, life.ready_s - waited_s - pull.seconds),
+            quantum_s=self._sim.world.quantum_s, build_s=max(0.0, life.ready_s - waited_s - pull_s),
         )  # fmt: skip
         worker = SimWorker(kit, self._sim.book, self._sim.dispatch.attend, started_s=now - life.age_s)
         self.workers[life.name] = self._of[id(life)] = worker

@@ -17,7 +17,6 @@ from windfall.rollout.manager import seed_of
 from windfall.sim import fit_log, market
 from windfall.sim.book import FIRST_TAG, TAGS
 from windfall.sim.env import SimEnv
-from windfall.sim.replay_fleet import Pull
 from windfall.sim.replay_log import Record
 from windfall.sim.service import Listed, Service
 from windfall.sim.world import World, scaled
@@ -75,7 +74,7 @@ class RecordedEnv(SimEnv):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
     services: Mapping[str, Service]
-    pulls: Mapping[str, Pull]
+    pulls: fit_log.Pulls
     reward_s: float
     steps: int
     """Fitted to so many, the first ones."""
@@ -101,7 +100,7 @@ def fitted(record: Record, fit: Fit) -> Fitted:
     if LOCAL not in found:  # its engine is never asked: only what training takes counts
         found[LOCAL] = replace(next(iter(found.values())), train_s=trained.train_s, update_s=trained.update_s)
     return Fitted(
-        services=found, pulls=_pulls(record, kinds, until_s), steps=upto, skip=skip, notes=tuple(notes),
+        services=found, pulls=fit_log.pulls(record.events, until_s), steps=upto, skip=skip, notes=tuple(notes),
         reward_s=statistics.mean(e["reward_s"] for e in steps),
     )  # fmt: skip
 
@@ -111,22 +110,6 @@ def _likely(kind: str, found: Mapping[str, Service]) -> Service:
     same = [s for k, s in found.items() if k.partition(" at $")[0] == kind.partition(" at $")[0]]
     others = [s for k, s in found.items() if k != LOCAL]
     return max(same or others or list(found.values()), key=lambda s: s.fixed_s)
-
-
-def _pulls(record: Record, kinds: set[str], until_s: float) -> dict[str, Pull]:
-    """By kind of worker. Of one that never pulled again: as the others, or in no time."""
-    measured = fit_log.pulls(record.events, until_s)
-    by_kind: dict[str, list[tuple[float, float]]] = {}
-    for life in record.lives:
-        if life.name in measured:
-            by_kind.setdefault(life.kind, []).append(measured[life.name])
-    every = [row for kind, rows in by_kind.items() if kind != LOCAL for row in rows]
-    out = {}
-    for kind in kinds:
-        rows = by_kind.get(kind, every) or [(0.0, 0.0)]
-        s, size_bytes = (statistics.median(column) for column in zip(*rows, strict=True))
-        out[kind] = Pull(seconds=s, size_bytes=max(1.0, size_bytes))
-    return out
 
 
 def world(record: Record, fitted: Fitted, lengths: Recorded) -> World:

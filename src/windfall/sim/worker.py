@@ -203,7 +203,7 @@ class SimWorker:
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
 
-    def _built(self, wire: Wire, load: m.Load) -> None:
+    def _built(self, wire: Wire | None, load: m.Load) -> None:
         if wire is self._wire and not self.frozen:
             self._load(load)
 

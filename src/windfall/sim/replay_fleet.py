@@ -110,14 +110,13 @@ class ReplayedFleet:
     def _join(self, life: Life) -> None:
         now, s = asyncio.get_running_loop().time(), self._sim.world.real
         local = life.name == LOCAL
-        pull_s = 0.0 if local else self._pulls.alone_s
         waited_s = max(0.0, self._start_s - life.joined_s)  # for the run to begin, which is not simulated
         kit = Kit(
             name=life.name, lease=life.lease, service=self._services[life.kind], slots=life.slots,
             network=None if local else self._network, weights_bytes=self._pulls.size_bytes,
             ingress_per_s=self._pulls.ingress_per_s,
             heartbeat_s=s.fleet.heartbeat_s, latency_s=0.0 if local else s.sim.latency_s,
-            quantum_s=self._sim.world.quantum_s, build_s=max(0.0, life.ready_s - waited_s - pull_s),
+            quantum_s=self._sim.world.quantum_s, build_s=max(0.0, life.ready_s - waited_s),
         )  # fmt: skip
         worker = SimWorker(kit, self._sim.book, self._sim.dispatch.attend, started_s=now - life.age_s)
         self.workers[life.name] = self._of[id(life)] = worker

@@ -147,7 +147,7 @@ def lives(events: Sequence[Event], suspect_s: float) -> tuple[Life, ...]:
 
 
 def _life(id: str, joined: Event, ready: Event | None, deeds: Sequence[Deed]) -> Life:
-    lease = Lease(kind=joined["lease"], device=joined["device"], price_usd_per_h=joined["usd_per_h"])
+    lease = Lease(kind=joined["lease"], device=joined["device"], price_usd_per_h=joined["usd_per_h"] or 0.0)
     return Life(
         name=id.partition("#")[0], lease=lease, joined_s=joined["t"], age_s=joined["age_s"],
         ready_s=ready["t"] - joined["t"] if ready else math.inf, slots=ready["slots"] if ready else 1,

@@ -53,7 +53,8 @@ class Kit:
     """It tells what it made at multiples of this only; the steps themselves are exact. 0: whenever somebody ends."""
     latency_s: float = 0.0
     build_s: float = 0.0
-    """From its first dialling until its engine is there, and weights can be pulled."""
+    """From its first dialling until its engine is there, with the weights it is to load then: no pull is simulated. 0:
+    its engine is there at once, and it pulls."""
 
 
 class _Swap:
@@ -88,6 +89,8 @@ class SimWorker:
         self._prompts: set[int] = set()
         self._made = self._stepped = 0
         self._built_s = self._loop.time() + kit.build_s
+        self._first: tuple[m.Load, float] | None = None
+        """To be loaded once the engine is there."""
         self._attending: asyncio.Task[None] | None = None
 
     # its life
@@ -195,7 +198,9 @@ class SimWorker:
     def _load(self, load: m.Load) -> None:
         network, began_s = self.kit.network, self._loop.time()
         if began_s < self._built_s:
-            self._loop.call_at(self._built_s, self._built, self._wire, load)
+            if self._first is None:
+                self._loop.call_at(self._built_s, self._built, self._wire)
+            self._first = (load, began_s)
             return
         if network is None:
             self._order(_Swap(load, began_s))
@@ -203,9 +208,9 @@ class SimWorker:
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
 
-    def _built(self, wire: Wire | None, load: m.Load) -> None:
-        if wire is self._wire and not self.frozen:
-            self._load(load)
+    def _built(self, wire: Wire | None) -> None:
+        if wire is self._wire and self._first is not None:
+            self._pulled(*self._first)
 
     def _pulled(self, load: m.Load, began_s: float) -> None:
         self._pull = None

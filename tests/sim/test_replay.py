@@ -51,7 +51,7 @@ SAME = ("step", "drawn", "groups", "made", "moved", "prefilled_again", "workers"
     "sections",
     [
         {"fleet": {"workers": 1}},
-        {"sim": {"notice_s": 3.0, **QUICK_PULLS}},
+        {"sim": {"notice_s": 7.0, **QUICK_PULLS}},
         {"eval": {"tasks": 24, "every": 2}, "checkpoint": {"every": 2}, "sim": {"reward_s": 0.05, **QUICK_PULLS}},
         {"algorithm": {"name": "dapo"}, "sim": {"reward_mean": 0.2, **QUICK_PULLS}},
         {"fleet": {"local": False}},
@@ -65,6 +65,10 @@ def test_with_the_same_formulas_it_is_the_same_run(ran: Make, sections: dict[str
     now = fit_log.steps_of(exactly(folder, built, tmp_path / "again.jsonl"))
     assert [{k: e[k] for k in SAME} for e in now] == [{k: e[k] for k in SAME} for e in was]
     assert [e["s"] for e in now] == pytest.approx([e["s"] for e in was], rel=1e-3)
+    for holder in was[-1]["bill"]["holders"]:
+        for bucket in ("booting", "generating", "waiting", "draining", "paused"):
+            spent = [[e["bill"]["holders"][holder]["seconds"].get(bucket, 0.0) for e in log[1:]] for log in (was, now)]
+            assert spent[1] == pytest.approx(spent[0], abs=0.02), f"{holder} {bucket}"
 
 
 def test_a_worker_that_stood_still_stands_still_again(ran: Make, tmp_path: Path) -> None:

@@ -102,6 +102,29 @@ def test_a_benchmarks_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) 
     assert f"fixed_s = {0.002 * 4.8 / 3.35:.6g}" in out
 
 
+def test_an_engine_that_falls_off_and_a_cache_that_is_read(tmp_path: Path) -> None:
+    """Steps of 2 ms, 0.01 ms more for each response up to 256 and 0.1 ms above; of the 0.01, half is the cache."""
+
+    def step_ms(batch: int) -> float:
+        return 2.0 + 0.01 * batch + 0.09 * max(0, batch - 256)
+
+    rows = [("decode", f"batch {b}", step_ms(b), "ms", (1.0 + 0.005 * b) / step_ms(b)) for b in (1, 16, 64, 256)]
+    rows += [("rollout", "1024 x 128 in, 256 out", 1024 / step_ms(1024) * 1e3, "tok/s", None)]
+    rows += [("group", "16 x 8, 512 in, to 2048 out, mean 602", 20_000.0, "tok/s", None)]
+    names = ("what", "case", "value", "unit", "share")
+    said = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"figures": said}))
+    out = typed("calibrate", str(path))
+    for key in ("fixed_s = 0.002", "each_s = 5e-06", "over_batch = 256", "over_s = 9e-05", "above 256 responses"):
+        assert key in out, key
+    assert f"context_s = {0.005e-3 / 272:.6g}" in out
+    assert "held out: 16 x 8, 512 in" in out
+    assert "held out: 1024" not in out, "it was fitted to"
+    kept = {line.split(" = ")[0]: float(line.split(" = ")[1]) for line in out.splitlines() if " = " in line}
+    assert Service(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
+
+
 def test_the_log_of_a_run_gives_back_what_it_was_made_with(tmp_path: Path) -> None:
     typed(HARVEST, "--set", "run.steps=8", "--set", "sim.granule=2", "--out", str(tmp_path))
     out = typed("calibrate", str(tmp_path / "windfall-0.jsonl"))

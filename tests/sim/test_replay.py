@@ -4,6 +4,7 @@ real run's log (`python benchmarks/harvest.py --replay`)."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,23 @@ def test_pulls_that_met_say_what_the_trainer_sends() -> None:
     found = fit_log.pulls([*first, *together, ready("a", 40.0, 1.0)], 99.0)
     assert (found.egress_per_s, found.ingress_per_s) == (50.0, 100.0)
     assert fit_log.pulls(first, 99.0).alone_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_who_joins_again_under_its_id_was_cut_off() -> None:
+    """As after a killed controller, which writes nothing of whom it loses."""
+
+    def event(name: str, at_s: float, **more: Any) -> events.Event:
+        return {"t": at_s, "kind": "instant", "name": f"worker_{name}", "worker": "a", **more}
+
+    joined = {"lease": "spot", "device": "L4", "usd_per_h": None, "age_s": 2.0}
+    log = [event("joined", 1.0, **joined), event("ready", 3.0, slots=8), event("ready", 4.0, slots=9)]
+    log += [event("joined", 9.0, **joined), event("suspect", 14.0), event("well", 15.0)]
+    log += [event("left", 20.0, why="left: the run is over")]
+    first, second = replay_log.lives(log, suspect_s=3.0)
+    assert (first.ready_s, first.slots, first.lease.price_usd_per_h) == (2.0, 8, 0.0)
+    assert [(d.at_s, d.what) for d in first.deeds] == [(9.0, "killed")]
+    assert [(d.at_s, d.what) for d in second.deeds] == [(11.0, "frozen"), (15.0, "thawed")]
+    assert second.ready_s == math.inf
 
 
 def test_training_is_told_from_the_update() -> None:

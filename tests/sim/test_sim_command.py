@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import statistics
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from windfall.errors import WindfallError
 from windfall.sim import variants
 from windfall.sim.fit import SPECS, Point, held_out, line, scaled
 from windfall.sim.service import Service
-from windfall.sim.world import build
+from windfall.sim.world import build, read_lengths
 
 HARVEST = str(Path(__file__).parent.parent.parent / "recipes" / "sim-harvest.toml")
 QUICK = ["--set", "run.steps=3", "--set", "rollout.groups=8", "--set", "sim.skip_steps=1"]
@@ -81,6 +83,21 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("40\n40\n40\n")
     recipe = config.load(Path(HARVEST), [f"sim.lengths_file={tmp_path / 'lengths.txt'}"])
     assert build(recipe).lengths.of(12, 7) == 40
+
+
+def test_lengths_of_a_run(tmp_path: Path) -> None:
+    typed(HARVEST, *QUICK, "--out", str(tmp_path))
+    log = tmp_path / "windfall-0.jsonl"
+    found = read_lengths(log)
+    assert len(found) == 3 * 8 * 8
+    assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
+    assert build(config.load(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.of(12, 7) in found
+    said = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", typed("calibrate", str(log)))
+    assert said is not None
+    assert [float(x) for x in said.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
+    log.write_text(log.read_text().replace('"lengths"', '"length"'))
+    with pytest.raises(WindfallError, match="no list of lengths"):
+        read_lengths(log)
 
 
 # calibration

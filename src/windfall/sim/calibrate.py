@@ -90,7 +90,7 @@ def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
     scale = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
     numbers = [e["step"] for e in steps]
     trained = fit_log.training(events, numbers)
-    shared, taught = [*_pulls(events), *_boots(steps, events)], _training(events, numbers)
+    shared, taught = [*_pulls(events), *_boots(steps, events), *_lengths(steps)], _training(events, numbers)
     points, out = fit_log.speeds(steps), []
     for kind, service in fit_log.services(steps, trained).items():
         own = [f"{kind}: {len(points[kind])} sizes of batch, {sum(p.weight for p in points[kind]):.0f} windows"]
@@ -117,6 +117,14 @@ def _pulls(events: Sequence[Event]) -> list[str]:
     limits = {"egress_bytes_per_s": p.egress_per_s, "ingress_bytes_per_s": p.ingress_per_s}
     known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < fit_log.ANY_PER_S]
     return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []
+
+
+def _lengths(steps: Sequence[Event]) -> list[str]:
+    found = fit_log.lengths(steps)
+    if found is None:
+        return []
+    said = f"median_tokens {found.median:g}, sigma {found.sigma:g}, alike {found.alike:g}"
+    return [f"lengths: {said}, of {found.count} responses; or give this log as sim.lengths_file"]
 
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:

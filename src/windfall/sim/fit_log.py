@@ -7,9 +7,11 @@ rest of a step (they are in the step times, as far as the run had them), and wha
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from windfall.events import Event
 from windfall.sim.fit import Point, line
@@ -121,6 +123,36 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
         if kind == LOCAL and trained is not None:
             out[kind] = replace(out[kind], train_s=trained.train_s, update_s=trained.update_s)
     return out
+
+
+class Shape(NamedTuple):
+    """Of response lengths: log-normal, and alike within a group."""
+
+    median: float
+    sigma: float
+    alike: float
+    count: int
+
+
+def lengths(steps: Iterable[Event]) -> Shape | None:
+    """As `sim.median_tokens`, `sim.sigma` and `sim.alike` say it; those that were cut count as they are. None: the log
+    has none.
+
+    >>> lengths([{"lengths": [[10, 10], [1000, 1000]]}])
+    Shape(median=100.0, sigma=2.303, alike=1.0, count=4)
+    """
+    groups = [[math.log(max(1, n)) for n in row] for e in steps for row in e.get("lengths", ()) if row]
+    every = [x for row in groups for x in row]
+    if len(groups) < 2 or len(every) == len(groups):
+        return None
+    size, middle = len(every) / len(groups), statistics.mean(every)
+    means = [statistics.mean(row) for row in groups]
+    between = size * sum((m - middle) ** 2 for m in means) / (len(groups) - 1)
+    within = sum((x - m) ** 2 for row, m in zip(groups, means, strict=True) for x in row) / (len(every) - len(groups))
+    spread = between + (size - 1) * within
+    alike = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
+    median = round(math.exp(statistics.median(every)), 1)
+    return Shape(median, round(statistics.pstdev(every), 3), round(alike, 3), len(every))
 
 
 def mean(events: Sequence[Event], kind: str, name: str, field: str, until_s: float) -> float:

@@ -102,8 +102,11 @@ def notes(done: Replayed) -> list[str]:
     first = f"fitted to steps 1 to {f.steps}; figures of steps {f.skip + 1} to {count}"
     held = "held out" if f.skip >= f.steps else "fitted to as well: not a prediction"
     out = [f"{first}, {held}"]
+    kinds = {life.kind for life in done.record.lives}
     for kind, service in f.services.items():
-        out.append(f"{kind}: " + ", ".join(f"{k} {v:.4g}" for k, v in asdict(service).items() if v))
+        times = {k: v for k, v in asdict(service).items() if v and (kind in kinds or k in ("train_s", "update_s"))}
+        said = ", ".join(f"{k} {v:.4g}" for k, v in times.items())
+        out.append(f"{kind if kind in kinds else 'the trainer, without an engine'}: {said}")
     return [*out, *f.notes, *done.record.remarks]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from windfall import config, prices
@@ -119,37 +119,54 @@ def _remarks(events: Sequence[Event]) -> list[str]:
     return out
 
 
+@dataclass(slots=True)
+class _Seen:
+    id: str
+    joined: Event
+    ready: Event | None = None
+    deeds: list[Deed] = field(default_factory=list)
+
+    def life(self) -> Life:
+        e, ready = self.joined, self.ready
+        lease = Lease(kind=e["lease"], device=e["device"], price_usd_per_h=e["usd_per_h"] or 0.0)
+        return Life(
+            name=self.id.partition("#")[0], lease=lease, joined_s=e["t"], age_s=e["age_s"],
+            ready_s=ready["t"] - e["t"] if ready else math.inf, slots=ready["slots"] if ready else 1,
+            deeds=tuple(self.deeds),
+        )  # fmt: skip
+
+
 def lives(events: Sequence[Event], suspect_s: float) -> tuple[Life, ...]:
-    """Every worker that joined, in this order, and what became of it. One that is still there at the end stays."""
-    begun: dict[str, Event] = {}
-    ready: dict[str, Event] = {}
-    deeds: dict[str, list[Deed]] = {}
+    """Every worker that joined, in this order, and what became of it. One that is still there at the end stays; one
+    that joins again under the same id does so because the controller was killed, and with it its link."""
+    found: list[_Seen] = []
+    here: dict[str, _Seen] = {}
     for e in events:
-        id = e.get("worker", "")
-        match e["name"]:
-            case "worker_joined":
-                begun[id], deeds[id] = e, []
-            case "worker_ready":
-                ready.setdefault(id, e)
-            case "worker_suspect":
-                deeds[id].append(Deed(at_s=max(begun[id]["t"], e["t"] - suspect_s), what="frozen"))
-            case "worker_well":
-                deeds[id].append(Deed(at_s=e["t"], what="thawed"))
-            case "worker_warned":
-                deeds[id].append(Deed(at_s=e["t"], what="warned", left_s=e["left_s"], source=e["source"]))
-            case "worker_lost":
-                deeds[id].append(Deed(at_s=e["t"], what="killed"))
-            case "worker_left" if OVER not in e["why"]:
-                deeds[id].append(Deed(at_s=e["t"], what="drained"))
-            case _:
-                pass
-    return tuple(_life(id, e, ready.get(id), deeds[id]) for id, e in begun.items())
+        if e["name"] == "worker_joined":
+            if e["worker"] in here:
+                here[e["worker"]].deeds.append(Deed(at_s=e["t"], what="killed"))
+            here[e["worker"]] = _Seen(e["worker"], e)
+            found.append(here[e["worker"]])
+        elif e.get("worker") in here:
+            _note(here[e["worker"]], e, suspect_s)
+            if e["name"] in ("worker_lost", "worker_left"):
+                del here[e["worker"]]
+    return tuple(seen.life() for seen in found)
 
 
-def _life(id: str, joined: Event, ready: Event | None, deeds: Sequence[Deed]) -> Life:
-    lease = Lease(kind=joined["lease"], device=joined["device"], price_usd_per_h=joined["usd_per_h"] or 0.0)
-    return Life(
-        name=id.partition("#")[0], lease=lease, joined_s=joined["t"], age_s=joined["age_s"],
-        ready_s=ready["t"] - joined["t"] if ready else math.inf, slots=ready["slots"] if ready else 1,
-        deeds=tuple(deeds),
-    )  # fmt: skip
+def _note(seen: _Seen, e: Event, suspect_s: float) -> None:
+    match e["name"]:
+        case "worker_ready":
+            seen.ready = seen.ready or e
+        case "worker_suspect":
+            seen.deeds.append(Deed(at_s=max(seen.joined["t"], e["t"] - suspect_s), what="frozen"))
+        case "worker_well":
+            seen.deeds.append(Deed(at_s=e["t"], what="thawed"))
+        case "worker_warned":
+            seen.deeds.append(Deed(at_s=e["t"], what="warned", left_s=e["left_s"], source=e["source"]))
+        case "worker_lost":
+            seen.deeds.append(Deed(at_s=e["t"], what="killed"))
+        case "worker_left" if OVER not in e["why"]:
+            seen.deeds.append(Deed(at_s=e["t"], what="drained"))
+        case _:
+            pass

@@ -144,7 +144,7 @@ def sim(
 
         if what:
             raise WindfallError("a run is replayed by its own recipe", where="--replay", fix=f"Leave out {what[0]}.")
-        replays.main(replay, fit=fit, out=out)
+        replays.main(replay, fit=fit, out=out, seeds=seeds)
         return
     if not what:
         raise WindfallError("nothing to simulate", where="windfall sim", fix="Give a recipe, or --replay RUN.")

@@ -18,7 +18,7 @@ from windfall.errors import WindfallError, nearest
 from windfall.events import Event, read
 from windfall.sim import figures, run
 from windfall.sim.figures import Figures
-from windfall.sim.replay_fleet import ReplayedFleet, diary
+from windfall.sim.replay_fleet import JITTER, ReplayedFleet, diary
 from windfall.sim.replay_log import Record, record
 from windfall.sim.replay_world import FITS, Fit, Fitted, Recorded, RecordedEnv, fitted, world
 
@@ -39,6 +39,8 @@ class Replayed:
     fitted: Fitted
     predicted: Figures
     measured: Figures
+    others: tuple[Figures, ...] = ()
+    """Predicted, too, with workers that are a little faster or slower than fitted: how much hangs on little."""
 
     def rows(self) -> dict[str, tuple[float, float, float | None]]:
         """Predicted, measured, and the error: of shares the difference, else a share of what was measured."""
@@ -49,26 +51,31 @@ class Replayed:
         return out
 
 
-def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None) -> Replayed:
-    """Simulates the run of this folder. The simulated event log is left at `log`."""
+def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None, seeds: int = 1) -> Replayed:
+    """Simulates the run of this folder. The simulated event log is left at `log`. With several `seeds`, all but the
+    first have workers that are a little faster or slower."""
     was = record(folder)
     found = fitted(was, fit)
+    predicted = []
     with tempfile.TemporaryDirectory() as place:
-        events = _simulate(was, found, log or Path(place) / "replay.jsonl")
-    granule = next(e["granule"] for e in events if e["name"] == "start")
+        for seed in range(seeds):
+            file = log if log is not None and seed == 0 else Path(place) / "replay.jsonl"
+            events = _simulate(was, found, file, seed)
+            granule = next(e["granule"] for e in events if e["name"] == "start")
+            predicted.append(figures.of(events, skip=found.skip, granule=granule))
     return Replayed(
-        record=was, fit=fit, fitted=found, predicted=figures.of(events, skip=found.skip, granule=granule),
+        record=was, fit=fit, fitted=found, predicted=predicted[0], others=tuple(predicted[1:]),
         measured=figures.of(was.events, skip=found.skip),
     )  # fmt: skip
 
 
-def _simulate(was: Record, found: Fitted, log: Path) -> list[Event]:
+def _simulate(was: Record, found: Fitted, log: Path, seed: int = 0) -> list[Event]:
     lengths = Recorded(was)
     set_s = [was.start_s, *(e["t"] for e in was.steps[: found.skip])]
     fleets: list[ReplayedFleet] = []
 
     def disturb(simulation: run.Simulation) -> None:
-        fleet = ReplayedFleet(simulation, diary(was.lives, set_s), found.services, found.pulls, was.start_s)
+        fleet = ReplayedFleet(simulation, diary(was.lives, set_s), found.services, found.pulls, was.start_s, seed)
         fleets.append(fleet)
         simulation.machines = fleet  # pyright: ignore[reportAttributeAccessIssue]
         simulation.learner.local = fleet.local
@@ -86,13 +93,18 @@ def _simulate(was: Record, found: Fitted, log: Path) -> list[Event]:
 
 def table(done: Replayed) -> list[str]:
     """Lines of text."""
-    lines = [f"{'':16}{'predicted':>12}{'measured':>12}{'error':>14}"]
+    many = (done.predicted, *done.others) if done.others else ()
+    lines = [f"{'':16}{'predicted':>12}{'measured':>12}{'error':>14}" + (f"   of {len(many)} seeds" if many else "")]
     for name, (p, m, error) in done.rows().items():
+        values = [float(getattr(f, name)) for f in many]
         if name in SHARES:
-            lines.append(f"{SAY[name]:16}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points")
+            line = f"{SAY[name]:16}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points"
+            line += f"   {min(values):.1%} to {max(values):.1%}" if values else ""
         else:
             said = f"{error:+.1%}" if error is not None else "-"
-            lines.append(f"{SAY[name]:16}{p:12,.4g}{m:12,.4g}{said:>14}")
+            line = f"{SAY[name]:16}{p:12,.4g}{m:12,.4g}{said:>14}"
+            line += f"   {min(values):,.4g} to {max(values):,.4g}" if values else ""
+        lines.append(line)
     return lines
 
 
@@ -107,6 +119,10 @@ def notes(done: Replayed) -> list[str]:
         times = {k: v for k, v in asdict(service).items() if v and (kind in kinds or k in ("train_s", "update_s"))}
         said = ", ".join(f"{k} {v:.4g}" for k, v in times.items())
         out.append(f"{kind if kind in kinds else 'the trainer, without an engine'}: {said}")
+    if done.others:
+        out.append(
+            f"of {len(done.others) + 1} seeds: workers up to {JITTER:.0%} faster or slower than fitted, at random"
+        )
     return [*out, *f.notes, *done.record.remarks]
 
 
@@ -119,18 +135,19 @@ def said(done: Replayed, folder: Path) -> dict[str, Any]:
             {"step": n, "predicted_s": p, "measured_s": m} for n, (p, m) in enumerate(steps, done.fitted.skip + 1)
         ],
         "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
+        "other_seeds": [{k: float(getattr(f, k)) for k in SAY} for f in done.others],
         "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},
         "pulls": asdict(done.fitted.pulls),
         "notes": notes(done),
     }  # fmt: skip
 
 
-def main(folder: Path, *, fit: str, out: Path | None) -> None:
+def main(folder: Path, *, fit: str, out: Path | None, seeds: int = 1) -> None:
     if fit not in FITS:
         raise WindfallError(f"no fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    done = replay(folder, fit, out / "replay.jsonl" if out is not None else None)
+    done = replay(folder, fit, out / "replay.jsonl" if out is not None else None, seeds)
     print("\n".join([*table(done), "", *notes(done)]))
     if out is not None:
         (out / "replay.json").write_text(json.dumps(said(done, folder), indent=1) + "\n", encoding="utf-8")

@@ -17,9 +17,11 @@ from windfall.sim.machines import Stay
 from windfall.sim.network import Network
 from windfall.sim.replay_log import Deed, Life
 from windfall.sim.run import Simulation
-from windfall.sim.service import Service
+from windfall.sim.service import Service, uniform
 from windfall.sim.worker import Kit, SimWorker
 from windfall.types import LOCAL
+
+JITTER = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +51,11 @@ class ReplayedFleet:
 
     def __init__(
         self, simulation: Simulation, items: Sequence[Sequence[Item]], services: Mapping[str, Service],
-        pulls: Pulls, start_s: float,
+        pulls: Pulls, start_s: float, seed: int = 0,
     ) -> None:  # fmt: skip
+        """`seed`: 0 for workers as fitted, any other for some that are a little faster or slower."""
         self._sim, self._items, self._services, self._pulls = simulation, items, services, pulls
-        self._start_s = start_s
+        self._start_s, self._seed = start_s, seed
         self._network = Network(pulls.egress_per_s)
         self._ended = [asyncio.Event() for _ in range(len(items) + 1)]
         """By number: the step is over."""
@@ -102,6 +105,11 @@ class ReplayedFleet:
             case _:
                 worker.kill()
 
+    def _service(self, life: Life) -> Service:
+        fitted = self._services[life.kind]
+        draw = 2 * uniform(f"{self._seed}/{life.name}/{life.joined_s}") - 1
+        return fitted.slower(1 + JITTER * draw) if self._seed else fitted
+
     def _drain(self, name: str) -> None:
         for member in list(self._sim.dispatch.members.here()):
             if member.name == name:
@@ -112,7 +120,7 @@ class ReplayedFleet:
         local = life.name == LOCAL
         waited_s = max(0.0, self._start_s - life.joined_s)  # for the run to begin, which is not simulated
         kit = Kit(
-            name=life.name, lease=life.lease, service=self._services[life.kind], slots=life.slots,
+            name=life.name, lease=life.lease, service=self._service(life), slots=life.slots,
             network=None if local else self._network, weights_bytes=self._pulls.size_bytes,
             ingress_per_s=self._pulls.ingress_per_s,
             heartbeat_s=s.fleet.heartbeat_s, latency_s=0.0 if local else s.sim.latency_s,

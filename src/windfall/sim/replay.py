@@ -8,6 +8,7 @@ to the steps that it is compared with: that is no prediction, and shows what the
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +17,15 @@ from typing import Any
 
 from windfall.errors import WindfallError, nearest
 from windfall.events import Event, read
-from windfall.sim import figures, run
+from windfall.sim import figures, fit_log, run
 from windfall.sim.figures import Figures
 from windfall.sim.replay_fleet import JITTER, ReplayedFleet, diary
 from windfall.sim.replay_log import Record, record
 from windfall.sim.replay_world import FITS, Fit, Fitted, Recorded, RecordedEnv, fitted, world
+from windfall.types import LOCAL
 
+DRIFT = 0.03
+"""What machines do differently in the steps held out is worth a word from here on."""
 SHARES = ("trainer_idle", "workers_idle", "workers_lost", "again")
 """Of these an error is a difference, in percentage points."""
 SAY = {
@@ -123,7 +127,23 @@ def notes(done: Replayed) -> list[str]:
         out.append(
             f"of {len(done.others) + 1} seeds: workers up to {JITTER:.0%} faster or slower than fitted, at random"
         )
+    if f.skip >= f.steps:
+        out += [f"{what} took {1 + off:.2f} times as long as in the steps fitted to" for what, off in drift(done)]
     return [*out, *f.notes, *done.record.remarks]
+
+
+def drift(done: Replayed) -> list[tuple[str, float]]:
+    """How much slower the machines themselves were in the steps that were held out: no formula can know that."""
+    f, events, later = done.fitted, done.record.events, done.record.steps[done.fitted.skip :]
+    trained = fit_log.training(events, [e["step"] for e in later])
+    points, now = fit_log.speeds(later), fit_log.services(later, trained)
+    out = []
+    for kind in sorted(set(now) & set(f.services)):
+        batch = statistics.mean(p.batch for p in points[kind])
+        out.append((f"steps of {kind}", now[kind].step_s(batch) / f.services[kind].step_s(batch) - 1))
+    if trained is not None:
+        out.append(("training", trained.train_s / f.services[LOCAL].train_s - 1))
+    return [(what, off) for what, off in out if abs(off) >= DRIFT]
 
 
 def said(done: Replayed, folder: Path) -> dict[str, Any]:

@@ -119,6 +119,22 @@ def test_the_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) 
     assert float(low.replace(",", "")) < float(high.replace(",", "")), "little differences make some"
 
 
+def test_machines_that_became_slower_are_named(ran: Make) -> None:
+    folder, _ = ran()
+    done = replay.replay(folder)
+    assert replay.drift(done) == []
+    log = [dict(e) for e in done.record.events]
+    for e in log:
+        if (e["kind"], e["name"]) == ("span", "train") and e["step"] > done.fitted.steps:
+            e |= {"s": 2 * e["s"], "asked_s": 2 * e["asked_s"], "update_s": 2 * e["update_s"]}
+    slower = replace(done, record=replace(done.record, events=log))
+    assert [what for what, _ in replay.drift(slower)] == ["training"]
+    assert "training took 2.0" in "\n".join(replay.notes(slower))
+    lines = replay.beside([("plain", done)])
+    assert lines[-1].startswith("plain")
+    assert f"{done.measured.tok_per_s:,.4g}" in lines[-1]
+
+
 def test_a_run_that_died_is_read_as_far_as_it_came(ran: Make) -> None:
     folder, _ = ran()
     log = folder / "events.jsonl"

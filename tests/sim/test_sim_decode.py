@@ -15,7 +15,7 @@ from windfall.sim.loop import VirtualLoop
 from windfall.sim.network import Network, shares
 from windfall.sim.service import Listed, Service
 
-SERVICE = Service(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002)
+SERVICE = Service(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002, over_batch=3, over_s=0.002)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 
 

@@ -312,7 +312,7 @@ class Sim(Section):
     alike: float = Field(default=0.5, ge=0, le=1)
     """Its correlation within a group."""
     lengths_file: FilePath | None = None
-    """Draw lengths from these instead: a number per line."""
+    """Draw lengths from these instead: a number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)
     """Rewards are 1 with this probability, else 0."""
     reward_s: float = Field(default=0.0, ge=0)

@@ -105,7 +105,7 @@ class Dispatch:
         self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
                            started_s=started, name=hello.name)  # fmt: skip
         self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
-                             usd_per_h=price.or_none, price_from=price.said)  # fmt: skip
+                             usd_per_h=price.or_none, price_from=price.said, age_s=now - started)  # fmt: skip
         sender = self._outbox.open(id, link)
         self._soon()
         why = "cancelled"
@@ -187,6 +187,7 @@ class Dispatch:
         self.accounts.ready(now, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
+            slots=message.slots,
             **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
         )  # fmt: skip
         self._soon()

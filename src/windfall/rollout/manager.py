@@ -57,8 +57,11 @@ class Rollout:
         self.dispatch, self.env, self.text, self.options = dispatch, env, text, options
         self.past: Past = {}
         """What the journal knows of responses that have not been opened yet."""
-        self.made = self.restored = self.missing = 0
-        """Tokens of the responses that came out; how many of them the journal had; responses without a reward."""
+        self.made = self.restored = self.missing = self.graded = 0
+        """Tokens of the responses that came out; how many of them the journal had; responses without a reward; turns
+        that were graded."""
+        self.grading_s = 0.0
+        """Of these."""
         self._seed, self._events = seed, events
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
         self._stopped = False
@@ -164,10 +167,12 @@ class Rollout:
         self._close_turn(episode)
 
         async def ask() -> None:
-            o, inbox = self.options, self._inbox
+            o, inbox, loop = self.options, self._inbox, asyncio.get_running_loop()
+            began_s = loop.time()
             graded = await grade(
                 self.env, group.task, episode.turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s
             )
+            self.graded, self.grading_s = self.graded + 1, self.grading_s + loop.time() - began_s
             inbox.put_nowait((episode, graded))
 
         task = asyncio.create_task(ask())

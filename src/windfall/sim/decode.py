@@ -87,7 +87,9 @@ class Decode:
                 break
             tokens -= steps - left
             context -= (steps - left) * behind + pairs - left * (left - 1) / 2
-        return s.prefill_s * self.prefill + s.fixed_s * longest + s.each_s * tokens + s.context_s * context
+        over = sum(min(steps, left) for left, _ in rows[: -int(s.over_batch) or None]) if s.over_s else 0
+        plain_s = s.prefill_s * self.prefill + s.fixed_s * longest + s.each_s * tokens + s.context_s * context
+        return plain_s + s.over_s * over  # rows that end last are those below `over_batch`, whenever that is
 
     def _sorted(self) -> list[tuple[int, int]]:
         """(steps until it ends, tokens behind it) of every response, those that end first in front."""

@@ -52,6 +52,9 @@ class Kit:
     quantum_s: float = 0.0
     """It tells what it made at multiples of this only; the steps themselves are exact. 0: whenever somebody ends."""
     latency_s: float = 0.0
+    build_s: float = 0.0
+    """From its first dialling until its engine is there, with the weights it is to load then: no pull is simulated. 0:
+    its engine is there at once, and it pulls."""
 
 
 class _Swap:
@@ -85,6 +88,9 @@ class SimWorker:
         self._pull: int | None = None
         self._prompts: set[int] = set()
         self._made = self._stepped = 0
+        self._built_s = self._loop.time() + kit.build_s
+        self._first: tuple[m.Load, float] | None = None
+        """To be loaded once the engine is there."""
         self._attending: asyncio.Task[None] | None = None
 
     # its life
@@ -191,11 +197,20 @@ class SimWorker:
 
     def _load(self, load: m.Load) -> None:
         network, began_s = self.kit.network, self._loop.time()
+        if began_s < self._built_s:
+            if self._first is None:
+                self._loop.call_at(self._built_s, self._built, self._wire)
+            self._first = (load, began_s)
+            return
         if network is None:
             self._order(_Swap(load, began_s))
             return
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
+
+    def _built(self, wire: Wire | None) -> None:
+        if wire is self._wire and self._first is not None:
+            self._pulled(*self._first)
 
     def _pulled(self, load: m.Load, began_s: float) -> None:
         self._pull = None

@@ -9,9 +9,10 @@ from pathlib import Path
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
+from windfall.events import read
 from windfall.fleet import trace
 from windfall.fleet.formats import Change, check
-from windfall.sim import market
+from windfall.sim import fit_log, market
 from windfall.sim.book import Drawn
 from windfall.sim.decode import simulated
 from windfall.sim.market import Prices, Rates
@@ -144,14 +145,19 @@ def _lengths(s: config.Sim) -> Drawn:
 
 
 def read_lengths(path: Path) -> tuple[int, ...]:
-    """A file with a response's length per line."""
-    fix = "One whole number above 0 per line."
+    """A file with a response's length per line, or the event log of a run."""
+    fix = "One whole number above 0 per line, or events.jsonl of a run."
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = sorted(int(line) for line in lines)
+        if lines and lines[0].startswith("{"):
+            log = read(path)
+            granule = next((e["granule"] for e in log if "granule" in e), 1)
+            found = sorted(n * granule for e in fit_log.steps_of(log) for row in e["lengths"] for n in row)
+        else:
+            found = sorted(int(line) for line in lines)
     except OSError as e:
         raise WindfallError(f"cannot read the lengths: {e.strerror}", where=str(path), fix="Check the path.") from e
-    except ValueError as e:
+    except (ValueError, KeyError, TypeError) as e:
         raise WindfallError(f"no list of lengths: {e}", where=str(path), fix=fix) from e
     if not found or found[0] < 1:
         raise WindfallError("no list of lengths: it is empty, or one is below 1", where=str(path), fix=fix)

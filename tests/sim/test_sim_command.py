@@ -68,7 +68,6 @@ def test_every_variant_can_be_built() -> None:
         (["--set", "sim.medain_tokens=3"], "median_tokens"),
         (["--set", "sim.lengths_file=nowhere.txt"], "cannot read the lengths"),
         (["--set", "sim.prices_file=nowhere.txt"], "cannot read the prices"),
-        (["--set", "sim.market=skypilot"], "needs a file"),
         (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "nobody would ever generate"),
         (["--set", "run.steps=1"], "1 steps were made"),
         (["second.toml"], "one recipe at a time"),

@@ -317,8 +317,8 @@ class Sim(Section):
     """Rewards are 1 with this probability, else 0."""
     reward_s: float = Field(default=0.0, ge=0)
     """How long a reward takes."""
-    market: Literal["machines", "poisson", "bursts", "diurnal", "skypilot"] = "machines"
-    """How machines come and go where [trace] names no file (docs/sim.md); skypilot: the file it names is SkyPilot's."""
+    market: Literal["machines", "poisson", "bursts", "diurnal"] = "machines"
+    """How machines come and go where [trace] names no file (docs/sim.md)."""
     arrivals_per_h: float = Field(default=10.0, ge=0)
     """Of poisson: machines that are given per hour, at most trace.nodes at a time."""
     bursts_per_h: float = Field(default=1.0, ge=0)

@@ -108,16 +108,12 @@ def changes(recipe: Recipe) -> list[Change]:
             raise WindfallError("trace.file is given, and trace.nodes is 0", where="trace.nodes", fix=fix)
         return []
     if t.file is None:
-        if s.market == "skypilot":
-            raise WindfallError("a SkyPilot trace needs a file", where="sim.market", fix="Set trace.file.")
         rates = Rates(
             nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
             bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
         )  # fmt: skip
         # With the run's seed in it: several seeds of a simulation are several traces.
         found = market.generate(s.market, rates, seconds=_length_s(recipe), seed=t.seed + 7919 * recipe.run.seed)
-    elif s.market == "skypilot":
-        found = trace.window(market.skypilot(t.file, t.nodes), t.start_s, TRACE_S)
     else:
         found = trace.slots(trace.window(trace.read(t.file), t.start_s, TRACE_S), t.nodes)
     check(found, "the trace from trace.start_s on")

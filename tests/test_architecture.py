@@ -37,6 +37,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/gpu/splits.py",
     "engine/gpu/words.py",
     "engine/scheduler.py",
+    "rollout/ends.py",
     "rollout/episode.py",
     "rollout/ledger.py",
     "rollout/members.py",

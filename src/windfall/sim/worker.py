@@ -252,7 +252,7 @@ class SimWorker:
         load, took_s = order.load, self._loop.time() - order.began_s
         self._held = (load.version, load.digest)
         self._prompts.clear()
-        self._decode.prefill = sum(row.prompt + row.made for row in self._decode.rows.values())
+        self._decode.prefill = self._decode.context
         pulled = 0 if self.kit.network is None else round(self.kit.weights_bytes)
         self._say(
             m.Loaded(version=load.version, digest=load.digest, slots=self.kit.slots, s=took_s, pulled_bytes=pulled)

@@ -164,10 +164,14 @@ class Ledger:
                 episode.tokens.append(token)
                 episode.logprobs.append(logprob)
         else:
-            for entry, start, end in zip(entries, [0, *upto], upto, strict=False):
+            for entry, end, count in zip(entries, upto, frame.counts, strict=True):
                 episode = entry.episode
-                episode.tokens.extend(tokens[start:end])
-                episode.logprobs.extend(logprobs[start:end])
+                if count == 1:
+                    episode.tokens.append(tokens[end - 1])
+                    episode.logprobs.append(logprobs[end - 1])
+                else:
+                    episode.tokens.extend(tokens[end - count : end])
+                    episode.logprobs.extend(logprobs[end - count : end])
         self.counts.accepted += len(tokens)
         out = Taken(accepted=len(tokens), rows=list(range(len(entries))))
         for row in sorted(frame.finished):

@@ -115,6 +115,11 @@ class Members:
     def here(self) -> Iterator[Member]:
         return iter(self._here.values())
 
+    @property
+    def count(self) -> int:
+        """How many are here."""
+        return len(self._here)
+
     def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
         """A new member, also when one of this name was here before."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
@@ -204,13 +209,15 @@ class Members:
 
     def behind(self, version: int, digest: str, *, needed: bool) -> list[Member]:
         """Who should pull this version now: at once when new, else when there is work that needs it."""
-        wanted = (version, digest)
-
-        def lacks(m: Member) -> bool:
-            held = m.asked if m.state is State.PULLING else (m.version, m.digest)
-            return m.state in (State.READY, State.PULLING) and held != wanted
-
-        return [m for m in self._here.values() if m.state is State.JOINING or (needed and lacks(m))]
+        here, wanted = self._here.values(), (version, digest)
+        if not needed:
+            return [m for m in here if m.state is State.JOINING]
+        return [
+            m for m in here
+            if m.state is State.JOINING
+            or (m.state is State.READY and (m.version != version or m.digest != digest))
+            or (m.state is State.PULLING and m.asked != wanted)
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""

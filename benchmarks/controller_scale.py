@@ -4,11 +4,11 @@
     python benchmarks/controller_scale.py --workers 10,100      these
     python benchmarks/controller_scale.py --workers 1000 --profile
 
-Every worker holds RESPONSES responses, makes a token of each every STEP_S, tells of them when one ends and at least once
-a second, and beats once a second; all at moments of their own. The queue is never empty. Every FLAP_S seconds one worker
-in a hundred loses its link, and dials again: its responses move. The controller is the product's; what the simulated
-workers and the network between them cost is timed around their callbacks and taken off. The event loop's own work counts
-as the controller's. Each count of workers runs in a process of its own.
+Every worker holds RESPONSES responses, makes a token of each every STEP_S, tells of them when one ends and at least
+once a second, and beats once a second; each at moments of its own. The queue is never empty. Every FLAP_S seconds one
+worker in a hundred loses its link, and dials again: its responses move. The controller is the product's; what the
+simulated workers and the network between them cost is timed around their callbacks and taken off. The event loop's own
+work counts as the controller's. Each count of workers runs in a process of its own.
 """
 
 from __future__ import annotations

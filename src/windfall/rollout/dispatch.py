@@ -40,8 +40,8 @@ ALONE_S = 15.0
 ASKED = ("sigterm", "ctrl-c")
 """Warnings that come from whoever runs the worker, not from whoever owns its machine."""
 FEW, PAUSE_S = 256, 4e-5
-"""Giving out work takes a few microseconds per worker, whatever there is to give. Above FEW workers it waits so long, per
-worker, since the last time: at 10,000 a free slot may wait two fifths of a second, and an eighth of a core does it."""
+"""Giving out work takes a few microseconds per worker, whatever there is to give. Above FEW workers it waits so long,
+per worker, since the last time: at 10,000 a free slot may wait two fifths of a second; an eighth of a core does it."""
 LEAVE_S = 5.0
 """A worker that was warned is drained so long before it is taken."""
 
@@ -280,7 +280,7 @@ class Dispatch:
         tokens = sum(len(e.episode.tokens) for e in entries)
         self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
         self.ledger.release(id)
-        if poison := self.ledger.poison():
+        if poison := self.ledger.poison(entries):
             self._rejected(
                 poison.episode.id, f"{poison.fruitless} workers in a row were lost with it, the last of them: {why}"
             )
@@ -333,8 +333,8 @@ class Dispatch:
     # giving out
 
     def _soon(self) -> None:
-        """Once per round of the event loop is enough, however many reasons there are; less often in a large fleet, where
-        there are more reasons and each takes longer to act on."""
+        """Once per round of the event loop is enough, however many reasons there are; less often in a large fleet,
+        where there are more reasons and each takes longer to act on."""
         if not self._settling:
             self._settling = True
             loop = asyncio.get_running_loop()

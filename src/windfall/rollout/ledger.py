@@ -99,8 +99,6 @@ class Ledger:
         self._over: OrderedDict[int, str] = OrderedDict()
         """The newest handles that are over, and how: moved, cancelled or finished."""
         self._by_worker: dict[str, dict[int, Entry]] = {}
-        self._poison: list[str] = []
-        """Responses that workers are lost with; see `poison`."""
         self._next_handle = 0
         self._stops: set[int] = set()
         """Every stop token of any response so far."""
@@ -301,8 +299,6 @@ class Ledger:
         entries = list(self._by_worker.get(worker, {}).values())
         for entry in reversed(entries):
             entry.fruitless = entry.fruitless + 1 if len(entry.episode.tokens) == entry.marked else 0
-            if entry.fruitless >= FRUITLESS:
-                self._poison.append(entry.episode.id)
             self._back(entry)
             if not self._migrate:
                 self._discard(entry)
@@ -322,9 +318,9 @@ class Ledger:
             last -= count
         entry.marked = len(episode.tokens)
 
-    def poison(self) -> Entry | None:
-        """A response that every worker it is given to is lost with, before a single token."""
-        return next((self.entries[id] for id in self._poison if id in self.entries), None)
+    def poison(self, lost: Iterable[Entry]) -> Entry | None:
+        """Of those that have just lost their worker, one that every worker is lost with, before a single token."""
+        return next((e for e in lost if e.fruitless >= FRUITLESS), None)
 
     def recall(self, id: str) -> int:
         """Take a running response back to give it to another. Returns the handle that is over."""

@@ -77,7 +77,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         while times and times[0] < self._now_s + CLOSE_S:
             ready.extend(due.pop(heapq.heappop(times)))
         for _ in range(len(ready)):
-            handle = ready.popleft()
+            handle = self._ready.popleft()  # pyright: ignore[reportAttributeAccessIssue]
             if not handle._cancelled:
                 handle._run()
 

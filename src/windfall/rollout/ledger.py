@@ -18,12 +18,13 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from typing import Literal
 
 from windfall.link.messages import Tokens, columns
 from windfall.rollout import ends
+from windfall.rollout.counts import Counts, Taken
 from windfall.rollout.ends import Malformed
 from windfall.rollout.episode import Episode
 from windfall.types import Finish
@@ -49,44 +50,6 @@ class Entry:
     """Since its last assignment: what was computed of it is computed again."""
     fruitless: int = 0
     """Workers in a row that were lost with it and had made no token of it."""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Tokens, unless the name says otherwise."""
-
-    accepted: int = 0
-    closed: int = 0
-    withdrawn: int = 0
-    repeated: int = 0
-    """Had been accepted before: a frame came twice."""
-    late: int = 0
-    """Came from a worker after its response had been given to another, or after it was given up."""
-    unwanted: int = 0
-    """Of responses that were cancelled."""
-    gaps: int = 0
-    """Frames, not tokens: what came before was missing. The response goes on elsewhere from its last token."""
-    stale: int = 0
-    """Of another version than the response was given out with."""
-    moved: int = 0
-    """Responses that lost their worker and went on elsewhere."""
-    discarded: int = 0
-    """Accepted, and thrown away with a lost worker: only where migration is switched off."""
-    prefilled_again: int = 0
-    """Tokens, prompts included, that a move made a worker compute again."""
-
-
-@dataclass(slots=True)
-class Taken:
-    accepted: int = 0
-    turns: list[str] = field(default_factory=list)
-    """Responses whose turn ended."""
-    dropped: list[int] = field(default_factory=list)
-    """Handles that the worker should forget: their responses go on elsewhere."""
-    whole: bool = True
-    """Every token of the frame was accepted."""
-    rows: list[int] = field(default_factory=list)
-    """If not `whole`: the rows of the frame that were."""
 
 
 class Ledger:

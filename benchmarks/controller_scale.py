@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -43,14 +43,15 @@ from windfall.sim.world import build
 RESPONSES, STEP_S, LENGTH, GROUP = 8, 0.25, 80.0, 8
 BOOT_S, WARM_S, FLAP_S = 1.0, 5.0, 1.0
 """Measured from BOOT_S + WARM_S on: joining is over by then."""
+KEYS = ("sim", "frame", "beat", "settle", "lose", "join", "tick", "other")
 
 
 class Watch:
     """CPU seconds by name; what is timed inside of something timed counts as the inner one's only."""
 
     def __init__(self) -> None:
-        self.s: Counter[str] = Counter()
-        self.n: Counter[str] = Counter()
+        self.s: defaultdict[str, float] = defaultdict(float)
+        self.n: defaultdict[str, int] = defaultdict(int)
         self._inner_s = 0.0
 
     def over(self, name: str | Callable[..., str], do: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,15 +128,16 @@ def one(workers: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         done = run.simulate(world, Path(folder) / "events.jsonl", disturb=disturb)
     cpu_s, s, n, accepted, moved = marks["from"]
-    spent, times, counts = time.thread_time() - cpu_s, watch.s - s, watch.n - n
+    spent = time.thread_time() - cpu_s
+    times = {key: watch.s[key] - s[key] for key in KEYS}
+    counts = {key: watch.n[key] - n[key] for key in KEYS}
     done.dispatch.ledger.check()
     ledger = done.dispatch.ledger.counts
     return {
-        "workers": workers, "virtual_s": seconds, "cpu_s": spent, "sim_s": times["sim"],
+        "workers": workers, "virtual_s": seconds, "cpu_s": spent,
         "controller_s": spent - times["sim"], "tokens": ledger.accepted - accepted, "moved": ledger.moved - moved,
         "kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib,
-        **{f"{key}_s": times[key] for key in ("frame", "beat", "settle", "lose", "join", "tick", "other")},
-        **{f"{key}_n": counts[key] for key in ("frame", "beat", "settle", "lose", "join")},
+        **{f"{key}_s": times[key] for key in KEYS}, **{f"{key}_n": counts[key] for key in KEYS},
     }  # fmt: skip
 
 

@@ -61,8 +61,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "weights/delta.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq", "itertools",
-    "math", "msgspec", "numpy", "signal", "typing", "xxhash",
+    "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
+    "itertools", "math", "msgspec", "numpy", "signal", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from windfall.config import Recipe
 from windfall.errors import WindfallError
+from windfall.rollout import dispatch
+from windfall.rollout.dispatch import Dispatch
 from windfall.sim import world
 from windfall.sim.run import Simulation
 
@@ -79,3 +82,25 @@ def test_workers_are_kept_by_advice(simulated: Simulated) -> None:
         assert steps[-1]["workers"] - 1 == last, price
         assert not any(e["name"] == "worker_lost" for e in log), "who goes leaves in order"
         assert all(e["responses"] == 64 and e["lost_tokens"] == 0 for e in steps)
+
+
+def test_a_large_fleet_is_looked_at_less_often(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever there was to give out is given out all the same."""
+    times: list[tuple[float, int]] = []
+    settle = Dispatch._settle
+
+    def timed(self: Dispatch) -> None:
+        times.append((asyncio.get_running_loop().time(), self.members.count))
+        settle(self)
+
+    monkeypatch.setattr(Dispatch, "_settle", timed)
+    gaps: dict[bool, list[float]] = {}
+    for large in (False, True):
+        monkeypatch.setattr(dispatch, "FEW", 2 if large else 256)
+        monkeypatch.setattr(dispatch, "PAUSE_S", 0.1)
+        times.clear()
+        _, log = simulated(run={"steps": 3})
+        assert all(e["responses"] == 64 and e["lost_tokens"] == 0 for e in steps_of(log))
+        gaps[large] = [b - a for (a, _), (b, count) in pairwise(times) if count == 4]
+    assert min(gaps[False]) < 0.001
+    assert min(gaps[True]) >= 0.1 - 1e-9, "four workers are two above the few"

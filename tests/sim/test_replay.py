@@ -41,7 +41,7 @@ def exactly(folder: Path, built: world.World, log: Path) -> list[events.Event]:
     """Simulated again with the formulas that it was made with, not with fitted ones; the clock is set once."""
     was = replay_log.record(folder)
     found = replay_world.fitted(was, "first-half")
-    true = {kind: built.trainer if kind == LOCAL else built.worker for kind in found.services}
+    true = {kind: built.trainer if kind == LOCAL else built.worker.service for kind in found.services}
     replay._simulate(was, replace(found, services=true, skip=0, reward_s=built.real.sim.reward_s), log)
     return events.read(log)
 

@@ -125,8 +125,8 @@ def _price_changes(world: World, stays: Sequence[Stay], start_s: float, end_s: f
     for stay in stays:
         held_s = _overlap(stay, start_s, end_s)
         if stay.joined and held_s > 0:
-            cost = world.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
-            extra += cost - world.prices.at(stay.start_s + boot_s) * held_s / 3600
+            cost = stay.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
+            extra += cost - stay.prices.at(stay.start_s + boot_s) * held_s / 3600
     return extra
 
 

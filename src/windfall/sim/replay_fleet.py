@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from windfall.events import Event
 from windfall.sim.fit_log import Pulls
@@ -68,6 +69,9 @@ class ReplayedFleet:
     def local(self) -> SimWorker | None:
         found = self.workers.get(LOCAL)
         return None if found is None or found.over else found
+
+    def follow(self, said: dict[str, Any]) -> None:
+        """Workers come and go as they did, whatever was advised."""
 
     def heard(self, event: Event) -> None:
         """Every event of the simulation."""

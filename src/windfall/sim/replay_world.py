@@ -19,7 +19,7 @@ from windfall.sim.book import FIRST_TAG, TAGS
 from windfall.sim.env import SimEnv
 from windfall.sim.replay_log import Record
 from windfall.sim.service import Listed, Service
-from windfall.sim.world import World, scaled
+from windfall.sim.world import Kind, World, scaled
 from windfall.types import LOCAL, Feedback, Task, Turn
 
 Fit = Literal["first-half", "all"]
@@ -132,10 +132,12 @@ def world(record: Record, fitted: Fitted, lengths: Recorded) -> World:
         }
     )
     trainer = fitted.services[LOCAL]
-    worker = next((v for k, v in fitted.services.items() if k != LOCAL), trainer)
+    step = next((v for k, v in fitted.services.items() if k != LOCAL), trainer)
+    prices = market.constant(recipe.trace.price_usd_per_h)
+    worker = Kind(device="replayed", service=step, slots=s.worker_slots, kv_tokens=0, prices=prices)
     share = recipe.rollout.groups * recipe.rollout.group_size / (1 + len({life.name for life in record.lives}))
     return World(
         recipe=scaled(real, granule), real=real, granule=granule,
-        quantum_s=worker.step_s(max(1.0, share)) * granule if granule > 1 else 0.0, trainer=trainer, worker=worker,
-        lengths=lengths, changes=(), drawn_s=float("inf"), prices=market.constant(recipe.trace.price_usd_per_h),
+        quantum_s=step.step_s(max(1.0, share)) * granule if granule > 1 else 0.0, trainer=trainer, worker=worker,
+        kinds=(worker,), lengths=lengths, changes=(), drawn_s=float("inf"),
     )  # fmt: skip

@@ -123,7 +123,9 @@ class Simulation:
 
     def _counters(self) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
-        return {**self.telling.counters(self.seeding.last, now), "real_tokens": self.book.real_tokens}
+        told = self.telling.counters(self.seeding.last, now)
+        self.machines.follow(self.telling.snapshot(step=0, now_s=now, ended=False))
+        return {**told, "real_tokens": self.book.real_tokens}
 
     async def _tick(self) -> None:
         while True:

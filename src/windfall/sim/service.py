@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import xxhash
 
@@ -108,7 +109,9 @@ class Listed:
         return max(1, self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))])
 
 
+@lru_cache(maxsize=1 << 14)
 def _normal(name: str) -> float:
+    """Of a group it is asked for again and again."""
     a, b = uniform(f"{name}/a"), uniform(f"{name}/b")
     return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
 

@@ -55,6 +55,8 @@ class Kit:
     build_s: float = 0.0
     """From its first dialling until its engine is there, with the weights it is to load then: no pull is simulated. 0:
     its engine is there at once, and it pulls."""
+    kv_tokens: int = 0
+    """That its engine has room for; 0: for all it is given."""
 
 
 class _Swap:
@@ -76,7 +78,7 @@ class SimWorker:
         """`started_s`: since when its machine is paid for."""
         self.kit, self._book, self._attend, self._started_s = kit, book, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self._decode = Decode(kit.service, book.granule)
+        self._decode = Decode(kit.service, book.granule, kv_tokens=kit.kv_tokens)
         self._held: tuple[int, str] = (-1, "")
         self._wire: Wire | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -177,7 +179,17 @@ class SimWorker:
 
     def _beat(self, wire: Wire) -> None:
         if wire is self._wire:
-            self._say(m.Stats(running=len(self._decode), made=self._made, steps=self._stepped, idle_s=0.0))
+            d = self._decode
+            self._say(
+                m.Stats(
+                    running=len(d),
+                    made=self._made,
+                    steps=self._stepped,
+                    idle_s=0.0,
+                    preemptions=d.preemptions,
+                    waiting=len(d.waiting),
+                )
+            )
             self._loop.call_at(_next(self._loop.time(), self.kit.heartbeat_s), self._beat, wire)
 
     def _hear(self, message: object) -> None:
@@ -267,7 +279,7 @@ class SimWorker:
         load, took_s = order.load, self._loop.time() - order.began_s
         self._held = (load.version, load.digest)
         self._prompts.clear()
-        self._decode.prefill = sum(row.prompt + row.made for row in self._decode.rows.values())
+        self._decode.prefill = self._decode.context
         pulled = 0 if self.kit.network is None else round(self.kit.weights_bytes)
         self._say(
             m.Loaded(version=load.version, digest=load.digest, slots=self.kit.slots, s=took_s, pulled_bytes=pulled)
@@ -295,9 +307,9 @@ class SimWorker:
         d, quantum_s = self._decode, self.kit.quantum_s
         if not quantum_s:
             return self._began_s + d.seconds(d.plan(self.kit.heartbeat_s))
-        at_s, longest = _next(self._loop.time(), quantum_s), d.longest
-        if longest * self.kit.service.fixed_s < at_s - self._began_s:
-            at_s = min(at_s, self._began_s + d.seconds(longest))
+        at_s, most = _next(self._loop.time(), quantum_s), d.horizon
+        if most * self.kit.service.fixed_s < at_s - self._began_s:
+            at_s = min(at_s, self._began_s + d.seconds(most))
         return max(at_s, self._began_s + d.seconds(1))
 
     def _tick(self) -> None:

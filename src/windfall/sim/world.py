@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import chain, repeat
 from pathlib import Path
 
 from windfall import config
@@ -28,6 +29,17 @@ MICRO_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What a worker's machine is like."""
+
+    device: str
+    service: Service
+    slots: int
+    kv_tokens: int
+    prices: Prices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     recipe: Recipe
     """As the controller gets it: its token limits are in simulated tokens."""
@@ -37,13 +49,14 @@ class World:
     quantum_s: float
     """Workers tell what they made at multiples of this: about as long as a granule takes. 0: exact."""
     trainer: Service
-    worker: Service
+    worker: Kind
+    """Of workers that stay."""
+    kinds: tuple[Kind, ...]
+    """Machines of the trace are of these, in turn."""
     lengths: Drawn
     changes: tuple[Change, ...]
     drawn_s: float
     """So long a trace was drawn; a simulation must not go on after it. Of a file: what is up at its end stays up."""
-    prices: Prices
-    """Of a machine of the trace."""
 
 
 def build(recipe: Recipe) -> World:
@@ -56,14 +69,26 @@ def build(recipe: Recipe) -> World:
             "nobody would ever generate: fleet.local is off, and there are no workers", where="fleet",
             fix="Set trace.nodes or fleet.workers.",
         )  # fmt: skip
-    worker = service(s.worker or s.trainer, "sim.worker")
+    prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)
+    worker = Kind(
+        device="simulated", service=service(s.worker or s.trainer, "sim.worker"), slots=s.worker_slots,
+        kv_tokens=s.worker_kv_tokens, prices=prices,
+    )  # fmt: skip
+    kinds = tuple(chain.from_iterable(repeat(_kind(k, prices), k.share) for k in s.kinds)) or (worker,)
     return World(
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
-        quantum_s=_quantum_s(recipe, worker) * granule if granule > 1 else 0.0,
-        trainer=service(s.trainer, "sim.trainer"), worker=worker,
+        quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
+        trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
         lengths=_lengths(s), changes=tuple(changes(recipe)),
         drawn_s=math.inf if t.file or not t.nodes or s.seconds else _length_s(recipe) / t.speedup,
-        prices=market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h),
+    )  # fmt: skip
+
+
+def _kind(said: config.SimKind, prices: Prices) -> Kind:
+    return Kind(
+        device=said.name, service=service(said.worker, f"sim.kinds, {said.name}"), slots=said.slots,
+        kv_tokens=said.kv_tokens,
+        prices=market.constant(said.price_usd_per_h) if said.price_usd_per_h else prices,
     )  # fmt: skip
 
 
@@ -127,11 +152,11 @@ def _length_s(recipe: Recipe) -> float:
     return recipe.sim.seconds * t.speedup or min(TRACE_S, enough_s)
 
 
-def _quantum_s(recipe: Recipe, worker: Service) -> float:
+def _quantum_s(recipe: Recipe, kind: Kind) -> float:
     """A typical engine step of a worker that has its part of a step's responses."""
     o = recipe.rollout
     share = o.groups * o.group_size / (1 + recipe.fleet.workers + recipe.trace.nodes)
-    return worker.step_s(max(1.0, min(recipe.sim.worker_slots, share)))
+    return kind.service.step_s(max(1.0, min(kind.slots, share)))
 
 
 def _lengths(s: config.Sim) -> Drawn:

@@ -29,18 +29,18 @@ class Windfall:
         return list(made.values())
 
     def warm(self, work: Work) -> None:
-        """Begin everything, then let it end in its own order, but soon: so each size of batch is met on the way, and
-        with the lengths that it will have."""
+        """A graph is captured when its kind of step is first met, and kept. Of uneven lengths all kinds are met only on
+        the whole way; of equal ones at the beginning."""
+        if min(work.lengths) < max(work.lengths):
+            self.generate(work)
+            return
         made = self._add(work)
         while min(made.values()) == 0:
             self._step(made)
-        shortest = sorted(zip(work.lengths, made, strict=True))
-        uneven = min(work.lengths) < max(work.lengths)
-        for n in range(0, len(shortest), 16 if uneven else len(shortest)):
-            for _ in range(2):
-                self._step(made)
-            for _, id in shortest[n : n + 16] if uneven else shortest:
-                self._engine.cancel(id)
+        for _ in range(2):
+            self._step(made)
+        for id in made:
+            self._engine.cancel(id)
         while len(self._engine):
             self._step(made)
 

@@ -11,6 +11,9 @@ token. The trainer's machine stands for 8 GPUs, a worker for 2, at RLBoost's pri
 come and go by a trace; a worker that is down costs nothing. "leaves by itself" is windfall where nobody is killed: the
 same machines go at the same moments, but say so and hand over first. What killing costs is the distance from there.
 
+With --replay every run is simulated from its own log as well (windfall sim --replay): machines fitted to the first half
+of its steps, figures of the second half, predicted beside measured.
+
 Columns: tokens per second and per dollar, and times the first row's; trainer idle: the share of its time without work;
 workers idle, lost: shares of what they were paid for (lost: booting, pulling, prefill again and work nobody got);
 again: tokens made again, as a share of all.
@@ -24,16 +27,12 @@ import json
 import math
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from windfall import config, events
-from windfall.bill import Account, Bucket, Totals
 from windfall.fleet import process, trace
 from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
@@ -217,28 +216,6 @@ async def run(
             await handle.terminate(0.0)
 
 
-def figures(folder: Path, skip: int) -> dict[str, float]:
-    """Of the steps after the first `skip`, which measure and warm up."""
-    log = events.read(folder / "events.jsonl")
-    steps = [e for e in log if e["kind"] == "scalar" and e["name"] == "step"][skip:]
-    start, end = steps[0]["t"] - steps[0]["s"], steps[-1]["t"]
-    seconds, tokens = end - start, sum(e["made"] for e in steps)
-    bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
-    trainer, spot = bill.holders["trainer"], bill.holders.get("spot", Account())
-
-    def share(account: Account, *buckets: Bucket) -> float:
-        return sum(account.seconds.get(b, 0.0) for b in buckets) / max(1e-9, account.total_s)
-
-    return {
-        "tok_per_s": tokens / seconds, "tok_per_usd": tokens / bill.all.total_usd, "workers": spot.total_s / seconds,
-        "step_s": statistics.mean(e["s"] for e in steps), "trainer_idle": share(trainer, "waiting"),
-        "workers_idle": share(spot, "waiting"),
-        "workers_lost": share(spot, "booting", "pulling", "prefill_again", "lost", "draining"),
-        "lost": sum(1 for e in log if e["name"] == "worker_lost" and start < e["t"] < end),
-        "moved": sum(e["moved"] for e in steps), "again": sum(e.get("discarded", 0) for e in steps) / tokens,
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--trainer", type=Path)
@@ -252,8 +229,12 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--start", type=float, default=0.0, help="where in the trace to begin, in its seconds")
     parser.add_argument("--speedup", type=float, default=1.0)
+    parser.add_argument("--replay", action="store_true", help="simulate every run from its log, too, and print both")
+    parser.add_argument("--keep", type=Path, help="leave the runs' folders here: windfall sim --replay reads them")
     parser.add_argument("--slow", type=float, default=SLOW, help="stretch all times, for a busy machine")
     options = parser.parse_args()
+    from windfall.sim import figures, replay  # not above: a worker must not boot longer for it
+
     if options.slow != SLOW:  # for the processes to come as well
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "HARVEST_SLOW": str(options.slow)})
     if options.trainer:
@@ -277,21 +258,27 @@ def main() -> None:
     heads = ("tok/s", 8), ("x", 7), ("tok/$", 10), ("x", 7), ("step s", 8), ("idle", 9), ("there", 9), ("idle", 8)
     heads += ("lost", 8), ("killed", 8), ("moved", 7), ("again", 7)
     print(f"{'variant':24}" + "".join(f"{name:>{width}}" for name, width in heads))
-    base: dict[str, float] | None = None
-    with tempfile.TemporaryDirectory() as place:
+    base: figures.Figures | None = None
+    replayed: list[tuple[str, replay.Replayed]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        place = options.keep or Path(temporary)
         for name in options.variants.split(","):
             how = {"changes": changes, **VARIANTS[name]}
-            folder = Path(place) / name.replace(" ", "-").replace(",", "")
+            folder = place / name.replace(" ", "-").replace(",", "")
             asyncio.run(run(folder, steps=options.steps, speedup=options.speedup / SLOW, **how))
-            f = figures(folder, skip=2)
+            f = figures.of(events.read(folder / "events.jsonl"), skip=min(2, options.steps - 1))
             base = base or f
             print(
-                f"{name:24}{f['tok_per_s']:8,.0f}{f['tok_per_s'] / base['tok_per_s']:7.2f}{f['tok_per_usd']:10,.0f}"
-                f"{f['tok_per_usd'] / base['tok_per_usd']:7.2f}{f['step_s']:8.2f}{f['trainer_idle']:9.0%}"
-                f"{f['workers']:9.2f}{f['workers_idle']:8.0%}{f['workers_lost']:8.0%}{f['lost']:8.0f}{f['moved']:7.0f}"
-                f"{f['again']:7.1%}",
+                f"{name:24}{f.tok_per_s:8,.0f}{f.tok_per_s / base.tok_per_s:7.2f}{f.tok_per_usd:10,.0f}"
+                f"{f.tok_per_usd / base.tok_per_usd:7.2f}{f.step_mean_s:8.2f}{f.trainer_idle:9.0%}"
+                f"{f.workers_there:9.2f}{f.workers_idle:8.0%}{f.workers_lost:8.0%}{f.killed:8.0f}{f.moved:7.0f}"
+                f"{f.again:7.1%}",
                 flush=True,
             )
+            if options.replay:
+                replayed.append((name, replay.replay(folder)))
+        if replayed:
+            print("\n".join(["", *replay.beside(replayed)]))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from windfall import algorithms, config
+from windfall.engine.attention import NAME
 from windfall.train.logprobs import Autograd
 from windfall.train.sample import Sample
 from windfall.train.trainer import TorchTrainer
@@ -118,7 +119,7 @@ def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8
 
 def trainer_of(shape: dict[str, Any], micro_tokens: int) -> TorchTrainer:
     recipe = config.parse({"train": {"lr": 1e-6}}, where="benchmark")
-    return TorchTrainer(model_of(shape, "windfall"), algorithms.make("grpo"), recipe, micro_tokens=micro_tokens)
+    return TorchTrainer(model_of(shape, NAME), algorithms.make("grpo"), recipe, micro_tokens=micro_tokens)
 
 
 def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) -> float:
@@ -223,7 +224,7 @@ def publishing(layers: int) -> None:
         ("0.6B", SMALL, ({}, {"shadow": False})),
         ("8B", {**LARGE, "num_hidden_layers": layers}, ({},)),
     ):
-        tensors = {n: p.data for n, p in model_of(shape, "windfall").named_parameters()}
+        tensors = {n: p.data for n, p in model_of(shape, NAME).named_parameters()}
         nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
         print(f"{head}   {name}: {nbytes / 1e9:.1f} GB")
         bus(nbytes)

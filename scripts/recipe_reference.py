@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import file, sections
+from windfall.config import SimKind, file, sections
 
 HEAD = """# Recipes
 
@@ -17,7 +17,7 @@ any work starts. This page is written by `scripts/recipe_reference.py`.
 def rows(section: Any) -> list[str]:
     out = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in section.model_fields.items():
-        if section is not sections.Recipe and name == "name" and field.is_required():
+        if section in sections.ENVS.values() and name == "name":
             continue  # an environment's own name
         shown = "-" if field.default is None else f"`{file._toml(_plain(field.default))}`"
         default = "required" if field.is_required() else shown
@@ -30,7 +30,7 @@ def _plain(value: Any) -> Any:
         list(value)
         if isinstance(value, tuple)
         else value
-        if isinstance(value, bool | int | float | dict)
+        if isinstance(value, bool | int | float | dict | list)
         else str(value)
     )
 
@@ -44,6 +44,8 @@ def page() -> str:
                 parts.append("\n".join([f'## [env] with name = "{label}"', "", *rows(kind), ""]))
         else:
             parts.append("\n".join([f"## [{name}]", "", *rows(field.annotation), ""]))
+        if name == "sim":
+            parts.append("\n".join(["## [[sim.kinds]]", "", *rows(SimKind), ""]))
     return "\n".join(parts)
 
 

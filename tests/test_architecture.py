@@ -37,6 +37,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/gpu/splits.py",
     "engine/gpu/words.py",
     "engine/scheduler.py",
+    "rollout/counts.py",
+    "rollout/ends.py",
     "rollout/episode.py",
     "rollout/ledger.py",
     "rollout/members.py",
@@ -60,8 +62,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "weights/delta.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "collections", "dataclasses", "datetime", "enum", "heapq", "itertools", "math", "msgspec",
-    "numpy", "signal", "typing", "xxhash",
+    "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
+    "itertools", "math", "msgspec", "numpy", "signal", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",

@@ -122,9 +122,15 @@ def top(
 @app.command(epilog="Example: windfall sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures")
 def sim(
     what: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="RECIPE.toml | calibrate FILE... | chaos", help="What to simulate; or measurements."),
-    ],
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Simulate this run from its own log; predicted beside measured.")
+    ] = None,
+    fit: Annotated[
+        str, typer.Option(help="Of --replay: fit to the first-half of the steps and predict the others, or to all.")
+    ] = "first-half",
     seeds: Annotated[int, typer.Option(min=1, help="Simulate so many, from run.seed on: other tasks and traces.")] = 1,
     compare: Annotated[str, typer.Option(help="Variants, with commas between them, or all.")] = "windfall",
     out: Annotated[Path | None, typer.Option(help="Write figures (JSON, CSV, SVG) and event logs there.")] = None,
@@ -135,6 +141,15 @@ def sim(
     faults: Annotated[int, typer.Option(min=1, help="Of chaos: how many hit each run.")] = 500,
 ) -> None:
     """What a run would cost and yield, in virtual time: the real controller and policies with simulated machines."""
+    if replay is not None:
+        from windfall.sim import replay as replays
+
+        if what:
+            raise WindfallError("a run is replayed by its own recipe", where="--replay", fix=f"Leave out {what[0]}.")
+        replays.main(replay, fit=fit, out=out, seeds=seeds)
+        return
+    if not what:
+        raise WindfallError("nothing to simulate", where="windfall sim", fix="Give a recipe, or --replay RUN.")
     if what[0] == "calibrate":
         from windfall.sim import calibrate
 

@@ -72,8 +72,14 @@ class Batch:
     drawn: int = 0
     rewards: list[float] = field(default_factory=list)
     """Of every response made, also of groups that dynamic sampling replaced: the policy's reward as it is."""
+    lengths: dict[int, list[int]] = field(default_factory=dict)
+    """By task: how many tokens each of its responses got, also of groups that were replaced."""
     early_s: float = 0.0
     """Spent training on groups while others were still to come."""
+    asked_s: float = 0.0
+    """The same, with what it took to ask for it and to hear that it was done."""
+    update_s: float = 0.0
+    """Of the optimizer, and of publishing."""
     wait_s: float = 0.0
     """The trainer had stopped generating, and waited for groups."""
     whole: deque[list[Group]] = field(default_factory=deque)
@@ -147,17 +153,19 @@ class Controller:
 
     async def _step(self) -> None:
         step, started = self.state.step + 1, _now()
-        self.rollout.made = self.rollout.restored = self.rollout.missing = 0
+        self.rollout.made = self.rollout.restored = self.rollout.missing = self.rollout.graded = 0
+        self.rollout.grading_s = 0.0
         self.pace.begin(step)
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect(self.state.next_task)
             span["tokens"] = self.rollout.made
         self.pace.generated()
         training = _now()
-        with self.events.span("train", step=step, early_s=batch.early_s):
+        with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
             state = State(step=step, next_task=self.state.next_task + batch.drawn)
             reports = await self._update(batch, state)
             self.state = state
+            span["update_s"] = batch.update_s
         train_s = batch.early_s + _now() - training
         self.pace.end(tokens=self.rollout.made, train_s=train_s, train_wait_s=batch.wait_s)
         self._tell(step, batch, reports, train_s, _now() - started)
@@ -176,6 +184,7 @@ class Controller:
             async with aclosing(self._arrivals(made, batch)) as arrivals:
                 async for group in arrivals:
                     batch.rewards += group.rewards
+                    batch.lengths[group.index] = [r.made for r in group.responses]
                     if self.algorithm.informative(outcomes(group, o.max_tokens)):
                         batch.add(group, self.micro_tokens)
                         if self._early and batch.whole:
@@ -191,7 +200,9 @@ class Controller:
         try:
             while True:
                 if over.is_set() and self._early and batch.whole:
+                    began = _now()
                     batch.early_s += await self._accumulate(batch.whole.popleft())
+                    batch.asked_s += _now() - began
                     continue
                 coming = coming or asyncio.ensure_future(arrived.get())
                 began, waits = _now(), over.is_set()
@@ -246,7 +257,9 @@ class Controller:
         for n, part in enumerate(samples, 1):
             if part:
                 await self.trainer.accumulate(part)
+            began = _now()
             report, published = await self.trainer.update(state if n == len(samples) else None)
+            batch.update_s += _now() - began
             reports.append(report)
         self.offer(published)
         return reports
@@ -258,6 +271,7 @@ class Controller:
             return
         sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
+        lengths: dict[int, int] = {}
         self.pace.everybody()
         with self.events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + o.tasks)
@@ -265,7 +279,9 @@ class Controller:
             async with aclosing(made):
                 async for group in made:
                     rewards += group.rewards
-        self.events.scalar("eval", step=step, reward=_mean(rewards), tasks=len(rewards))
+                    lengths[group.index] = group.responses[0].made
+        in_order = [lengths[index] for index in tasks]
+        self.events.scalar("eval", step=step, reward=_mean(rewards), tasks=len(rewards), lengths=in_order)
         self.evaluated.add(step)
 
     async def _save(self) -> None:
@@ -291,6 +307,10 @@ class Controller:
             drawn=batch.drawn,
             missing=self.rollout.missing,
             mean_length=sum(lengths) / max(1, len(lengths)),
+            prompt_tokens=_mean([len(r.prompt) for r in responses]),
+            lengths=[batch.lengths[index] for index in sorted(batch.lengths)],
+            replaced=sorted(set(batch.lengths) - {g.index for g in batch.kept}),
+            reward_s=self.rollout.grading_s / max(1, self.rollout.graded),
             cut=sum(r.finish == "length" for r in responses) / max(1, len(responses)),
             made=self.rollout.made,
             restored=self.rollout.restored,

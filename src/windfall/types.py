@@ -118,7 +118,7 @@ class Response:
     @property
     def made(self) -> int:
         """How many tokens the policy made."""
-        return sum(self.sampled)
+        return self.sampled.count(True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

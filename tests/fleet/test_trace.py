@@ -1,8 +1,10 @@
-"""Traces: both formats, what is refused, and the rules that hold for whatever is read, made up or cut."""
+"""Traces: all formats, what is refused, and the rules that hold for whatever is read, made up or cut."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from windfall.errors import WindfallError
 from windfall.fleet import trace
+from windfall.fleet.formats import parse
 from windfall.fleet.trace import Change
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
+DATA = Path(os.environ.get("WINDFALL_TRACES", "traces"))
+"""A folder with public traces, as published."""
 NODES = st.sampled_from(["n1", "n2", "n3", "n4"])
 
 
@@ -65,6 +69,30 @@ def test_counts_become_nodes(tmp_path: Path) -> None:
     # The lowest numbers that are down come up, in order.
     assert changes[5:] == [up(70, n) for n in [*sorted(c.node for c in gone), "n4"]]
     assert changes == trace.read(tmp_path / "t.txt")
+
+
+def test_counts_at_equal_distances_become_nodes() -> None:
+    said = json.dumps({"metadata": {"gap_seconds": 300}, "data": [0, 2, 2, 1, 3]})
+    at = [(c.at_s, c.up) for c in parse(said, "skypilot.json")]
+    assert at == [(300, True), (300, True), (900, False), (1200, True), (1200, True)]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("{", "no trace in JSON"),
+        ("{}", "'metadata' is missing"),
+        ('{"metadata": {"gap_seconds": 1}}', "'data' is missing"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "gap_seconds is 0"),
+        ('{"metadata": {"gap_seconds": 1}, "data": [1, -1]}', r"data\[1\] is -1"),
+        ('{"metadata": {"gap_seconds": 1}, "data": [1, true]}', r"data\[1\] is True"),
+        ('{"metadata": {"gap_seconds": 1}, "data": 5}', "no trace in JSON"),
+        ('{"metadata": {"gap_seconds": 1}, "data": [0, 0]}', "no node is ever up"),
+    ],
+)
+def test_json_that_is_no_trace_is_refused(said: str, why: str) -> None:
+    with pytest.raises(WindfallError, match=why):
+        parse(said, "skypilot.json")
 
 
 def test_a_falling_count_does_not_always_take_the_same_nodes() -> None:
@@ -228,7 +256,7 @@ def test_a_summary_counts_node_hours() -> None:
         trace.summary(changes, 0)
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="the public traces do not lie beside this checkout")
+@pytest.mark.skipif(not DATA.exists(), reason="WINDFALL_TRACES names no folder with the public traces")
 def test_the_public_traces() -> None:
     p3 = trace.read(DATA / "bamboo-p3-trace.csv")
     found = trace.summary(p3, p3[-1].at_s)

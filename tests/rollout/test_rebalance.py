@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from windfall.rollout.balance import Load
 from windfall.rollout.rebalance import MARGIN, Move, Running, rebalance

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import statistics
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from windfall.errors import WindfallError
 from windfall.sim import variants
 from windfall.sim.fit import SPECS, Point, held_out, line, scaled
 from windfall.sim.service import Service
-from windfall.sim.world import build
+from windfall.sim.world import build, read_lengths
 
 HARVEST = str(Path(__file__).parent.parent.parent / "recipes" / "sim-harvest.toml")
 QUICK = ["--set", "run.steps=3", "--set", "rollout.groups=8", "--set", "sim.skip_steps=1"]
@@ -66,7 +68,6 @@ def test_every_variant_can_be_built() -> None:
         (["--set", "sim.medain_tokens=3"], "median_tokens"),
         (["--set", "sim.lengths_file=nowhere.txt"], "cannot read the lengths"),
         (["--set", "sim.prices_file=nowhere.txt"], "cannot read the prices"),
-        (["--set", "sim.market=skypilot"], "needs a file"),
         (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "nobody would ever generate"),
         (["--set", "run.steps=1"], "1 steps were made"),
         (["second.toml"], "one recipe at a time"),
@@ -81,6 +82,21 @@ def test_lengths_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("40\n40\n40\n")
     recipe = config.load(Path(HARVEST), [f"sim.lengths_file={tmp_path / 'lengths.txt'}"])
     assert build(recipe).lengths.of(12, 7) == 40
+
+
+def test_lengths_of_a_run(tmp_path: Path) -> None:
+    typed(HARVEST, *QUICK, "--out", str(tmp_path))
+    log = tmp_path / "windfall-0.jsonl"
+    found = read_lengths(log)
+    assert len(found) == 3 * 8 * 8
+    assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
+    assert build(config.load(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.of(12, 7) in found
+    said = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", typed("calibrate", str(log)))
+    assert said is not None
+    assert [float(x) for x in said.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
+    log.write_text(log.read_text().replace('"lengths"', '"length"'))
+    with pytest.raises(WindfallError, match="no list of lengths"):
+        read_lengths(log)
 
 
 # calibration
@@ -100,6 +116,29 @@ def test_a_benchmarks_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) 
     out = typed("calibrate", str(path), "--gpu", "H200", "--to", "H100")
     assert "not measured" in out
     assert f"fixed_s = {0.002 * 4.8 / 3.35:.6g}" in out
+
+
+def test_an_engine_that_falls_off_and_a_cache_that_is_read(tmp_path: Path) -> None:
+    """Steps of 2 ms, 0.01 ms more for each response up to 256 and 0.1 ms above; of the 0.01, half is the cache."""
+
+    def step_ms(batch: int) -> float:
+        return 2.0 + 0.01 * batch + 0.09 * max(0, batch - 256)
+
+    rows = [("decode", f"batch {b}", step_ms(b), "ms", (1.0 + 0.005 * b) / step_ms(b)) for b in (1, 16, 64, 256)]
+    rows += [("rollout", "1024 x 128 in, 256 out", 1024 / step_ms(1024) * 1e3, "tok/s", None)]
+    rows += [("group", "16 x 8, 512 in, to 2048 out, mean 602", 20_000.0, "tok/s", None)]
+    names = ("what", "case", "value", "unit", "share")
+    said = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"figures": said}))
+    out = typed("calibrate", str(path))
+    for key in ("fixed_s = 0.002", "each_s = 5e-06", "over_batch = 256", "over_s = 9e-05", "above 256 responses"):
+        assert key in out, key
+    assert f"context_s = {0.005e-3 / 272:.6g}" in out
+    assert "held out: 16 x 8, 512 in" in out
+    assert "held out: 1024" not in out, "it was fitted to"
+    kept = {line.split(" = ")[0]: float(line.split(" = ")[1]) for line in out.splitlines() if " = " in line}
+    assert Service(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
 
 
 def test_the_log_of_a_run_gives_back_what_it_was_made_with(tmp_path: Path) -> None:

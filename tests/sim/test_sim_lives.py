@@ -39,6 +39,21 @@ def test_who_is_lost_comes_back_and_nothing_is_made_twice(simulated: Simulated, 
     assert any(e["name"] == "resumed" for e in log)
 
 
+def test_a_mixed_fleet_that_follows_advice_outlives_them(simulated: Simulated) -> None:
+    """Several kinds of machines, little room, and workers that are kept as advice has it."""
+    kinds = [{"name": name, "worker": {"fixed_s": 0.02, "each_s": 0.001}, "kv_tokens": 900} for name in ("L4", "T4")]
+    fleet = {"workers": 1, "workers_max": 3, "price_usd_per_h": 0.1}
+    sections = {"run": {"steps": 10}, "fleet": fleet, "checkpoint": {"every": 2}}
+    done, log = simulated(**sections, sim={**FAILING, "kinds": kinds, "worker_kv_tokens": 400, "boot_s": 0.1})
+    calm, alone = simulated(**sections)
+    assert [e["made"] for e in steps_of(log)] == [e["made"] for e in steps_of(alone)]
+    assert done.book.real_tokens == calm.book.real_tokens
+    assert min(done.lives, done.learner.lives) > 2
+    joined = {e["worker"].partition("#")[0] for e in log if e["name"] == "worker_joined"}
+    assert {"w1", "w2", "w3"} <= joined
+    assert {"L4", "T4"} <= {e["device"] for e in log if e["name"] == "worker_joined"}
+
+
 def at(*moments: tuple[float, Callable[[Simulation], None]]) -> Callable[[Simulation], None]:
     def disturb(simulation: Simulation) -> None:
         loop = asyncio.get_running_loop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,24 +48,6 @@ def test_a_day_has_a_good_and_a_bad_half() -> None:
     changes = generate("diurnal", RATES, seconds=DAY_S, seed=0)
     night, noon = (trace.summary(trace.window(changes, at, 3600.0), 3600.0).mean_up for at in (0.0, DAY_S / 2))
     assert night > 2 * noon
-
-
-def test_skypilots_format(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": [1, 0, 0, 1, 0]}))
-    found = market.skypilot(path, 2)
-    assert [(c.at_s, c.node, c.up) for c in found] == [
-        (600, "n1", True), (600, "n2", True), (1800, "n1", False), (1800, "n2", False), (2400, "n1", True),
-        (2400, "n2", True),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("said", ["", "[]", '{"data": [0]}', '{"metadata": {"gap_seconds": 1}, "data": [1, 1]}', "{"])
-def test_what_is_no_skypilot_trace_is_refused(tmp_path: Path, said: str) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(said)
-    with pytest.raises(WindfallError, match="SkyPilot"):
-        market.skypilot(path, 1)
 
 
 @pytest.mark.parametrize("said", ["", "5,1.0\n", "0,1.0\n0,2.0\n", "0,1.0\n9,-1\n", "0;1\n"])

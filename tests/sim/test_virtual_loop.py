@@ -110,3 +110,31 @@ def test_what_is_left_is_cancelled() -> None:
 
     assert loops.run(main) == 7
     assert ended == [True]
+
+
+def test_what_is_due_together_comes_in_the_order_in_which_it_was_asked_for() -> None:
+    """Also with other timers before and after, cancelled ones among them."""
+
+    async def main(loop: VirtualLoop) -> list[int]:
+        out: list[int] = []
+        for n in range(200):
+            loop.call_at(5.0, out.append, n)
+            loop.call_at(1.0 + n * 37 % 91, lambda: None)
+            loop.call_at(n * 0.1, out.append, -1).cancel()
+        await asyncio.sleep(5.0)
+        return out
+
+    assert loops.run(main) == list(range(200))
+
+
+def test_the_clock_does_not_jump_to_a_timer_that_was_cancelled() -> None:
+    async def main(loop: VirtualLoop) -> float:
+        loop.call_at(5.0, lambda: None).cancel()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(9.0):
+                await asyncio.sleep(100.0)
+        loop.call_at(20.0, lambda: None).cancel()
+        await asyncio.sleep(1.0)
+        return loop.time()
+
+    assert loops.run(main) == 10.0

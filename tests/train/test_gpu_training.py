@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from windfall import algorithms, config
+from windfall.engine import attention
 from windfall.train import blocks, layers, memory
 from windfall.train.blocks import Blocks, Unfit
 from windfall.train.gradients import Gradients, adjacent
@@ -68,7 +69,7 @@ def model_of(name: str, monkeypatch: pytest.MonkeyPatch | None = None) -> Any:
     for p in model.parameters():  # norms and biases, too, must matter
         if p.dim() == 1:
             torch.nn.init.normal_(p, 0.5, 0.3 if monkeypatch is None else 0.1)
-    model.set_attn_implementation("windfall")
+    model.set_attn_implementation(attention.NAME)
     return model
 
 

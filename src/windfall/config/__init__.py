@@ -23,6 +23,7 @@ from windfall.config.sections import (
     Trace,
     Train,
 )
+from windfall.config.sim_kind import SimKind
 
 __all__ = [
     "Algorithm",
@@ -42,6 +43,7 @@ __all__ = [
     "Run",
     "Section",
     "Sim",
+    "SimKind",
     "Techniques",
     "Trace",
     "Train",

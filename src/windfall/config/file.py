@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from windfall.config.sections import ENVS, Recipe
+from windfall.config.sim_kind import SimKind
 from windfall.errors import WindfallError, nearest
 
 _DATES = (datetime.date, datetime.time)  # a datetime is a date
@@ -107,6 +108,8 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
 def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
     if not sections:
         return Recipe.model_fields
+    if sections[:2] == ["sim", "kinds"]:
+        return SimKind.model_fields
     section: Any = ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
     return section.model_fields
 

@@ -9,21 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from windfall.config.base import Beta, Count, FilePath, Section, Share
+from windfall.config.sim_kind import SimKind
 from windfall.errors import WindfallError
 from windfall.types import Sampling
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-FilePath = Annotated[Path, Field(strict=False)]
-"""TOML has no paths, only strings."""
-
-
-class Section(BaseModel):
-    # Strict: a number in quotes, or `true` for a number, is somebody's mistake.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class Run(Section):
@@ -62,7 +53,7 @@ class GymEnv(Section):
     name: Literal["gym"]
     task: str
     """One of reasoning-gym's tasks, such as "chain_sum"."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """That task's own options."""
     instruction: str | None = None
     """A line put after every question; None takes the default one."""
@@ -96,7 +87,7 @@ class CustomEnv(Section):
     name: Literal["custom"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     """"package.module:function", called with seed and the options; returns an Env."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Passed on as keyword arguments."""
 
 
@@ -109,7 +100,7 @@ ENVS: dict[str, type[Section]] = {
 class Algorithm(Section):
     name: str = "grpo"
     """grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
-    options: dict[str, float | int | str] = {}
+    options: dict[str, float | int | str] = Field(default={})
     """The algorithm's own parameters, such as clip_high: see windfall/algorithms."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL term to the model that the run started from."""
@@ -279,14 +270,18 @@ class Trace(Section):
 class Sim(Section):
     """For `windfall sim`: the machines as formulas. Everything else of the recipe means what it means in a real run."""
 
-    trainer: dict[str, float] = {}
+    trainer: dict[str, float] = Field(default={})
     """The trainer's machine: fixed_s, each_s, context_s, prefill_s, train_s, update_s; see docs/sim.md."""
-    worker: dict[str, float] = {}
+    worker: dict[str, float] = Field(default={})
     """A worker's, likewise; `windfall sim calibrate` prints either."""
     trainer_slots: Count = 1024
     """Responses that the trainer's engine runs at once."""
     worker_slots: Count = 256
     """And a worker's."""
+    worker_kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that a worker has room for, prompts included: what has none waits there; 0: there is room for all."""
+    kinds: list[SimKind] = Field(default=[])
+    """Several kinds of machines in the trace, each a [[sim.kinds]]; none: all are as sim.worker says."""
     worker_spread: float = Field(default=0.0, ge=0)
     """How much machines differ in speed: the standard deviation of its logarithm."""
     boot_s: float = Field(default=60.0, ge=0)
@@ -320,13 +315,13 @@ class Sim(Section):
     alike: float = Field(default=0.5, ge=0, le=1)
     """Its correlation within a group."""
     lengths_file: FilePath | None = None
-    """Draw lengths from these instead: a number per line."""
+    """Draw lengths from these instead: a number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)
     """Rewards are 1 with this probability, else 0."""
     reward_s: float = Field(default=0.0, ge=0)
     """How long a reward takes."""
-    market: Literal["machines", "poisson", "bursts", "diurnal", "skypilot"] = "machines"
-    """How machines come and go where [trace] names no file (docs/sim.md); skypilot: the file it names is SkyPilot's."""
+    market: Literal["machines", "poisson", "bursts", "diurnal"] = "machines"
+    """How machines come and go where [trace] names no file (docs/sim.md)."""
     arrivals_per_h: float = Field(default=10.0, ge=0)
     """Of poisson: machines that are given per hour, at most trace.nodes at a time."""
     bursts_per_h: float = Field(default=1.0, ge=0)

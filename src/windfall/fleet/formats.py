@@ -1,7 +1,10 @@
-"""A change in availability, and the two text formats that traces of it come in.
+"""A change in availability, and the three text formats that traces of it come in.
 
     180000,add,node20                   milliseconds, add or remove, node (as the traces of Bamboo)
     2021-12-11, 11:15:50, 54            date, time, number of nodes that are up
+    {"metadata": {"gap_seconds": 300}, "data": [0, 3, ...]}    the same number, at equal distances
+
+The last is that of SkyPilot's spot-traces.
 
 - Changes are in the order of time, and alternate for every node: up, down, up, ...
 - A file of counts becomes nodes n1, n2, ...: a rising count brings up the lowest numbers that are down; a falling one
@@ -11,6 +14,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +24,10 @@ from windfall.errors import WindfallError
 
 SEED = 0
 MOST_NODES = 10_000
-FORMATS = "Lines are 'milliseconds,add or remove,node' or 'YYYY-MM-DD, HH:MM:SS, count', all of one kind."
+FORMATS = (
+    "Lines are 'milliseconds,add or remove,node' or 'YYYY-MM-DD, HH:MM:SS, count', all of one kind; or all is JSON, "
+    'as {"metadata": {"gap_seconds": SECONDS}, "data": [COUNT, ...]}.'
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +52,11 @@ def check(changes: Sequence[Change], where: str = "trace") -> None:
 
 
 def parse(text: str, where: str) -> list[Change]:
-    """The changes in a text of either format."""
+    """The changes in a text of any of the formats."""
+    if text.lstrip().startswith("{"):
+        changes = _ticks(text, where)
+        check(changes, where)
+        return changes
     lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise WindfallError("the trace is empty", where=where, fix=FORMATS)
@@ -115,7 +126,9 @@ class _Counts:
         if at_s < self._before_s:  # also where the count does not change
             raise ValueError(f"the time goes back from {self._before_s:g} s to {at_s:g} s")
         self._before_s = at_s
-        count = _whole(number, "nodes", MOST_NODES)
+        return self.to(at_s, _whole(number, "nodes", MOST_NODES))
+
+    def to(self, at_s: float, count: int) -> list[Change]:
         changes: list[Change] = []
         while len(self._up) > count:
             gone = self._random.choice(sorted(self._up))
@@ -128,6 +141,23 @@ class _Counts:
                 self._up.add(number_up)
                 changes.append(Change(at_s=at_s, node=f"n{number_up}", up=True))
         return changes
+
+
+def _ticks(text: str, where: str) -> list[Change]:
+    try:
+        said = json.loads(text)
+        gap_s, data = said["metadata"]["gap_seconds"], said["data"]
+        if not (isinstance(gap_s, int | float) and 0 < gap_s < float("inf")):
+            raise ValueError(f"gap_seconds is {gap_s!r}")
+        counts, changes = _Counts(), []
+        for n, count in enumerate(data):
+            if type(count) is not int or not 0 <= count <= MOST_NODES:
+                raise ValueError(f"data[{n}] is {count!r:.20}, no number of nodes from 0 to {MOST_NODES}")
+            changes += counts.to(n * gap_s, count)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        said = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else str(e)
+        raise WindfallError(f"no trace in JSON: {said}", where=where, fix=FORMATS) from None
+    return changes
 
 
 def _whole(text: str, what: str, most: int) -> int:

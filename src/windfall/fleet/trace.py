@@ -23,7 +23,7 @@ MOST_CHANGES = 1_000_000
 
 
 def read(path: Path) -> list[Change]:
-    """A trace file in either format of `formats.py`, recognised by its first line."""
+    """A trace file in any format of `formats.py`, recognised by its first line."""
     try:
         if path.stat().st_size > MOST_BYTES:
             what = f"the trace has more than {MOST_BYTES >> 20} MiB"

@@ -51,10 +51,11 @@ class Life:
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
         self._find = find or (lambda journal: asyncio.to_thread(journal.find))
+        log = read(events.path)
+        self._evaluated = {e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
-            events=events, journal=journal, patience=patience, techniques=t,
-            billed_s=billed_s(events.path, events.clock),
+            events=events, journal=journal, patience=patience, techniques=t, billed_s=billed_s(log, events.clock)
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
@@ -80,8 +81,7 @@ class Life:
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
             trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
             connect=self.connect, offer=self._offer, saved=self._saved, counters=counters or self.counters,
-            micro_tokens=hello.micro_tokens,
-            evaluated={e["step"] for e in read(self.events.path) if (e["kind"], e["name"]) == ("scalar", "eval")},
+            micro_tokens=hello.micro_tokens, evaluated=self._evaluated,
         )  # fmt: skip
         try:
             return await controller.run()

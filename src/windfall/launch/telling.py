@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from windfall import algorithms, prices
 from windfall.config import Recipe
-from windfall.events import REAL, Clock, EventLog, read
+from windfall.events import Clock, Event, EventLog
 from windfall.rollout.advising import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import State as Stage
@@ -25,9 +25,9 @@ GONE_TOLD = 50
 """Of the workers that are gone, so many are in a snapshot."""
 
 
-def billed_s(log: Path, clock: Clock = REAL) -> float:
+def billed_s(log: Iterable[Event], clock: Clock) -> float:
     """Until when a bill has been written, by this process's clock."""
-    bills = (e["t"] for e in read(log) if e.get("bill")) if log.is_file() else ()
+    bills = (e["t"] for e in log if e.get("bill"))
     return clock.monotonic() + max(bills, default=-math.inf) - clock.wall()
 
 

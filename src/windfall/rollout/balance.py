@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, repeat
 
+import msgspec
 import numpy as np
 
 from windfall.rollout.speed import UNKNOWN, Profile
@@ -27,8 +27,9 @@ PAYS = 4.0
 ROUND_TRIP_S = 0.05
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A worker as it is now. Many are made, hence no dataclass."""
+
     worker: str
     running: int
     """All it was given, also what waits there."""

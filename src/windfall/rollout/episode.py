@@ -86,9 +86,10 @@ class Episode:
     def close(self, reward: float | None) -> Response:
         assert self.finish is not None, f"{self.id} is still being generated"
         versions = tuple(chain.from_iterable(repeat(version, count) for version, count in self.runs))
+        sampled = tuple(chain.from_iterable(repeat(version >= 0, count) for version, count in self.runs))
         assert len(versions) == len(self.tokens) == len(self.logprobs), f"{self.id}: lengths differ"
         return Response(
             id=self.id, prompt=self.prompt, tokens=tuple(self.tokens), logprobs=tuple(self.logprobs),
-            sampled=tuple(v >= 0 for v in versions), versions=versions, finish=self.finish, reward=reward,
+            sampled=sampled, versions=versions, finish=self.finish, reward=reward,
             turns=max(1, len(self.turns)),
         )  # fmt: skip

@@ -43,8 +43,8 @@ class Giving:
         running = self._ledger.running
         return [
             Load(
-                worker=w.id, running=running(w.id), slots=w.slots, profile=speed(w.id),
-                waiting=min(w.stats.waiting if w.stats else 0, running(w.id)),
+                worker=w.id, running=(count := running(w.id)), slots=w.slots, profile=speed(w.id),
+                waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
             )
             for w in ready
         ]  # fmt: skip

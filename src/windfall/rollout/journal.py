@@ -99,9 +99,14 @@ class Journal:
 
     def flush(self) -> None:
         """To the operating system. Call before anything that depends on what was written."""
-        if self._file is not None:
-            with self._writing(self._path(self._step)):
-                self._file.flush()
+        if self._file is None:
+            return
+        if self._error is not None:
+            raise self._error
+        try:  # as in _write
+            self._file.flush()
+        except OSError as e:
+            raise self._fail(self._path(self._step), e) from e
 
     def close(self) -> None:
         file, self._file = self._file, None

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
+from bisect import bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, repeat
 from typing import Literal
 
 from windfall.link.messages import Tokens, columns
+from windfall.rollout import ends
+from windfall.rollout.counts import Counts, Taken
+from windfall.rollout.ends import Malformed
 from windfall.rollout.episode import Episode
 from windfall.types import Finish
 
@@ -32,10 +36,6 @@ SEVERAL = 3
 """if they were so many different ones: a single one may just have a bad link, and dial again and again."""
 REMEMBERED = 1 << 16
 """Handles that are over: enough to say why a late frame is late; an older one is just late."""
-
-
-class Malformed(ValueError):
-    """A worker sent what no right worker sends. Nothing of that frame was taken."""
 
 
 @dataclass(slots=True)
@@ -56,44 +56,6 @@ class Entry:
     """and their names: one that comes back has another id, and the same name."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Tokens, unless the name says otherwise."""
-
-    accepted: int = 0
-    closed: int = 0
-    withdrawn: int = 0
-    repeated: int = 0
-    """Had been accepted before: a frame came twice."""
-    late: int = 0
-    """Came from a worker after its response had been given to another, or after it was given up."""
-    unwanted: int = 0
-    """Of responses that were cancelled."""
-    gaps: int = 0
-    """Frames, not tokens: what came before was missing. The response goes on elsewhere from its last token."""
-    stale: int = 0
-    """Of another version than the response was given out with."""
-    moved: int = 0
-    """Responses that lost their worker and went on elsewhere."""
-    discarded: int = 0
-    """Accepted, and thrown away with a lost worker: only where migration is switched off."""
-    prefilled_again: int = 0
-    """Tokens, prompts included, that a move made a worker compute again."""
-
-
-@dataclass(slots=True)
-class Taken:
-    accepted: int = 0
-    turns: list[str] = field(default_factory=list)
-    """Responses whose turn ended."""
-    dropped: list[int] = field(default_factory=list)
-    """Handles that the worker should forget: their responses go on elsewhere."""
-    whole: bool = True
-    """Every token of the frame was accepted."""
-    rows: list[int] = field(default_factory=list)
-    """If not `whole`: the rows of the frame that were."""
-
-
 class Ledger:
     def __init__(self, vocabulary: int = 1 << 32, *, migrate: bool = True) -> None:
         self.vocabulary, self._migrate = vocabulary, migrate
@@ -101,12 +63,14 @@ class Ledger:
         self.queue: deque[str] = deque()
         self.counts = Counts()
         self._running: dict[int, Entry] = {}
-        self._over: dict[int, str] = {}
+        self._over: OrderedDict[int, str] = OrderedDict()
         """The newest handles that are over, and how: moved, cancelled or finished."""
         self._by_worker: dict[str, dict[int, Entry]] = {}
         self._next_handle = 0
         self._stops: set[int] = set()
         """Every stop token of any response so far."""
+        self._shortest = math.inf
+        """The fewest tokens that any response so far was allowed."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -123,6 +87,7 @@ class Ledger:
             raise ValueError(f"{episode.id} is open already")
         self.entries[episode.id] = Entry(episode, marked=len(episode.tokens))
         self._stops |= episode.stop
+        self._shortest = min(self._shortest, episode.max_tokens)
         self.counts.accepted += _made(episode)
         self._enqueue(self.entries[episode.id])
 
@@ -150,27 +115,33 @@ class Ledger:
         if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
             raise Malformed(f"a log-prob is no log-prob{self._whose(worker, frame, logprobs)}")
         held = self._by_worker.get(worker) or {}
-        entries = [held.get(handle) for handle in frame.handles]
-        if not self._check_ends(frame, entries, tokens):
+        upto = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
+        entries = _next_ones(held, frame)
+        if entries is None:
+            self._check_rows(held, frame, tokens, upto)
             return self._take_rows(held, frame, tokens, logprobs)
-        # Nearly every frame is like this, and most have one token per response: the time of this loop is what bounds
+        # Nearly every frame is like this, and most have one token per response: the time from here on is what bounds
         # how many tokens a controller takes in.
+        self._check_ends(entries, frame, tokens, upto)
         if not frame.counts:
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
-                episode = entry.episode  # type: ignore[union-attr]
+                episode = entry.episode
                 episode.tokens.append(token)
                 episode.logprobs.append(logprob)
         else:
-            ends = list(accumulate(frame.counts))
-            for entry, start, end in zip(entries, [0, *ends], ends, strict=False):
-                episode = entry.episode  # type: ignore[union-attr]
-                episode.tokens.extend(tokens[start:end])
-                episode.logprobs.extend(logprobs[start:end])
+            for entry, end, count in zip(entries, upto, frame.counts, strict=True):
+                episode = entry.episode
+                if count == 1:
+                    episode.tokens.append(tokens[end - 1])
+                    episode.logprobs.append(logprobs[end - 1])
+                else:
+                    episode.tokens.extend(tokens[end - count : end])
+                    episode.logprobs.extend(logprobs[end - count : end])
         self.counts.accepted += len(tokens)
         out = Taken(accepted=len(tokens), rows=list(range(len(entries))))
         for row in sorted(frame.finished):
-            self._end_turn(entries[row], frame.finished[row])  # type: ignore[arg-type]
-            out.turns.append(entries[row].episode.id)  # type: ignore[union-attr]
+            self._end_turn(entries[row], frame.finished[row])
+            out.turns.append(entries[row].episode.id)
         return out
 
     def _whose(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
@@ -210,34 +181,26 @@ class Ledger:
         out.accepted = fresh
         return out
 
-    def _check_ends(self, frame: Tokens, entries: list[Entry | None], tokens: array[int]) -> bool:
-        """A finish where there is none, or none where there is one, is a worker's mistake, not a token's.
+    def _check_ends(self, entries: list[Entry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
+        """A finish where there is none, or none where there is one, is a worker's mistake, not a token's. Only a row
+        that has a finish, a stop token or all the tokens it may have can be wrong."""
+        doubtful = set(frame.finished)
+        if not self._stops.isdisjoint(tokens):
+            stops = self._stops
+            doubtful.update(bisect_right(upto, at) for at, token in enumerate(tokens) if token in stops)
+        if max(frame.positions) + max(frame.counts, default=1) >= self._shortest:
+            doubtful.update(range(len(entries)))
+        for row in sorted(doubtful):
+            ends.check(entries[row].episode, frame, row, tokens, upto[row])
 
-        True: every row is what comes next for its response, and no response is there twice."""
-        version, finished, at = frame.version, frame.finished, 0
-        usual = len(set(frame.handles)) == len(entries)
-        quiet = not finished and self._stops.isdisjoint(tokens)  # then only a response that is too long can be wrong
-        rows = zip(entries, frame.positions, frame.counts or repeat(1), strict=False)
-        for row, (entry, position, count) in enumerate(rows):
-            at += count
-            if entry is None or entry.version != version:
-                usual = False
-                continue
-            episode, end = entry.episode, position + count
-            if position != len(episode.tokens):
-                usual = False
+    def _check_rows(self, held: dict[int, Entry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
+        """The same, of those rows whose response is this worker's."""
+        for row, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
+            entry = held.get(handle)
+            if entry is not None and entry.version == frame.version:
                 if position < 0:
-                    raise Malformed(f"{episode.id}: a token at position {position}")
-            if quiet and end < episode.max_tokens:
-                continue
-            if count > 1 and not episode.stop.isdisjoint(tokens[at - count : at - 1]):
-                raise Malformed(f"{episode.id}: tokens after its stop token")
-            if end > episode.max_tokens:
-                raise Malformed(f"{episode.id}: {end} tokens, {episode.max_tokens} are allowed")
-            right = "stop" if tokens[at - 1] in episode.stop else "length" if end == episode.max_tokens else None
-            if finished.get(row) != right:
-                raise Malformed(f"{episode.id}: finish {finished.get(row)!r} after {end} tokens, not {right!r}")
-        return usual
+                    raise Malformed(f"{entry.episode.id}: a token at position {position}")
+                ends.check(entry.episode, frame, row, tokens, upto[row])
 
     def _unusual(self, entry: Entry | None, handle: int, position: int, count: int, version: int, out: Taken) -> int:
         """How many of the `count` tokens to leave out, each of them counted."""
@@ -279,7 +242,7 @@ class Ledger:
         del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
         self._over[entry.handle] = how
         if len(self._over) > REMEMBERED:
-            del self._over[next(iter(self._over))]
+            self._over.popitem(last=False)
         entry.handle, entry.worker = -1, ""
 
     def _back(self, entry: Entry) -> None:
@@ -325,11 +288,11 @@ class Ledger:
             last -= count
         entry.marked = len(episode.tokens)
 
-    def poison(self) -> Entry | None:
-        """A response that every worker it is given to is lost with, before a single token. Where there are not
-        several workers, one has to be lost far more often."""
+    def poison(self, lost: Iterable[Entry]) -> Entry | None:
+        """Of those that have just lost their worker, one that every worker is lost with, before a single token. Where
+        there are not several workers, one has to be lost far more often."""
         most = {True: FRUITLESS, False: SEVERAL * FRUITLESS}
-        return next((e for e in self.entries.values() if e.fruitless >= most[len(e.blamed) >= SEVERAL]), None)
+        return next((e for e in lost if e.fruitless >= most[len(e.blamed) >= SEVERAL]), None)
 
     def recall(self, id: str) -> int:
         """Take a running response back to give it to another. Returns the handle that is over."""
@@ -388,6 +351,20 @@ class Ledger:
             assert sum(count for _, count in e.episode.runs) == e.marked <= n, f"{id}: versions"
             assert (e.episode.finish is not None) == (e.place == "turn"), f"{id} is {e.place}"
             assert e.place == "running" or e.marked == n, f"{id}: tokens of nobody"
+
+
+def _next_ones(held: dict[int, Entry], frame: Tokens) -> list[Entry] | None:
+    """Whose the rows are; None unless every row is what comes next for its response, and none is there twice."""
+    try:
+        entries = [held[handle] for handle in frame.handles]
+    except KeyError:
+        return None
+    usual = (
+        {entry.version for entry in entries} == {frame.version}
+        and tuple([len(entry.episode.tokens) for entry in entries]) == frame.positions
+        and len(set(frame.handles)) == len(entries)
+    )
+    return entries if usual else None
 
 
 def _made(episode: Episode, marked: int | None = None) -> int:

@@ -13,6 +13,7 @@ reward that could not be had is missing (None), never zero. What the journal kno
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,8 @@ class _Open:
     """A group that is not complete yet."""
 
     index: int
+    rank: int
+    """Where it stands among the tasks that were asked for."""
     task: Task
     size: int
     responses: dict[int, Response] = field(default_factory=dict)
@@ -57,10 +60,15 @@ class Rollout:
         self.dispatch, self.env, self.text, self.options = dispatch, env, text, options
         self.past: Past = {}
         """What the journal knows of responses that have not been opened yet."""
-        self.made = self.restored = self.missing = 0
-        """Tokens of the responses that came out; how many of them the journal had; responses without a reward."""
+        self.made = self.restored = self.missing = self.graded = 0
+        """Tokens of the responses that came out; how many of them the journal had; responses without a reward; turns
+        that were graded."""
+        self.grading_s = 0.0
+        """Of these."""
         self._seed, self._events = seed, events
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._whole: list[_Open] = []
+        """Groups that have all their responses, and have not come out yet."""
         self._stopped = False
 
     def remember(self, past: Past, next_task: int) -> None:
@@ -79,34 +87,31 @@ class Rollout:
         ids and ends with a colon, where the same task is rolled out more than once in a run."""
         if self._stopped:
             raise Stopped
-        opened: dict[int, _Open] = {}
         live: dict[str, tuple[Episode, _Open]] = {}
         grading: set[asyncio.Task[None]] = set()
         ready: dict[int, Group] = {}
-        order = list(tasks)
-        self._inbox = asyncio.Queue()
+        order = deque(tasks)
+        self._inbox, self._whole = asyncio.Queue(), []
         self.dispatch.listen(
             lambda id: self._inbox.put_nowait(id),
             lambda id, why: self.interrupt(WindfallError(why, where=f"response {id}")),
         )
         try:
-            for index in tasks:
-                opened[index] = _Open(index, self.env.task(index), size)
+            for rank, index in enumerate(tasks):
+                group = _Open(index, rank, self.env.task(index), size)
                 for sibling in range(size):
-                    episode = self._episode(opened[index].task, index, sibling, sampling, scope)
-                    live[episode.id] = (episode, opened[index])
-                    self._begin(episode, opened[index], live, grading)
+                    episode = self._episode(group.task, index, sibling, sampling, scope)
+                    live[episode.id] = (episode, group)
+                    self._begin(episode, group, live, grading)
             while True:
-                for index in [i for i, o in opened.items() if len(o.responses) == o.size]:
-                    done = opened.pop(index)
+                for done in sorted(self._whole, key=lambda group: group.rank):
                     rows = tuple(done.responses[i] for i in range(size))
-                    ready[index] = Group(index=index, task=done.task, responses=rows)
+                    ready[done.index] = Group(index=done.index, task=done.task, responses=rows)
+                self._whole.clear()
                 if ready and self.dispatch.journal is not None:
                     self.dispatch.journal.flush()  # whoever gets a group may build on it
                 while ready and (not in_order or order[0] in ready):
-                    index = order[0] if in_order else next(iter(ready))
-                    order.remove(index)
-                    yield ready.pop(index)
+                    yield ready.pop(order.popleft() if in_order else next(iter(ready)))
                 if not live:
                     return
                 self._take(await self._inbox.get(), live, grading)
@@ -163,15 +168,19 @@ class Rollout:
         episode, group = live.pop(response.id)
         self.made += response.made
         group.responses[_sibling(episode)] = response
+        if len(group.responses) == group.size:
+            self._whole.append(group)
 
     def _turn(self, episode: Episode, group: _Open, grading: set) -> None:
         self._close_turn(episode)
 
         async def ask() -> None:
-            o, inbox = self.options, self._inbox
+            o, inbox, loop = self.options, self._inbox, asyncio.get_running_loop()
+            began_s = loop.time()
             graded = await grade(
                 self.env, group.task, episode.turns, tries=o.reward_tries, timeout_s=o.reward_timeout_s
             )
+            self.graded, self.grading_s = self.graded + 1, self.grading_s + loop.time() - began_s
             inbox.put_nowait((episode, graded))
 
         task = asyncio.create_task(ask())

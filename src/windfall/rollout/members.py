@@ -14,6 +14,7 @@ Rules, all in `check()`:
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -102,6 +103,8 @@ class Members:
         self.patience = patience or Patience()
         self.all: dict[str, Member] = {}
         """Those that are here, and the newest of those that are gone."""
+        self._here: dict[str, Member] = {}
+        self._gone: deque[str] = deque()
         self.lost = 0
         self._remember = remember
         self._generation: dict[str, int] = {}
@@ -110,7 +113,12 @@ class Members:
         """How long the last pull took."""
 
     def here(self) -> Iterator[Member]:
-        return (m for m in self.all.values() if m.state is not State.GONE)
+        return iter(self._here.values())
+
+    @property
+    def count(self) -> int:
+        """How many are here."""
+        return len(self._here)
 
     def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
         """A new member, also when one of this name was here before."""
@@ -120,7 +128,7 @@ class Members:
             del self._generation[next(iter(self._generation))]
         member = Member(id=id, name=name, lease=lease, joined_s=now_s, seen_s=now_s, version=version, digest=digest)
         member._rate_from = (now_s, 0)
-        self.all[id] = member
+        self.all[id] = self._here[id] = member
         return member
 
     def move(self, id: str, state: State, why: str = "") -> None:
@@ -133,12 +141,10 @@ class Members:
         member.why = why or member.why
         if state is State.GONE:
             member.suspect = False
-            self._forget()
-
-    def _forget(self) -> None:
-        gone = [i for i, m in self.all.items() if m.state is State.GONE]
-        for id in gone[: max(0, len(gone) - self._remember)]:
-            del self.all[id]
+            del self._here[id]
+            self._gone.append(id)
+            if len(self._gone) > self._remember:
+                del self.all[self._gone.popleft()]
 
     def pull(self, id: str, now_s: float) -> None:
         self.move(id, State.PULLING)
@@ -159,7 +165,7 @@ class Members:
         for one that has never been ready: who knows how long it takes to start."""
         soon_s = max(0.5, 2 * self.pull_s)
         return [
-            m for m in self.all.values()
+            m for m in self._here.values()
             if m.state is State.PULLING and m.booted and not m.suspect and now_s - m.pulling_s < soon_s
         ]  # fmt: skip
 
@@ -197,19 +203,21 @@ class Members:
 
     def routable(self, version: int, digest: str) -> list[Member]:
         return [
-            m for m in self.all.values()
+            m for m in self._here.values()
             if m.state is State.READY and not m.suspect and m.version == version and m.digest == digest
         ]  # fmt: skip
 
     def behind(self, version: int, digest: str, *, needed: bool) -> list[Member]:
         """Who should pull this version now: at once when new, else when there is work that needs it."""
-        wanted = (version, digest)
-
-        def lacks(m: Member) -> bool:
-            held = m.asked if m.state is State.PULLING else (m.version, m.digest)
-            return m.state in (State.READY, State.PULLING) and held != wanted
-
-        return [m for m in self.here() if m.state is State.JOINING or (needed and lacks(m))]
+        here, wanted = self._here.values(), (version, digest)
+        if not needed:
+            return [m for m in here if m.state is State.JOINING]
+        return [
+            m for m in here
+            if m.state is State.JOINING
+            or (m.state is State.READY and (m.version != version or m.digest != digest))
+            or (m.state is State.PULLING and m.asked != wanted)
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
@@ -217,3 +225,4 @@ class Members:
             assert id == m.id
             assert m.state is not State.READY or (m.version >= 0 and m.slots > 0), f"{id} is ready with no version"
             assert m.state is not State.GONE or not m.suspect, f"{id} is gone and suspect"
+            assert (m.state is not State.GONE) == (id in self._here) == (id not in self._gone), f"{id}: here or gone"

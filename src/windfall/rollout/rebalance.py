@@ -17,6 +17,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from windfall.rollout.balance import ROUND_TRIP_S, Load
 from windfall.rollout.speed import Profile
 
@@ -26,8 +28,9 @@ CROWD = 0.5
 """What is left of a crowd, on average, while a response goes on: others end, here and there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
+class Running(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A response that may move. Many are made, hence no dataclass."""
+
     id: str
     context: int
     """Tokens to compute again after a move: prompt and all made so far."""

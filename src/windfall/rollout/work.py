@@ -35,8 +35,10 @@ def frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
 
 
 def _work(entry: Entry) -> m.Work:
-    r = entry.episode.request()
+    """As Episode.request() has it, but in bytes at once: a response that moves may be long."""
+    e = entry.episode
+    made = len(e.tokens)
     return m.Work(
-        handle=entry.handle, prompt=array("I", r.prompt).tobytes(), position=r.position, seed=r.seed,
-        max_tokens=r.max_tokens, sampling=r.sampling, stop=tuple(r.stop),
+        handle=entry.handle, prompt=array("I", e.prompt).tobytes() + e.tokens.tobytes(), position=made, seed=e.seed,
+        max_tokens=e.max_tokens - made, sampling=e.sampling, stop=tuple(e.stop),
     )  # fmt: skip

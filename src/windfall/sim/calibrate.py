@@ -1,27 +1,26 @@
 """`windfall sim calibrate FILE...`: the formulas of a machine from measurements, printed as TOML for a recipe.
 
-A file is the event log of a run (or its folder), or the JSON that benchmarks/engine_gpu.py writes. What a log has:
-`speeds` of every kind of worker (steps), spans of training, pulls (`worker_ready`) and boots (the bill), all of that
-run's model and lengths. What the JSON has: ms per step at several batches, prefill tokens/s, whole
-rollouts; these last are predicted, not fitted to. Errors are those on points that were held out.
+A file is the event log of a run (or its folder; fit_log.py), or the JSON that benchmarks/engine_gpu.py writes
+(calibrate_gpu.py). A log's times are those of that run's model and lengths. Errors are those on points that were held
+out.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import statistics
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from windfall.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events import Event, read
-from windfall.sim.fit import Point, held_out, line, scaled
+from windfall.sim import fit_log
+from windfall.sim.calibrate_gpu import from_benchmark
+from windfall.sim.fit import errors, scaled
 from windfall.sim.service import Service
 from windfall.types import LOCAL
 
@@ -83,98 +82,49 @@ def _scaled(name: str, service: Service, gpu: str, to: str) -> None:
     print(toml(name, middle))
 
 
-# engine_gpu.py
-
-
-def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]:
-    rows = said["figures"]
-    out = []
-    for model, engine in dict.fromkeys((r["model"], r["engine"]) for r in rows):
-        own = [r for r in rows if (r["model"], r["engine"]) == (model, engine)]
-        points = [
-            Point(float(r["case"].split()[1]), r["value"] / 1e3) for r in own
-            if r["what"] == "decode" and r["case"].startswith("batch ")
-        ]  # fmt: skip
-        if len(points) < 2:
-            continue
-        fixed_s, each_s = line(points)
-        prefill = [r["value"] for r in own if r["what"] == "prefill"]
-        service = Service(fixed_s=fixed_s, each_s=each_s, prefill_s=1 / max(prefill) if prefill else 0.0)
-        notes = [f"{model}, {engine}: {len(points)} batches from {points[0].batch:g} to {points[-1].batch:g}"]
-        notes += _errors(points)
-        notes += [note for r in own if r["what"] == "rollout" and (note := _rollout(service, r["case"], r["value"]))]
-        trained = [t for text in said.get("training", []) if (t := re.search(r"([\d,]+) tok/s", text))]
-        if trained:
-            rate = float(trained[0].group(1).replace(",", ""))
-            service = replace(service, train_s=1 / rate)
-            notes.append(f"training: {rate:,.0f} tok/s, the first of {len(trained)} cases")
-        out.append(("worker", service, notes))
-    return out
-
-
-def _rollout(service: Service, case: str, measured: float) -> str:
-    """What it would be by the formula, where nobody fitted it."""
-    numbers = re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", case)
-    if numbers is None:
-        return ""
-    count, prompt, length = map(int, numbers.groups())
-    took_s = length * service.step_s(count) + service.prefill_s * count * prompt
-    predicted = count * length / took_s
-    return f"held out: {case}: {predicted:,.0f} tok/s, measured {measured:,.0f} ({predicted / measured - 1:+.0%})"
-
-
-def _errors(points: Sequence[Point]) -> list[str]:
-    found = held_out(points)
-    if not found:
-        return ["held out: nothing, fewer than three batches"]
-    each = ", ".join(f"batch {p.batch:.3g} {off:+.0%}" for p, off in found)
-    return [f"step times, each left out in turn: {each}; mean {statistics.mean(abs(o) for _, o in found):.1%}"]
-
-
 # the log of a run
 
 
 def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
-    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
-    newest: dict[str, list[Point]] = {}
-    for event in steps:
-        for kind, rows in (event.get("speeds") or {}).items():
-            newest[kind] = [Point(*row) for row in rows]
+    steps = fit_log.steps_of(events)
     scale = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
-    train_s, notes = _training(events, steps)
-    shared = [*_pulls(events), *_boots(steps, events)]
-    out = []
-    for kind, points in newest.items():
-        if not points:
-            continue
-        points = sorted(Point(p.batch, p.step_s / scale, p.weight) for p in points)
-        fixed_s, each_s = line(points)
-        own = [f"{kind}: {len(points)} sizes of batch, {sum(p.weight for p in points):.0f} windows", *_errors(points)]
-        local = kind == LOCAL
-        service = Service(fixed_s=fixed_s, each_s=each_s, train_s=train_s / scale if local else 0.0)
-        out.append(("trainer" if local else "worker", service, [*own, *(notes if local else shared)]))
+    numbers = [e["step"] for e in steps]
+    trained = fit_log.training(events, numbers)
+    shared, taught = [*_pulls(events), *_boots(steps, events), *_lengths(steps)], _training(events, numbers)
+    points, out = fit_log.speeds(steps), []
+    for kind, service in fit_log.services(steps, trained).items():
+        own = [f"{kind}: {len(points[kind])} sizes of batch, {sum(p.weight for p in points[kind]):.0f} windows"]
+        own += [*errors(points[kind]), *(taught if kind == LOCAL else shared)]
+        times = {n: getattr(service, n) / scale for n in ("fixed_s", "each_s", "train_s")}  # of a real token
+        out.append(("trainer" if kind == LOCAL else "worker", replace(service, **times), own))
     return out
 
 
-def _training(events: Sequence[Event], steps: Sequence[Event]) -> tuple[float, list[str]]:
-    """Seconds of a trained token: from the first half of the steps, and how far off that is in the second."""
-    spans = {e["step"]: e["s"] + e.get("early_s", 0.0) for e in events if (e["kind"], e["name"]) == ("span", "train")}
-    pairs = [(spans[e["step"]], e["trained"]) for e in steps if e["step"] in spans and e.get("trained")]
-    if not pairs:
-        return 0.0, ["training: nothing in this log"]
-    half = max(1, len(pairs) // 2)
-    fit = sum(s for s, _ in pairs[:half]) / sum(t for _, t in pairs[:half])
-    later = pairs[half:]
-    if not later:
-        return fit, [f"training: {1 / fit:,.0f} tok/s; nothing held out"]
-    off = fit * sum(t for _, t in later) / sum(s for s, _ in later) - 1
-    every = sum(s for s, _ in pairs) / sum(t for _, t in pairs)
-    return every, [f"training: {1 / every:,.0f} tok/s; the first half predicts the second to {off:+.1%}"]
+def _training(events: Sequence[Event], numbers: Sequence[int]) -> list[str]:
+    """How far the first half of the steps is off in the second."""
+    half = max(1, len(numbers) // 2)
+    every, first, later = (fit_log.training(events, part) for part in (numbers, numbers[:half], numbers[half:]))
+    if every is None:
+        return ["training: nothing in this log"]
+    rate = f"training: {1 / every.train_s:,.0f} tok/s, update {every.update_s:.3g} s"
+    if first is None or later is None:
+        return [f"{rate}; nothing held out"]
+    return [f"{rate}; the first half predicts the second to {first.train_s / later.train_s - 1:+.1%}"]
 
 
 def _pulls(events: Sequence[Event]) -> list[str]:
-    rates = [e["bytes"] / e["s"] for e in events if e["name"] == "worker_ready" and e.get("bytes") and e["s"] > 0]
-    return [f"pulls: {statistics.median(rates):.3g} bytes/s, median of {len(rates)}"] if rates else []
+    p = fit_log.pulls(events, math.inf)
+    limits = {"egress_bytes_per_s": p.egress_per_s, "ingress_bytes_per_s": p.ingress_per_s}
+    known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < fit_log.ANY_PER_S]
+    return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []
+
+
+def _lengths(steps: Sequence[Event]) -> list[str]:
+    found = fit_log.lengths(steps)
+    if found is None:
+        return []
+    said = f"median_tokens {found.median:g}, sigma {found.sigma:g}, alike {found.alike:g}"
+    return [f"lengths: {said}, of {found.count} responses; or give this log as sim.lengths_file"]
 
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:

@@ -89,7 +89,7 @@ def trial(seed: int, *, faults: int, folder: Path) -> Outcome:
     return Outcome(
         seed=seed, faults=hit.chaos.done, looked=rules.looked, steps=len(rules.batches), controllers=simulation.lives,
         trainers=simulation.learner.lives, virtual_s=hit.end_s, broken=broken,
-        last=tuple(hit.last) if broken else (),
+        last=tuple(json.dumps(e)[:300] for e in hit.last) if broken else (),
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ class _Run:
 
     def __init__(self, made: Recipe, faults: Iterator[Fault], count: int, log: Path) -> None:
         self._made, self._faults, self._count, self._log = made, faults, count, log
-        self.last: deque[str] = deque(maxlen=LAST)
+        self.last: deque[Event] = deque(maxlen=LAST)
         self.end_s, self._over = 0.0, False
         self.rules: Any = None
 
@@ -156,6 +156,6 @@ class _Run:
         if self._over:  # what is said while everything is being taken down
             return
         self.end_s = event["m"]
-        self.last.append(json.dumps(event)[:300])
+        self.last.append(event)
         self.rules.heard(event)
         self.chaos.heard(event)

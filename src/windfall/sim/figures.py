@@ -1,5 +1,6 @@
-"""What a simulated run came to, from its event log alone but for what no log knows: the machines' stays. Pure but for
-reading the log. All figures are in real tokens, of the steps after the first `sim.skip_steps`.
+"""What a run came to, from its event log: of a real one (`of`), or of a simulated one, with what no log knows, the
+machines' stays (`figures`). Pure but for reading the log. All figures are in real tokens, of the steps after the first
+few.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ class Figures:
     """The last, of each kind of worker."""
 
     @property
+    def step_spread_s(self) -> float:
+        """The standard deviation of single steps."""
+        return statistics.pstdev(self.step_s)
+
+    @property
     def step_mean_s(self) -> float:
         return statistics.mean(self.step_s)
 
@@ -61,33 +67,48 @@ class Figures:
 
 
 def figures(log: Path, world: World, stays: Sequence[Stay]) -> Figures:
+    """Of a simulated run."""
     events = read(log)
-    all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
     skip = world.real.sim.skip_steps
-    steps = all_steps[skip:]
-    if not steps:
+    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    if len(steps) <= skip:
         fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
-        raise WindfallError(f"{len(all_steps)} steps were made, and {skip} are left out", where="sim", fix=fix)
-    start_s, end_s = steps[0]["m"] - steps[0]["s"], steps[-1]["m"]
-    before = all_steps[skip - 1]["real_tokens"] if skip else 0
-    tokens, seconds = steps[-1]["real_tokens"] - before, end_s - start_s
+        raise WindfallError(f"{len(steps)} steps were made, and {skip} are left out", where="sim", fix=fix)
+    start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
+    found = of(events, skip=skip, granule=world.granule, more_usd=_price_changes(world, stays, start_s, end_s))
+    return replace(found, unjoined_s=sum(_overlap(s, start_s, end_s) for s in stays if not s.joined))
+
+
+def of(events: Sequence[Event], *, skip: int, granule: int = 1, more_usd: float = 0.0) -> Figures:
+    """Of any run, real or simulated, from its log alone. `skip`: so many steps are left out; one more there must be."""
+    all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    steps = all_steps[skip:]
+    start_s, end_s = steps[0]["t"] - steps[0]["s"], steps[-1]["t"]
+    tokens, seconds = _tokens(all_steps, skip), end_s - start_s
     bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
     trainer = bill.holders.get("trainer", Account())
     others = [a for h, a in bill.holders.items() if h != "trainer"]
-    usd = bill.all.total_usd + _price_changes(world, stays, start_s, end_s)
+    usd = bill.all.total_usd + more_usd
     paid_s = max(1e-9, sum(a.total_s for a in others))
     return Figures(
-        steps=len(steps), virtual_s=seconds, whole_s=events[-1]["m"], tok_per_s=tokens / seconds,
+        steps=len(steps), virtual_s=seconds, whole_s=events[-1]["t"] - events[0]["t"], tok_per_s=tokens / seconds,
         tok_per_usd=tokens / usd if usd else 0.0, usd=usd, unpriced_s=bill.all.unpriced_s,
         step_s=tuple(e["s"] for e in steps),
         trainer_idle=trainer.seconds.get("waiting", 0.0) / max(1e-9, trainer.total_s),
         workers_there=sum(a.total_s for a in others) / seconds,
         workers_idle=_seconds(others, "waiting") / paid_s, workers_lost=_seconds(others, *LOST) / paid_s,
-        killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["m"] <= end_s),
+        killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["t"] <= end_s),
         moved=sum(e["moved"] for e in steps),
-        again=sum(e["discarded"] for e in steps) * world.granule / max(1, tokens),
-        unjoined_s=sum(_overlap(s, start_s, end_s) for s in stays if not s.joined), advice=_advice(events),
+        again=sum(e["discarded"] for e in steps) * granule / max(1, tokens),
+        unjoined_s=0.0, advice=_advice(events),
     )  # fmt: skip
+
+
+def _tokens(steps: Sequence[Event], skip: int) -> int:
+    """Made in the steps after `skip`: real ones."""
+    if "real_tokens" in steps[-1]:
+        return steps[-1]["real_tokens"] - (steps[skip - 1]["real_tokens"] if skip else 0)
+    return sum(e["made"] - e["restored"] for e in steps[skip:])
 
 
 def _seconds(accounts: Sequence[Account], *buckets: Bucket) -> float:
@@ -104,8 +125,8 @@ def _price_changes(world: World, stays: Sequence[Stay], start_s: float, end_s: f
     for stay in stays:
         held_s = _overlap(stay, start_s, end_s)
         if stay.joined and held_s > 0:
-            cost = world.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
-            extra += cost - world.prices.at(stay.start_s + boot_s) * held_s / 3600
+            cost = stay.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
+            extra += cost - stay.prices.at(stay.start_s + boot_s) * held_s / 3600
     return extra
 
 

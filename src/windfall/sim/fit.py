@@ -2,13 +2,15 @@
 
 The time of a step is a line over the batch, fitted in relative error, with neither part below 0. The error that is said
 is that of leaving one point out, fitting the others, and predicting it; of the smallest and the largest batch, too,
-which makes it a hard test.
+which makes it a hard test. An engine that falls off at large batches gets a second line, steeper, above one of the
+batches that were measured: where the first line is far off without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -17,6 +19,12 @@ from windfall.sim.service import Service
 
 FLAT = 1e-4
 """The least that a response adds to a step, as a share of its fixed time."""
+
+
+BEND_POINTS = 3
+"""At least so many on the first line."""
+BEND_GAIN = 0.5
+"""A bend must take away half of the error, or there is none."""
 
 
 class Point(NamedTuple):
@@ -45,7 +53,54 @@ def line(points: Sequence[Point]) -> tuple[float, float]:
     return (wy / w_, FLAT * wy / w_) if each <= 0 else (fixed, each)
 
 
-def held_out(points: Sequence[Point]) -> list[tuple[Point, float]]:
+class Bend(NamedTuple):
+    fixed_s: float
+    each_s: float
+    over_batch: float = 0.0
+    over_s: float = 0.0
+    """Above `over_batch` every response takes so much more."""
+
+    def step_s(self, batch: float) -> float:
+        return self.fixed_s + self.each_s * batch + self.over_s * max(0.0, batch - self.over_batch)
+
+
+def bent(points: Sequence[Point]) -> Bend:
+    """A line, or two: the first through the batches up to a bend, the second from there up through the others.
+
+    >>> flat = [Point(b, 0.01 + 0.0001 * b) for b in (1, 16, 64, 256)]
+    >>> falls = bent([*flat, Point(512, 0.2)])
+    >>> bent(flat).over_s, falls.over_batch, round(falls.step_s(512), 9)
+    (0.0, 256, 0.2)
+    """
+    best = Bend(*line(points))
+    if len(points) > BEND_POINTS:
+        bends = [_bend(points, n) for n in range(BEND_POINTS - 1, len(points) - 1)]
+        steeper = min(bends, key=lambda bend: _off(bend, points))
+        if steeper.over_s > 0 and _off(steeper, points) < BEND_GAIN * _off(best, points):
+            return steeper
+    return best
+
+
+def _bend(points: Sequence[Point], at: int) -> Bend:
+    first, corner = Bend(*line(points[: at + 1])), points[at].batch
+    above = [(p.batch - corner, p.step_s - first.step_s(p.batch), p.weight / p.step_s**2) for p in points[at + 1 :]]
+    slope = sum(w * x * y for x, y, w in above) / sum(w * x * x for x, _, w in above)
+    return first._replace(over_batch=corner, over_s=max(0.0, slope))
+
+
+def _off(bend: Bend, points: Sequence[Point]) -> float:
+    """The mean relative error."""
+    return sum(p.weight * abs(bend.step_s(p.batch) / p.step_s - 1) for p in points) / sum(p.weight for p in points)
+
+
+def straight(points: Sequence[Point]) -> Bend:
+    return Bend(*line(points))
+
+
+Form = Callable[[Sequence[Point]], Bend]
+
+
+def held_out(points: Sequence[Point], form: Form = straight) -> list[tuple[Point, float]]:
     """Of every point: what the others predict, as a share of it less 1. Nothing for fewer than three.
 
     >>> [round(abs(off), 3) for _, off in held_out([Point(1, 0.011), Point(10, 0.02), Point(100, 0.11)])]
@@ -53,9 +108,18 @@ def held_out(points: Sequence[Point]) -> list[tuple[Point, float]]:
     """
     out = []
     for n, point in enumerate(points if len(points) > 2 else ()):
-        fixed, each = line([*points[:n], *points[n + 1 :]])
-        out.append((point, (fixed + each * point.batch) / point.step_s - 1))
+        others = form([*points[:n], *points[n + 1 :]])
+        out.append((point, others.step_s(point.batch) / point.step_s - 1))
     return out
+
+
+def errors(points: Sequence[Point], form: Form = straight) -> list[str]:
+    """The same, in words."""
+    found = held_out(points, form)
+    if not found:
+        return ["held out: nothing, fewer than three batches"]
+    each = ", ".join(f"batch {p.batch:.3g} {off:+.0%}" for p, off in found)
+    return [f"step times, each left out in turn: {each}; mean {statistics.mean(abs(o) for _, o in found):.1%}"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +160,8 @@ def scaled(service: Service, source: str, target: str) -> tuple[Service, Service
     for field in fields(service):
         bounds = (memory,) if field.name in MEMORY_BOUND else (compute,) if field.name in COMPUTE_BOUND else (
             memory, compute)  # fmt: skip
+        if not field.name.endswith("_s"):
+            continue
         value = getattr(service, field.name)
         low[field.name], high[field.name] = value * min(bounds) / SLACK, value * max(bounds) * SLACK
         middle[field.name] = value * math.prod(bounds) ** (1 / len(bounds))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import heapq
 from asyncio import base_events
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
+from contextvars import Context
 from datetime import UTC, datetime
 from pathlib import Path
 from types import AsyncGeneratorType
@@ -23,6 +25,8 @@ from windfall.errors import WindfallError
 from windfall.events import Clock
 
 T = TypeVar("T")
+CLOSE_S = 1e-9
+"""Timers that are less apart are due together."""
 ROUNDS = 4
 """Tasks that are cancelled may begin others."""
 EPOCH_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -31,20 +35,6 @@ EPOCH_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 class Deadlock(WindfallError):
     """Nothing is scheduled, and somebody waits."""
-
-
-class _Jump:
-    """Stands where an event loop has its selector: it waits for nothing, and moves the clock on."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> list[Any]:
-        if timeout is None:
-            raise Deadlock("nothing is scheduled, and these wait:\n" + waiting(self._loop), where="virtual time")
-        if timeout > 0:
-            self._loop.jump()
-        return []
 
 
 class _Ready(deque[Any]):
@@ -61,7 +51,10 @@ class VirtualLoop(base_events.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        self._selector = _Jump(self)
+        self._due: dict[float, list[asyncio.TimerHandle]] = {}
+        """Timers by their time: in a simulation many go off at one moment."""
+        self._times: list[float] = []
+        """A heap of these times."""
         self.set_exception_handler(self._remember)
         self.error: BaseException | None = None
         """The first that a callback raised: an event loop only logs it, a simulation must not go on."""
@@ -79,9 +72,37 @@ class VirtualLoop(base_events.BaseEventLoop):
         ready.between = between
         self._ready = ready
 
-    def jump(self) -> None:
-        """To the next timer, exactly."""
-        self._now_s = max(self._now_s, self._scheduled[0].when())  # pyright: ignore[reportAttributeAccessIssue]
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """A heap of timers would not keep the order of those that are due together; lists do."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        if when in self._due:
+            self._due[when].append(timer)
+        else:
+            self._due[when] = [timer]
+            heapq.heappush(self._times, when)
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Nothing to do: it is left out when its time comes."""
+
+    def _run_once(self) -> None:
+        """One round of asyncio's loop: all that is due now, but nothing that is asked for meanwhile. If nothing is due,
+        the clock jumps to the next timer first."""
+        ready, times, due = self._ready, self._times, self._due  # pyright: ignore[reportAttributeAccessIssue]
+        if not ready and not self._stopping:  # pyright: ignore[reportAttributeAccessIssue]
+            while times and all(timer.cancelled() for timer in due[times[0]]):
+                del due[heapq.heappop(times)]
+            if not times:
+                raise Deadlock("nothing is scheduled, and these wait:\n" + waiting(self), where="virtual time")
+            self._now_s = max(self._now_s, times[0])
+        while times and times[0] < self._now_s + CLOSE_S:
+            ready.extend(due.pop(heapq.heappop(times)))
+        for _ in range(len(ready)):
+            handle = self._ready.popleft()  # pyright: ignore[reportAttributeAccessIssue]
+            if not handle._cancelled:
+                handle._run()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         raise RuntimeError(f"{func} wants a thread: there is none in virtual time")
@@ -91,9 +112,6 @@ class VirtualLoop(base_events.BaseEventLoop):
 
     async def create_connection(self, *args: Any, **options: Any) -> Any:
         raise RuntimeError("a connection is wanted: there is no network in virtual time")
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        assert not event_list
 
     def _write_to_self(self) -> None:
         raise RuntimeError("another thread calls: there is none in virtual time")

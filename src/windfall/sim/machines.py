@@ -11,16 +11,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.fleet.formats import Change
+from windfall.launch.following import Following
 from windfall.sim.book import Book
+from windfall.sim.market import Prices
 from windfall.sim.network import Network
 from windfall.sim.service import Service, uniform
 from windfall.sim.wire import Wire
 from windfall.sim.worker import Attend, Kit, SimWorker
-from windfall.sim.world import World
-from windfall.types import LOCAL, Lease
+from windfall.sim.world import Kind, World
+from windfall.types import LOCAL, Lease, Terms
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +31,7 @@ class Stay:
     """One machine from its start to its end, as it is paid for."""
 
     name: str
+    prices: Prices
     start_s: float
     end_s: float = math.inf
     joined: bool = False
@@ -44,17 +48,21 @@ class Machines:
         self.wire: Callable[..., Wire] = Wire
         self._lives: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}
+        self._kinds: dict[str, Kind] = {}
+        """Of nodes of the trace: in turn, as they come up for the first time, and for good."""
+        f = world.real.fleet
+        self._following = Following(f.workers, f.workers_max)
+        self._ours: dict[str, SimWorker | float] = {}
+        """Workers that stay, by name; a number: since then it boots."""
+        self._looks = 0
 
     def local(self) -> SimWorker | None:
         return self.workers.get(LOCAL)
 
     async def run(self) -> None:
         """The whole trace. Those that stay are there from the start."""
-        real, loop = self._world.real, asyncio.get_running_loop()
-        f, s = real.fleet, real.sim
-        for n in range(f.workers):
-            lease = Lease(kind=f.kind, device="simulated", price_usd_per_h=f.price_usd_per_h)
-            loop.call_later(s.boot_s, self._start, f"w{n + 1}", self._kit(f"w{n + 1}", lease), 0.0)
+        f, s = self._world.real.fleet, self._world.real.sim
+        self._keep(f.workers)
         for at_s, what, change in schedule(self._world.changes, s.notice_s):
             await _until(at_s)
             if what == "up":
@@ -85,18 +93,19 @@ class Machines:
         if local is not None:
             local.kill()
 
-    def _kit(self, node: str, lease: Lease) -> Kit:
+    def _kit(self, node: str, kind: Kind, terms: Terms, usd_per_h: float) -> Kit:
         s = self._world.real.sim
         return Kit(
-            name=node, lease=lease, service=self._service(node), slots=s.worker_slots, network=self._network,
-            weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
+            name=node, lease=Lease(kind=terms, device=kind.device, price_usd_per_h=usd_per_h),
+            service=self._service(node, kind.service), slots=kind.slots, kv_tokens=kind.kv_tokens,
+            network=self._network, weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._world.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._world.quantum_s, wire=self.wire,
         )  # fmt: skip
 
-    def _service(self, node: str) -> Service:
+    def _service(self, node: str, worker: Service) -> Service:
         """Machines may differ: each node by a factor of its own, for good."""
-        spread, worker = self._world.real.sim.worker_spread, self._world.worker
+        spread = self._world.real.sim.worker_spread
         if not spread:
             return worker
         total = sum(uniform(f"{self._world.real.run.seed}/{node.partition('.')[0]}/{n}") for n in range(12)) - 6
@@ -108,7 +117,9 @@ class Machines:
     def bring_up(self, node: str) -> None:
         now = asyncio.get_running_loop().time()
         life = next(self._lives.setdefault(node, count(1)))
-        self._up[node] = stay = Stay(name=f"{node}.{life}", start_s=now)
+        kinds = self._world.kinds
+        kind = self._kinds.setdefault(node, kinds[len(self._kinds) % len(kinds)])
+        self._up[node] = stay = Stay(name=f"{node}.{life}", prices=kind.prices, start_s=now)
         self.stays.append(stay)
         asyncio.get_running_loop().call_later(self._world.real.sim.boot_s, self._booted, node, stay)
 
@@ -116,9 +127,40 @@ class Machines:
         if self._up.get(node) is not stay:
             return  # it was taken before
         stay.joined = True
-        price = self._world.prices.at(asyncio.get_running_loop().time())
-        lease = Lease(kind="spot", device="simulated", price_usd_per_h=price)
-        self._start(node, self._kit(stay.name, lease), stay.start_s)
+        price = stay.prices.at(asyncio.get_running_loop().time())
+        self._start(node, self._kit(stay.name, self._kinds[node], "spot", price), stay.start_s)
+
+    # those that stay, or are kept as advice has it
+
+    def follow(self, said: dict[str, Any]) -> None:
+        """`said`: the fleet after a step. More workers of our own, or fewer, where that pays: as the supervisor."""
+        if not self._world.real.fleet.workers_max:
+            return
+        self._looks += 1
+        there = {name for name, worker in self._ours.items() if isinstance(worker, SimWorker)}
+        wanted = self._following.look({**said, "step": self._looks}, there)
+        if wanted is not None:
+            self._keep(wanted)
+
+    def _keep(self, count: int) -> None:
+        """The highest ones go, as by SIGTERM: they send what they have and leave."""
+        loop, names = asyncio.get_running_loop(), [f"w{n + 1}" for n in range(count)]
+        for name in [name for name in self._ours if name not in names]:
+            worker = self._ours.pop(name)
+            if isinstance(worker, SimWorker):
+                if worker.wire is None:  # nobody to say so to
+                    worker.kill()
+                worker.warn("sigterm", 0.0)
+                del self.workers[name]
+        for name in [name for name in names if name not in self._ours]:
+            self._ours[name] = loop.time()
+            loop.call_later(self._world.real.sim.boot_s, self._come, name, loop.time())
+
+    def _come(self, name: str, started_s: float) -> None:
+        if self._ours.get(name) == started_s:  # else it was sent away before it had booted
+            f = self._world.real.fleet
+            self._start(name, self._kit(name, self._world.worker, f.kind, f.price_usd_per_h), started_s)
+            self._ours[name] = self.workers[name]
 
     def _start(self, node: str, kit: Kit, started_s: float) -> None:
         worker = self.workers[node] = SimWorker(kit, self._book, self._attend, started_s=started_s)

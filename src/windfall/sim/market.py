@@ -1,19 +1,15 @@
-"""Machines that come and go, and what they cost: generators of traces with stated rates, SkyPilot's trace format, and
-prices that change with time. Pure but for reading a file.
+"""Machines that come and go, and what they cost: generators of traces with stated rates, and prices that
+change with time. Pure but for reading a file.
 
     machines   every machine comes and goes by itself (fleet.trace.synthetic)
     poisson    machines are given at `arrivals_per_h`, whoever has gone, and stay `mean_up_s` on average
     bursts     as machines, and `bursts_per_h` times an hour a `burst_share` of those that are up is taken at once
     diurnal    as machines, but availability swings over a day of `day_s`: at its best hour stays are twice as long, at
                its worst next to nothing
-
-A SkyPilot trace is JSON: `{"metadata": {"gap_seconds": 600}, "data": [0, 0, 1, ...]}`; 1: no spot machine could be
-had in that interval. All machines then come and go together.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from bisect import bisect_right
@@ -96,27 +92,6 @@ def _diurnal(rates: Rates, seconds: float, draw: random.Random) -> list[Change]:
             at_s += draw.expovariate(1 / mean_s)
             up = not up
     return sorted(changes, key=lambda c: c.at_s)
-
-
-def skypilot(path: Path, nodes: int) -> list[Change]:
-    """A trace file of SkyPilot's; `nodes` machines that come and go together."""
-    fix = 'It must be {"metadata": {"gap_seconds": S}, "data": [0, 1, ...]}; 1: none to be had.'
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        gap_s, data = float(said["metadata"]["gap_seconds"]), [int(x) for x in said["data"]]
-    except OSError as e:
-        raise WindfallError(f"cannot read the trace: {e.strerror}", where=str(path), fix="Check the path.") from e
-    except (ValueError, KeyError, TypeError) as e:
-        raise WindfallError(f"no SkyPilot trace: {type(e).__name__}: {e}", where=str(path), fix=fix) from e
-    if not gap_s > 0 or not set(data) <= {0, 1} or 0 not in data:
-        raise WindfallError("no SkyPilot trace: nothing is ever up, or not all is 0 or 1", where=str(path), fix=fix)
-    changes: list[Change] = []
-    before = 1
-    for n, gone in enumerate(data):
-        if gone != before:
-            changes += [Change(at_s=n * gap_s, node=f"n{k + 1}", up=not gone) for k in range(nodes)]
-        before = gone
-    return changes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

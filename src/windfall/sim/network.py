@@ -42,28 +42,38 @@ class Network:
         self._next = 0
         self._looked_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._sharing = False
 
     def start(self, count_bytes: float, ingress_per_s: float, done: Callable[[], None]) -> int:
         """Returns its number, for `stop`."""
         self._look()
         self._next += 1
         self._pulls[self._next] = _Pull(left_bytes=count_bytes, ingress_per_s=ingress_per_s, done=done)
-        self._share()
+        self._soon()
         return self._next
 
     def stop(self, number: int | None) -> None:
         if number in self._pulls:
             self._look()
             del self._pulls[number]
-            self._share()
+            self._soon()
+
+    def _soon(self) -> None:
+        """Many begin at one moment, when there is a new version: what each gets is worked out once."""
+        if not self._sharing:
+            self._sharing = True
+            asyncio.get_running_loop().call_soon(self._share)
 
     def _look(self) -> None:
         now = asyncio.get_running_loop().time()
+        if now == self._looked_s:
+            return
         for pull in self._pulls.values():
             pull.left_bytes -= pull.per_s * (now - self._looked_s)
         self._looked_s = now
 
     def _share(self) -> None:
+        self._sharing = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -60,7 +60,7 @@ class Simulation:
             world.lengths, granule=world.granule, prompt_tokens=s.prompt_tokens,
             max_tokens=world.real.rollout.max_tokens,
         )  # fmt: skip
-        self.machines = Machines(world, self.book, self._attend)
+        self.machines = Machines(world, self.book, self.attend)
         facts = {"device": "simulated", "granule": world.granule, "seed": recipe.run.seed}
         self.learner = Learner(
             world.trainer, self.book, save_s=s.save_s, down_s=s.trainer_down_s,
@@ -166,7 +166,9 @@ class Simulation:
         text = SimText(max(2, round(s.prompt_tokens / self.world.granule)))
 
         def counters() -> dict[str, Any]:
-            return {**life.counters(), "real_tokens": self.book.real_tokens}
+            told, now = life.counters(), asyncio.get_running_loop().time()
+            self.machines.follow(life.telling.snapshot(step=0, now_s=now, ended=False))
+            return {**told, "real_tokens": self.book.real_tokens}
 
         try:
             self._reached = await life.steps(self.env, lambda: cast(Text, text), counters)
@@ -175,7 +177,7 @@ class Simulation:
 
     # who dials in
 
-    async def _attend(self, link: Any, hello: Any) -> None:
+    async def attend(self, link: Any, hello: Any) -> None:
         await self._answer(link, self.life.attend(link, hello))
 
     async def _attend_trainer(self, link: Any, hello: Any) -> None:

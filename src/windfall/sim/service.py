@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import xxhash
 
@@ -27,12 +28,17 @@ class Service:
     train_s: float = 0.0
     update_s: float = 0.0
     """The optimizer, and the copy of the weights that others pull."""
+    over_batch: float = 0.0
+    over_s: float = 0.0
+    """Where an engine falls off: every response in a step above `over_batch` takes so much more. 0: it does not."""
 
     def __post_init__(self) -> None:
         assert self.fixed_s > 0, "a step takes time"
 
     def step_s(self, batch: float, prefill_tokens: float = 0, context: float = 0) -> float:
         decode_s = self.fixed_s + self.each_s * batch + self.context_s * context if batch else 0.0
+        if self.over_s and batch > self.over_batch:
+            decode_s += self.over_s * (batch - self.over_batch)
         return decode_s + self.prefill_s * prefill_tokens
 
     def steps_s(self, count: float, batch: float, context: float) -> float:
@@ -52,7 +58,14 @@ class Service:
         return seconds / b if a == 0 else (math.sqrt((b - a) ** 2 + 4 * a * seconds) - (b - a)) / (2 * a)
 
     def slower(self, factor: float) -> Service:
-        return Service(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+        """In all its times.
+
+        >>> s = Service(fixed_s=1.0, each_s=0.5, over_batch=8, over_s=2.0).slower(2)
+        >>> s.fixed_s, s.each_s, s.over_batch, s.over_s
+        (2.0, 1.0, 8, 4.0)
+        """
+        times = [f.name for f in fields(self) if f.name.endswith("_s")]
+        return replace(self, **{name: getattr(self, name) * factor for name in times})
 
     def training_s(self, tokens: float) -> float:
         return self.train_s * tokens
@@ -96,7 +109,9 @@ class Listed:
         return max(1, self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))])
 
 
+@lru_cache(maxsize=1 << 14)
 def _normal(name: str) -> float:
+    """Of a group it is asked for again and again."""
     a, b = uniform(f"{name}/a"), uniform(f"{name}/b")
     return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
 

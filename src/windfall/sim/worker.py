@@ -52,6 +52,11 @@ class Kit:
     quantum_s: float = 0.0
     """It tells what it made at multiples of this only; the steps themselves are exact. 0: whenever somebody ends."""
     latency_s: float = 0.0
+    build_s: float = 0.0
+    """From its first dialling until its engine is there, with the weights it is to load then: no pull is simulated. 0:
+    its engine is there at once, and it pulls."""
+    kv_tokens: int = 0
+    """That its engine has room for; 0: for all it is given."""
     wire: Callable[..., Wire] = Wire
     """Makes its links."""
 
@@ -75,7 +80,7 @@ class SimWorker:
         """`started_s`: since when its machine is paid for."""
         self.kit, self._book, self._attend, self._started_s = kit, book, attend, started_s
         self._loop = asyncio.get_running_loop()
-        self._decode = Decode(kit.service, book.granule, marks=book.marks)
+        self._decode = Decode(kit.service, book.granule, kv_tokens=kit.kv_tokens, marks=book.marks)
         self._held: tuple[int, str] = (-1, "")
         self._wire: Wire | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -87,6 +92,9 @@ class SimWorker:
         self._pull: int | None = None
         self._prompts: set[int] = set()
         self._made = self._stepped = 0
+        self._built_s = self._loop.time() + kit.build_s
+        self._first: tuple[m.Load, float] | None = None
+        """To be loaded once the engine is there."""
         self._attending: asyncio.Task[None] | None = None
 
     @property
@@ -159,7 +167,7 @@ class SimWorker:
         self._forget()
         if self.kit.network is not None:
             self.kit.network.stop(self._pull)
-        self._pull, self._paused, self._unheard = None, False, []
+        self._pull, self._first, self._paused, self._unheard = None, None, False, []
         self._orders = [o for o in self._orders if isinstance(o, _Hold)]
         if self._orders:  # its engine has nothing to do any more: there is room at once
             self._loop.call_soon(self._obey)
@@ -181,7 +189,17 @@ class SimWorker:
 
     def _beat(self, wire: Wire) -> None:
         if wire is self._wire:
-            self._say(m.Stats(running=len(self._decode), made=self._made, steps=self._stepped, idle_s=0.0))
+            d = self._decode
+            self._say(
+                m.Stats(
+                    running=len(d),
+                    made=self._made,
+                    steps=self._stepped,
+                    idle_s=0.0,
+                    preemptions=d.preemptions,
+                    waiting=len(d.waiting),
+                )
+            )
             self._loop.call_at(_next(self._loop.time(), self.kit.heartbeat_s), self._beat, wire)
 
     def _hear(self, message: object) -> None:
@@ -201,11 +219,20 @@ class SimWorker:
 
     def _load(self, load: m.Load) -> None:
         network, began_s = self.kit.network, self._loop.time()
+        if began_s < self._built_s:
+            if self._first is None:
+                self._loop.call_at(self._built_s, self._built, self._wire)
+            self._first = (load, began_s)
+            return
         if network is None:
             self._order(_Swap(load, began_s))
             return
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
+
+    def _built(self, wire: Wire | None) -> None:
+        if wire is self._wire and self._first is not None:
+            self._pulled(*self._first)
 
     def _pulled(self, load: m.Load, began_s: float) -> None:
         self._pull = None
@@ -265,7 +292,7 @@ class SimWorker:
         load, took_s = order.load, self._loop.time() - order.began_s
         self._held = (load.version, load.digest)
         self._prompts.clear()
-        self._decode.prefill = sum(row.prompt + row.made for row in self._decode.rows.values())
+        self._decode.prefill = self._decode.context
         pulled = 0 if self.kit.network is None else round(self.kit.weights_bytes)
         self._say(
             m.Loaded(version=load.version, digest=load.digest, slots=self.kit.slots, s=took_s, pulled_bytes=pulled)
@@ -293,9 +320,9 @@ class SimWorker:
         d, quantum_s = self._decode, self.kit.quantum_s
         if not quantum_s:
             return self._began_s + d.seconds(d.plan(self.kit.heartbeat_s))
-        at_s, longest = _next(self._loop.time(), quantum_s), d.longest
-        if longest * self.kit.service.fixed_s < at_s - self._began_s:
-            at_s = min(at_s, self._began_s + d.seconds(longest))
+        at_s, most = _next(self._loop.time(), quantum_s), d.horizon
+        if most * self.kit.service.fixed_s < at_s - self._began_s:
+            at_s = min(at_s, self._began_s + d.seconds(most))
         return max(at_s, self._began_s + d.seconds(1))
 
     def _tick(self) -> None:

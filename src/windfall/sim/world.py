@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import chain, repeat
 from pathlib import Path
 
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
+from windfall.events import read
 from windfall.fleet import trace
 from windfall.fleet.formats import Change, check
-from windfall.sim import market
+from windfall.sim import fit_log, market
 from windfall.sim.book import Drawn
 from windfall.sim.decode import simulated
 from windfall.sim.market import Prices, Rates
@@ -27,6 +29,17 @@ MICRO_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What a worker's machine is like."""
+
+    device: str
+    service: Service
+    slots: int
+    kv_tokens: int
+    prices: Prices
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     recipe: Recipe
     """As the controller gets it: its token limits are in simulated tokens."""
@@ -36,13 +49,14 @@ class World:
     quantum_s: float
     """Workers tell what they made at multiples of this: about as long as a granule takes. 0: exact."""
     trainer: Service
-    worker: Service
+    worker: Kind
+    """Of workers that stay."""
+    kinds: tuple[Kind, ...]
+    """Machines of the trace are of these, in turn."""
     lengths: Drawn
     changes: tuple[Change, ...]
     drawn_s: float
     """So long a trace was drawn; a simulation must not go on after it. Of a file: what is up at its end stays up."""
-    prices: Prices
-    """Of a machine of the trace."""
 
 
 def build(recipe: Recipe) -> World:
@@ -55,14 +69,26 @@ def build(recipe: Recipe) -> World:
             "nobody would ever generate: fleet.local is off, and there are no workers", where="fleet",
             fix="Set trace.nodes or fleet.workers.",
         )  # fmt: skip
-    worker = service(s.worker or s.trainer, "sim.worker")
+    prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)
+    worker = Kind(
+        device="simulated", service=service(s.worker or s.trainer, "sim.worker"), slots=s.worker_slots,
+        kv_tokens=s.worker_kv_tokens, prices=prices,
+    )  # fmt: skip
+    kinds = tuple(chain.from_iterable(repeat(_kind(k, prices), k.share) for k in s.kinds)) or (worker,)
     return World(
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
-        quantum_s=_quantum_s(recipe, worker) * granule if granule > 1 else 0.0,
-        trainer=service(s.trainer, "sim.trainer"), worker=worker,
+        quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
+        trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
         lengths=_lengths(s), changes=tuple(changes(recipe)),
         drawn_s=math.inf if t.file or not t.nodes or s.seconds else _length_s(recipe) / t.speedup,
-        prices=market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h),
+    )  # fmt: skip
+
+
+def _kind(said: config.SimKind, prices: Prices) -> Kind:
+    return Kind(
+        device=said.name, service=service(said.worker, f"sim.kinds, {said.name}"), slots=said.slots,
+        kv_tokens=said.kv_tokens,
+        prices=market.constant(said.price_usd_per_h) if said.price_usd_per_h else prices,
     )  # fmt: skip
 
 
@@ -107,16 +133,12 @@ def changes(recipe: Recipe) -> list[Change]:
             raise WindfallError("trace.file is given, and trace.nodes is 0", where="trace.nodes", fix=fix)
         return []
     if t.file is None:
-        if s.market == "skypilot":
-            raise WindfallError("a SkyPilot trace needs a file", where="sim.market", fix="Set trace.file.")
         rates = Rates(
             nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
             bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
         )  # fmt: skip
         # With the run's seed in it: several seeds of a simulation are several traces.
         found = market.generate(s.market, rates, seconds=_length_s(recipe), seed=t.seed + 7919 * recipe.run.seed)
-    elif s.market == "skypilot":
-        found = trace.window(market.skypilot(t.file, t.nodes), t.start_s, TRACE_S)
     else:
         found = trace.slots(trace.window(trace.read(t.file), t.start_s, TRACE_S), t.nodes)
     check(found, "the trace from trace.start_s on")
@@ -130,11 +152,11 @@ def _length_s(recipe: Recipe) -> float:
     return recipe.sim.seconds * t.speedup or min(TRACE_S, enough_s)
 
 
-def _quantum_s(recipe: Recipe, worker: Service) -> float:
+def _quantum_s(recipe: Recipe, kind: Kind) -> float:
     """A typical engine step of a worker that has its part of a step's responses."""
     o = recipe.rollout
     share = o.groups * o.group_size / (1 + recipe.fleet.workers + recipe.trace.nodes)
-    return worker.step_s(max(1.0, min(recipe.sim.worker_slots, share)))
+    return kind.service.step_s(max(1.0, min(kind.slots, share)))
 
 
 def _lengths(s: config.Sim) -> Drawn:
@@ -144,14 +166,19 @@ def _lengths(s: config.Sim) -> Drawn:
 
 
 def read_lengths(path: Path) -> tuple[int, ...]:
-    """A file with a response's length per line."""
-    fix = "One whole number above 0 per line."
+    """A file with a response's length per line, or the event log of a run."""
+    fix = "One whole number above 0 per line, or events.jsonl of a run."
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = sorted(int(line) for line in lines)
+        if lines and lines[0].startswith("{"):
+            log = read(path)
+            granule = next((e["granule"] for e in log if "granule" in e), 1)
+            found = sorted(n * granule for e in fit_log.steps_of(log) for row in e["lengths"] for n in row)
+        else:
+            found = sorted(int(line) for line in lines)
     except OSError as e:
         raise WindfallError(f"cannot read the lengths: {e.strerror}", where=str(path), fix="Check the path.") from e
-    except ValueError as e:
+    except (ValueError, KeyError, TypeError) as e:
         raise WindfallError(f"no list of lengths: {e}", where=str(path), fix=fix) from e
     if not found or found[0] < 1:
         raise WindfallError("no list of lengths: it is empty, or one is below 1", where=str(path), fix=fix)

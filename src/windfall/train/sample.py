@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -44,11 +45,11 @@ def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> list[li
 
 
 def _sample(r: Response, advantage: float, limit: int) -> Sample:
-    at = [i for i, made in enumerate(r.sampled) if made]
+    first = len(r.prompt)
     return Sample(
-        ids=(*r.prompt, *r.tokens),
-        targets=tuple(len(r.prompt) + i for i in at),
-        behaviour=np.array([r.logprobs[i] for i in at]),
+        ids=r.prompt + r.tokens,
+        targets=tuple(compress(range(first, first + len(r.tokens)), r.sampled)),
+        behaviour=np.fromiter(compress(r.logprobs, r.sampled), dtype=float),
         advantage=advantage,
         limit=limit,
     )

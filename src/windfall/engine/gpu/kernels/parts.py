@@ -14,10 +14,12 @@ import triton.language as tl
 
 @triton.jit
 def extent(begin, end, part, splits, least, BLOCK: tl.constexpr, CUT: tl.constexpr):
-    """How many parts there are of tokens `begin` to `end - 1`, and where this one begins and ends."""
+    """How many parts there are of tokens `begin` to `end - 1`, and where this one begins and ends. Parts are alike, and
+    none is cut that would have fewer than `least` tokens: a short rest would cost as much as it saves."""
     each = end - begin
     if CUT:
-        each = tl.maximum(tl.cdiv(tl.cdiv(each, splits), BLOCK) * BLOCK, least)
+        wanted = tl.maximum(tl.minimum(each // least, splits), 1)
+        each = tl.maximum(tl.cdiv(tl.cdiv(each, wanted), BLOCK) * BLOCK, 1)
     return tl.cdiv(end - begin, each), begin + part * each, tl.minimum(begin + part * each + each, end)
 
 

@@ -14,6 +14,7 @@ import asyncio
 import math
 
 from windfall.events import EventLog
+from windfall.rollout.course import Mark
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan
@@ -38,6 +39,10 @@ class Seeding:
         """Workers times seconds, for their mean."""
         self._looked_s = 0.0
         self.last: Measured | None = None
+        self._found: Others | None = None
+        self._marks: list[Mark] = []
+        self._accepted = self._whole = 0
+        """Tokens that had been accepted when the step began; those of groups that are whole."""
 
     # of a step
 
@@ -45,12 +50,17 @@ class Seeding:
         """A step begins: plan it, let local generate."""
         now = self._now()
         others = self._others()
-        rate, pull_s = self._dispatch.giving.rate, self._dispatch.members.pull_s
-        known = sum(rate(member, self._responses, len(others) + 1) for member in others)
-        plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=pull_s))
+        giving, local = self._dispatch.giving, self._local()
+        self._found = Others(
+            workers=len(others), pull_s=self._dispatch.members.pull_s, responses=self._responses,
+            tok_per_s=sum(giving.rate(member, self._responses, len(others) + 1) for member in others),
+            crowd=giving.crowd(others), local=giving.crowd([local]) if local is not None else None,
+        )  # fmt: skip
+        plan = self._policy.plan(self.last, self._found)
         self._began_s = self._looked_s = now
         self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
+        self._accepted, self._whole, self._marks = self._dispatch.ledger.counts.accepted, 0, []
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
         self._events.instant(
@@ -78,6 +88,14 @@ class Seeding:
         if math.isfinite(plan.seed_s):
             self._timer = asyncio.get_running_loop().call_later(plan.seed_s, self._enough)
 
+    def arrived(self, tokens: int) -> None:
+        """A group of so many tokens is whole."""
+        self._whole += tokens
+        made = self._dispatch.ledger.counts.accepted - self._accepted
+        self._marks.append(
+            Mark(self._now() - self._began_s, max(made, self._whole), self._whole, len(self._dispatch.ledger))
+        )
+
     def trainable(self) -> None:
         """There is something to train on."""
         self._trainable = True
@@ -97,7 +115,7 @@ class Seeding:
             tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
             train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
             remote_s=max(ends) - self._began_s if ends else 0.0,
-            workers=self._area / max(1e-9, now - self._began_s),
+            workers=self._area / max(1e-9, now - self._began_s), others=self._found, course=tuple(self._marks),
         )  # fmt: skip
 
     def generated(self) -> None:

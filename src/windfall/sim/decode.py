@@ -4,6 +4,8 @@ tokens, whatever a simulated token stands for.
     made      real tokens of a response so far, those that others made included
     length    at which it ends
     sent      simulated tokens that the controller has been told of: one for every `granule` real ones, and the last
+    ahead     by so many tokens, less than a granule, it is told of earlier: responses that began together do not all
+              seem to get further at the same moments, and what a worker makes in a short time can be measured
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class Row:
     cut: bool
     """It ends by the limit, not by itself."""
     sent: int
+    ahead: int = 0
 
 
 class Decode:
@@ -132,7 +135,8 @@ class Decode:
         ended = []
         for row in self.rows.values():
             over = row.made >= row.length
-            upto = simulated(row.length, g) if over else row.made // g
+            whole = simulated(row.length, g)
+            upto = whole if over else min(whole - 1, (row.made + row.ahead) // g)
             new = upto - row.sent
             if new <= 0:
                 continue

@@ -59,6 +59,9 @@ class Crowd:
             return self if self.slope else other
         return Crowd(slope=self.slope + other.slope, bend=self.bend + other.bend, room=self.room + other.room)
 
+    def times(self, factor: float) -> Crowd:
+        return Crowd(slope=self.slope * factor, bend=self.bend * factor, room=self.room * factor)
+
     def tok_per_s(self, responses: float) -> float:
         running = min(responses, self.room)
         return running * self.slope / (running + self.bend) if running > 0 else 0.0

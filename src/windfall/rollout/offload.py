@@ -16,15 +16,16 @@ Two policies with one interface:
       T = (W (1 - R / A) + R P) / (L + R)
 
   It cannot: how groups become whole, and how the last responses slow down, is learned of every step (course.py), and T
-  is that with which the step would end soonest. W, L and A are those measured last; R is the sum of what today's workers
-  are known to make, each with its own speed, so a change of the fleet is answered in the very step it is seen. However
-  fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates, too.
+  is that with which the step would end soonest. W, L and A are those measured last; R is the sum of what today's
+  workers are known to make, each with its own speed, so a change of the fleet is answered in the very step it is seen.
+  However fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates,
+  too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from windfall.rollout.course import Course, Crowd, Mark, Rates
@@ -87,6 +88,10 @@ class Offload(Protocol):
         """For the step that begins now; `last` is the one that ended, None at the start."""
         ...
 
+    def again(self, others: Others) -> Plan | None:
+        """The others have changed, and local still generates. None: it stays as it was planned."""
+        ...
+
 
 SAME = 1e-3
 """A mean number of workers that is off by less is a matter of rounding."""
@@ -120,6 +125,10 @@ class Feedback:
         why = f"by the imbalance of steps before, {others.workers} workers"
         return Plan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
 
+    def again(self, others: Others) -> Plan | None:
+        """As published: once a step."""
+        return None
+
 
 @dataclass(slots=True)
 class Predict:
@@ -135,6 +144,9 @@ class Predict:
     def plan(self, last: Measured | None, others: Others) -> Plan:
         if last is not None:
             self._learn(last)
+        return self.again(others)
+
+    def again(self, others: Others) -> Plan:
         if others.workers == 0:
             return ALONE
         if not (self.tokens and self.local and self.train and others.tok_per_s > 0):
@@ -160,7 +172,10 @@ class Predict:
             self.train = self._mix(self.train, last.tokens / last.train_s)
         known = last.others is not None and (last.others.workers == 0 or last.others.tok_per_s > 0)
         if known and last.course and self.local and last.others is not None:
-            self.course.learn(last.course, self._rates(last.tokens, last.others), last.seed_s, self.forget)
+            rates = self._rates(last.tokens, last.others)
+            if last.others.workers:  # they came and went: so many there were on average
+                rates = replace(rates, others=rates.others.times(last.workers / last.others.workers))
+            self.course.learn(last.course, rates, last.seed_s, self.forget)
 
     def _mix(self, old: float, new: float) -> float:
         return new if old == 0 else (1 - self.forget) * old + self.forget * new
@@ -172,6 +187,9 @@ class Never:
     def plan(self, last: Measured | None, others: Others) -> Plan:
         del last
         return Plan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
+
+    def again(self, others: Others) -> Plan | None:
+        return None
 
 
 def make(name: str, *, first_s: float = 150.0) -> Offload:

@@ -1,6 +1,6 @@
 """windfall's policies beside RLBoost's Algorithms 1 and 2 as published, on several spot markets and seeds; simulated.
 
-    python benchmarks/policies.py [--seeds 5] [--hours 1] [--trace bamboo-p3-trace.csv] [--markets poisson,bursts]
+    python benchmarks/policies.py [--seeds 5] [--hours 0.75] [--trace bamboo-p3-trace.csv] [--markets poisson,bursts]
 
 The run is rlboost_model.py's 8B: 128 x 8 responses of up to 14,000 tokens, trainer 8 H100, instances of 2 H100; the
 same responses and the same losses for every policy. Algorithm 1 has eta 3 and T_init 150 s.
@@ -55,7 +55,7 @@ def recipe(keys: dict[str, dict[str, Any]], seed: int, seconds: float) -> Recipe
     said["run"] = {"seed": seed, "steps": 10_000, "name": "policies"}
     said["sim"] = {**said.get("sim", {}), "seconds": seconds, "skip_steps": 1}
     said["trace"] = {"nodes": NODES, "price_usd_per_h": rb.INSTANCE_USD_PER_H, **said.get("trace", {})}
-    made = rb.recipe(rb.MODELS["8B"], rb.Assumed(slower=SLOWER), granule=256)
+    made = rb.recipe(rb.MODELS["8B"], rb.Assumed(slower=SLOWER))
     return made.model_copy(update={k: getattr(made, k).model_copy(update=v) for k, v in said.items()})
 
 
@@ -98,7 +98,7 @@ def row(market: str, found: dict[str, list[Figures]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--hours", type=float, default=0.75)
     parser.add_argument("--trace", type=Path, help="also windows of this spot trace")
     parser.add_argument("--markets", default="", help="only these, with commas")
     args = parser.parse_args()

@@ -133,7 +133,7 @@ def slots(model: Model, a: Assumed, gpus: int) -> int:
     return max(1, int(free * a.kv_share / (model.kv_bytes * (a.prompt_tokens + max(left)))))
 
 
-def recipe(model: Model, a: Assumed, *, max_tokens: int = 14_000, granule: int = 128, **sections: Any) -> Recipe:
+def recipe(model: Model, a: Assumed, *, max_tokens: int = 14_000, granule: int = 256, **sections: Any) -> Recipe:
     """The run; sections are put over it, key by key."""
     mean = mean_tokens(a, max_tokens)
     said: dict[str, dict[str, Any]] = {

@@ -79,9 +79,9 @@ def put(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
     return recipe.model_copy(update={k: getattr(recipe, k).model_copy(update=v) for k, v in sections.items()})
 
 
-def calibrate(bench: Bench, a: Assumed = Assumed()) -> Assumed:
+def calibrate(bench: Bench, a: Assumed) -> Assumed:
     """`slower`, so that co-located 8B is as fast as in the paper."""
-    for _ in range(3):
+    for _ in range(2):
         made = bench.colocated(MODELS["8B"], a).tok_per_s
         a = replace(a, slower=a.slower * made / rb.CO_LOCATED_8B)
     return a
@@ -215,14 +215,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         bench = Bench(folder=Path(place), quick=args.quick, began_s=time.perf_counter())
         market, said = rb.market(args.trace)
-        a = calibrate(bench)
+        a = calibrate(bench, Assumed())
         print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
         print(f"spot trace: {said}")
         for letter, changes in market.items():
             s = trace.summary(changes, rb.WINDOW_S)
-            print(
-                f"  segment {letter}: {s.least_up} to {s.most_up} instances, {s.mean_up:.1f} on average, {s.losses} lost"
-            )
+            print(f"  segment {letter}: {s.least_up} to {s.most_up} instances, mean {s.mean_up:.1f}, {s.losses} lost")
         print("assumed: " + "; ".join(f"{text} {getattr(a, key):g}" for key, text in rb.SAID.items()))
         print(f"fitted: all times x {a.slower:.2f}, so that co-located 8B makes {rb.CO_LOCATED_8B:,.0f} tok/s")
         print("cells: tokens per second over co-located, and tokens per dollar more than it")

@@ -136,11 +136,13 @@ class Seeding:
         made = {m.id: m.made - self._made.get(m.id, 0) for m in members}
         local = {m.id for m in members if m.name == LOCAL}
         ends = [m.framed_s for m in members if m.id not in local and m.framed_s > self._began_s]
+        found = self._find()  # by what is known of them now
         self.last = Measured(
             tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
             train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
             remote_s=max(ends) - self._began_s if ends else 0.0,
-            workers=self._area / max(1e-9, now - self._began_s), others=self._found, course=tuple(self._marks),
+            workers=self._area / max(1e-9, now - self._began_s), course=tuple(self._marks),
+            others=found if found.workers else self._found,
         )  # fmt: skip
 
     def generated(self) -> None:

@@ -103,8 +103,8 @@ class Shapes:
             off = max(-ODD, min(ODD, math.log(step_s / expected_s)))
             known.learn(off)
             # Levels are beside each other, not beside the shape: else both could drift away together.
-            levels = [w.level for w in self._workers.values() if w.device == known.device and w.windows]
-            step_s = expected_s * math.exp(off - known.level + sum(levels) / len(levels))
+            levels = sorted(w.level for w in self._workers.values() if w.device == known.device and w.windows)
+            step_s = expected_s * math.exp(off - known.level + levels[len(levels) // 2])
         device.add(batch, context, step_s, expected_s)
         self._windows += 1
         self._context += (context / batch - self._context) / min(self._windows, 1000)

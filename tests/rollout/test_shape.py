@@ -49,7 +49,7 @@ def test_equal_workers_are_equal_whatever_they_have_to_do(seed: int) -> None:
 def test_what_context_takes_is_not_what_a_response_takes() -> None:
     speeds = joined("a", "b")
     play(speeds, {"a": 1.0, "b": 1.0})
-    fixed, each, behind = speeds._shapes._devices["card"].figures()
+    fixed, each, behind = speeds._shapes._devices["card"].fit
     assert fixed == pytest.approx(FIXED_S, rel=0.3)
     assert behind == pytest.approx(BEHIND_S, rel=0.2)
     assert each < 6 * EACH_S

@@ -27,7 +27,7 @@ def test_speeds_are_learned_through_granules_and_context(simulated: Simulated) -
     )  # fmt: skip
     shapes, granule = done.dispatch.giving.speeds._shapes, 15
     for device, name in (("simulated", "worker"), ("simulated trainer of the trainer", "trainer")):
-        true, figures = Service(**LONG[name]), shapes._devices[device].figures()
+        true, figures = Service(**LONG[name]), shapes._devices[device].fit
         fixed_s, each_s, behind_s = (f / granule for f in figures)
         assert fixed_s == pytest.approx(true.fixed_s, rel=0.15)
         assert behind_s / granule == pytest.approx(true.context_s, rel=0.15)

@@ -20,6 +20,8 @@ KEEP = 0.999
 """Of what was seen, with every window that comes."""
 ENOUGH = 16
 """Windows before anything is said of a device."""
+EVERY = 4
+"""Windows between two fits, at least."""
 EQUAL = math.log(1.15)
 GAIN, QUICK = 0.05, 0.5
 OFF, ODD = math.log(1.3), math.log(4)
@@ -33,19 +35,17 @@ class _Device:
     squares: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
     """Sums of products of (1, batch, context, step) over the step's time."""
     windows: int = 0
-    fit: tuple[float, float, float] | None = None
-    """None: something was learned since, or nothing yet."""
+    fit: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    level: float = 0.0
+    """What is usual, of its workers."""
+    due: int = 0
+    """Windows until these two are looked at again: many workers change them little each."""
 
     def add(self, batch: float, context: float, step_s: float, expected_s: float) -> None:
         row = np.array([1.0, batch, context, step_s]) / expected_s
         self.squares = KEEP * self.squares + np.outer(row, row)
         self.windows += 1
-        self.fit = None
-
-    def figures(self) -> tuple[float, float, float]:
-        if self.fit is None:
-            self.fit = _least_squares(self.squares)
-        return self.fit
+        self.due -= 1
 
 
 @dataclass(slots=True)
@@ -98,24 +98,31 @@ class Shapes:
     def _learn(self, known: _Worker, batch: float, context: float, step_s: float) -> None:
         device, expected_s = self._devices.setdefault(known.device, _Device()), step_s
         if device.windows >= ENOUGH:
-            fixed, each, behind = device.figures()
+            if device.due <= 0:
+                self._look(known.device, device)
+            fixed, each, behind = device.fit
             expected_s = fixed + each * batch + behind * context
             off = max(-ODD, min(ODD, math.log(step_s / expected_s)))
             known.learn(off)
             # Levels are beside each other, not beside the shape: else both could drift away together.
-            levels = sorted(w.level for w in self._workers.values() if w.device == known.device and w.windows)
-            step_s = expected_s * math.exp(off - known.level + levels[len(levels) // 2])
+            step_s = expected_s * math.exp(off - known.level + device.level)
         device.add(batch, context, step_s, expected_s)
         self._windows += 1
         self._context += (context / batch - self._context) / min(self._windows, 1000)
+
+    def _look(self, name: str, device: _Device) -> None:
+        levels = sorted(w.level for w in self._workers.values() if w.device == name and w.windows)
+        device.fit = _least_squares(device.squares)
+        device.level = levels[len(levels) // 2] if levels else 0.0
+        device.due = max(EVERY, len(levels))
 
     def line(self, worker: str) -> tuple[float, float] | None:
         """(fixed_s, each_s) of a worker with the usual context; None: not enough is known."""
         known = self._workers.get(worker)
         device = self._devices.get(known.device) if known is not None else None
-        if known is None or device is None or device.windows < ENOUGH:
+        if known is None or device is None or not any(device.fit):
             return None
-        fixed, each, behind = device.figures()
+        fixed, each, behind = device.fit
         level = math.exp(known.level) if abs(known.level) > EQUAL else 1.0
         each += behind * self._context
         fixed = max(fixed, each * SMALL)

@@ -1,6 +1,6 @@
 """windfall's policies beside RLBoost's Algorithms 1 and 2 as published, on several spot markets and seeds; simulated.
 
-    python benchmarks/policies.py [--seeds 5] [--hours 0.75] [--trace bamboo-p3-trace.csv] [--markets poisson,bursts]
+    python benchmarks/policies.py [--seeds 5] [--hours 0.5] [--trace bamboo-p3-trace.csv] [--markets poisson,bursts]
 
 The run is rlboost_model.py's 8B: 128 x 8 responses of up to 14,000 tokens, trainer 8 H100, instances of 2 H100; the
 same responses and the same losses for every policy. Algorithm 1 has eta 3 and T_init 150 s.
@@ -98,9 +98,10 @@ def row(market: str, found: dict[str, list[Figures]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--hours", type=float, default=0.75)
+    parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--trace", type=Path, help="also windows of this spot trace")
     parser.add_argument("--markets", default="", help="only these, with commas")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="rlboost and windfall among them")
     args = parser.parse_args()
     names = [n for n in args.markets.split(",") if n] or [*MARKETS, *(["bamboo"] if args.trace else [])]
     began_s, seconds = time.perf_counter(), args.hours * 3600
@@ -109,7 +110,7 @@ def main() -> None:
     print(f"{'':<77}{'over rlboost':>16}{'tr. wk.':>8}")
     with tempfile.TemporaryDirectory() as place:
         for market in names:
-            found: dict[str, list[Figures]] = {name: [] for name in POLICIES}
+            found: dict[str, list[Figures]] = {name: [] for name in args.policies.split(",")}
             for seed in range(args.seeds):
                 changes = bamboo(args.trace, seed, seconds) if market == "bamboo" else None
                 for name, runs in found.items():

@@ -160,10 +160,11 @@ class Dispatch:
 
     def _take(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
+        context = self.ledger.context(member.id)
         taken = self.ledger.take(member.id, frame)
         member.made += taken.accepted
         if taken.accepted:
-            self.giving.speeds.observe(member.id, batch, taken.accepted, now - member.framed_s)
+            self.giving.observe(member.id, batch, taken.accepted, now - member.framed_s, context)
             self.accounts.frame(now, member.id, taken.accepted)
         member.framed_s = now
         if batch:

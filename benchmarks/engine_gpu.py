@@ -8,6 +8,7 @@
 - ready: a fresh process until its first token; cold: with no compiled kernels kept. Weights are made, not pulled
 - decode: ms per step through the engine's interface; share: of what reading weights and KV at 4.3 TB/s would take
 - prefill, rollout, group: tokens/s, all requests at once, temperature 1, no stop tokens; share: of 990 TFLOP/s
+- memory: the KV pool given up and taken back (windfall alone)
 - train, publish: what benchmarks/train_gpu.py prints
 
 gpu_job.py has the workloads and gpu_measure.py how they are timed, both the same for every engine. Each model of each

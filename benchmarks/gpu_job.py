@@ -16,7 +16,7 @@ PEAK_FLOP_PER_S = 990e12
 VALUE_BYTES = 2
 LONGEST = 512 + 2048
 MAX_ROWS, MEMORY = 8192, 0.88
-SECTIONS = ("ready", "rollout", "group", "decode", "prefill")
+SECTIONS = ("ready", "rollout", "group", "decode", "prefill", "memory")
 """In the order in which they are measured: a run that is stopped has the most wanted ones."""
 
 _QWEN3: dict[str, Any] = {
@@ -131,6 +131,17 @@ def weights(config: dict[str, Any]) -> int:
     attention = hidden * head * (2 * config["num_attention_heads"] + 2 * kv)
     layer = attention + 3 * hidden * config["intermediate_size"]
     return config["num_hidden_layers"] * layer + config["vocab_size"] * hidden
+
+
+def prefill_flop(config: dict[str, Any], prompt: int) -> float:
+    """Of one prompt: products with the layers' weights, causal attention, and the head for the last token alone.
+
+    >>> round(prefill_flop(SHAPES["0.6b"], 1024) / 1e12, 2)
+    1.02
+    """
+    head = config["vocab_size"] * config["hidden_size"]
+    pairs = config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"] * prompt**2
+    return 2.0 * (prompt * (weights(config) - head) + head + pairs)
 
 
 def kv_bytes(config: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from gpu_job import PEAK_FLOP_PER_S, Job, Work, alike, floor_ms, groups, weights
+from gpu_job import PEAK_FLOP_PER_S, Job, Work, alike, floor_ms, groups, prefill_flop
 
 PROMPT, SHORT, LONG = 192, 16, 144
 STARTED = "ENGINE_GPU_STARTED"
@@ -81,7 +81,7 @@ def measure(job: Job, engine: Generates) -> None:
         count, prompt = (2, 64) if job.tiny else (64, 1024)
         once_s = best_s(engine, [alike(job, count, prompt, 1, next(seeds)) for _ in range(3)])
         rate = count * prompt / once_s
-        share = 2 * weights(job.config) * rate / PEAK_FLOP_PER_S
+        share = count * prefill_flop(job.config, prompt) / once_s / PEAK_FLOP_PER_S
         Figure(what="prefill", case=f"{count} x {prompt}", value=rate, unit="tok/s", share=share).emit()
 
 

@@ -95,6 +95,23 @@ def main() -> None:
         parts = [f"{name} {t - before:.1f}" for (name, t), before in zip(at.items(), [0, *at.values()], strict=False)]
         Figure(what="ready", case="", value=at["first token"], unit="s", note=", ".join(parts)).emit()
     measure(job, windfall)
+    if "memory" in job.only and job.device == "cuda":
+        memory(engine)
+
+
+def memory(engine: Any) -> None:
+    """The KV pool given up for training on the same card, and taken back."""
+    import torch
+
+    before = torch.cuda.mem_get_info()[0]
+    for case, act in (("given up", engine.sleep), ("taken back", engine.wake)):
+        began = time.perf_counter()
+        act()
+        torch.cuda.synchronize()
+        took_s = time.perf_counter() - began
+        moved = abs(torch.cuda.mem_get_info()[0] - before) or 0
+        note = f"{moved / 1e9:.0f} GB" if case == "given up" else ""
+        Figure(what="memory", case=case, value=1e3 * took_s, unit="ms", note=note).emit()
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ left alone, and with two of the four killed at random throughout.
     python benchmarks/loop_gpu.py --steps 20 --out FOLDER
 
 Every process is the product's own. Each of the five holds a fifth of the card's price ($3.29 per hour, an H200 on spot;
-src/windfall/prices.py has the table).
+src/windfall/prices.py has the table). A killed worker's fifth is not paid until another has taken its place.
+
+    python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       both rewards, drawn
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -47,12 +50,19 @@ def line(name: str, log: list[dict[str, Any]]) -> str:
     seconds, made = sum(e["s"] for e in steps), sum(e["made"] for e in steps)
     bill = sum((msgspec.convert(e["bill"], Totals) for e in log if e.get("bill")), Totals())
     usd = bill.usd_per_million(sum(e["trained"] for e in steps))
+    back_s = statistics.median(ages) if (ages := came_back_s(log)) else 0.0
     rewards = " ".join(f"{e['step']}:{e['reward']:.3f}" for e in evals)
     return (
         f"{name:20}{len(steps):>6}{seconds:>8.0f} s{made:>11,}{made / seconds:>9,.0f}{usd or 0.0:>9.3f}"
-        f"{sum(e['name'] == 'worker_lost' for e in log):>8}{sum(e['moved'] for e in steps):>8,}"
+        f"{sum(e['name'] == 'worker_lost' for e in log):>8}{back_s:>8.1f}{sum(e['moved'] for e in steps):>8,}"
         f"{sum(e['lost_tokens'] for e in steps):>6}{sum(e['repeated'] + e['late'] for e in steps):>7}  {rewards}"
     )
+
+
+def came_back_s(log: list[dict[str, Any]]) -> list[float]:
+    """From process start to READY, of every worker that came after another was lost."""
+    lost = next((n for n, e in enumerate(log) if e["name"] == "worker_lost"), len(log))
+    return [e["age_s"] for e in log[lost:] if e["name"] == "worker_ready" and "age_s" in e]
 
 
 def main() -> None:
@@ -73,6 +83,7 @@ def main() -> None:
         ("tok/s", 9),
         ("$ per M", 9),
         ("killed", 8),
+        ("back s", 8),
         ("moved", 8),
         ("lost", 6),
     )

@@ -59,6 +59,7 @@ class Pace(Protocol):
 
     def begin(self, step: int) -> None: ...
     def everybody(self) -> None: ...
+    def arrived(self, tokens: int) -> None: ...
     def trainable(self) -> None: ...
     def generated(self) -> None: ...
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
@@ -195,7 +196,7 @@ class Controller:
         """Groups as they come; between them, once local has stopped generating, what is whole is trained on."""
         arrived: asyncio.Queue[Group | None] = asyncio.Queue()
         over = self.pace.over
-        pump = asyncio.create_task(_pump(made, arrived))
+        pump = asyncio.create_task(_pump(made, arrived, self.pace))
         coming: asyncio.Future[Group | None] | None = None
         try:
             while True:
@@ -324,10 +325,11 @@ class Controller:
         )
 
 
-async def _pump(made: AsyncGenerator[Group], into: asyncio.Queue[Group | None]) -> None:
+async def _pump(made: AsyncGenerator[Group], into: asyncio.Queue[Group | None], pace: Pace) -> None:
     """Also while training is under way: turns are judged, and responses go on."""
     try:
         async for group in made:
+            pace.arrived(sum(r.made for r in group.responses))
             into.put_nowait(group)
     finally:
         into.put_nowait(None)

@@ -1,11 +1,21 @@
-"""Which device and which numbers a process works with, and how much memory is free. Imports torch when called."""
+"""Which device and which numbers a process works with, how much memory is free, and whose turn it is to take some.
+Imports torch when called."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from windfall.errors import WindfallError
+
+TURN_S = 120.0
+"""Others have so long to take their memory; then this process goes on all the same."""
 
 
 def place(device: str, dtype: str, threads: int) -> tuple[str, str]:
@@ -45,3 +55,29 @@ def free_bytes(device: str) -> int:
         if found:
             return int(found[0]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@contextlib.contextmanager
+def turn(device: str, timeout_s: float = TURN_S) -> Iterator[None]:
+    """While in it, no other process of this user on this machine is, for the same GPU: several that look at once how
+    much is free would each take their part of the same memory. On a CPU: nothing."""
+    if device != "cuda":
+        yield
+        return
+    import torch
+
+    card = getattr(torch.cuda.get_device_properties(0), "uuid", 0)
+    path = Path(tempfile.gettempdir()) / f"windfall-{os.getuid()}-{card}.lock"
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
+        late_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > late_s:
+                    said = f"waited {timeout_s:g} s for another worker to take its memory ({path}); going on"
+                    print(said, file=sys.stderr, flush=True)
+                    break
+                time.sleep(0.05)
+        yield

@@ -19,6 +19,7 @@ import torch
 from small_models import MODELS, SHAPE, build, drain, logprobs, requests, tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from windfall.engine import attention, sampler
 from windfall.engine.engine import TorchEngine
 from windfall.engine.gpu.engine import GraphEngine
 from windfall.engine.gpu.splits import Sharing
@@ -83,12 +84,32 @@ class Case:
     def logits(self, request: Request, said: list[int]) -> torch.Tensor:
         return self.plain(torch.tensor([[*request.prompt, *said]])).logits[0, len(request.prompt) - 1 : -1]
 
-    def same(self, request: Request, one: Iterable[Chunk], two: Iterable[Chunk]) -> None:
-        """Both said the same, until, at most and not on the CPU, a tie."""
+    def same(self, request: Request, one: Iterable[Chunk], two: Iterable[Chunk], plain: Any = None) -> None:
+        """Both said the same, until, at most and not on the CPU, a tie: where they part, each took a token that the
+        oracle (`plain`, if not the case's own) would have taken with a number next to the one that was drawn."""
         a, b = tokens(one), tokens(two)
+        assert len(a) == len(b) or request.stop
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         assert logprobs(one)[:n] == pytest.approx(logprobs(two)[:n], abs=2 * self.close)
-        assert a == b or not self.exact
+        if a == b:
+            return
+        assert not self.exact
+        assert n < min(len(a), len(b))
+        with torch.no_grad():
+            logits = (plain or self.plain)(torch.tensor([[*request.prompt, *a[:n]]])).logits[0, -1].float()
+        for token in (a[n], b[n]):
+            self._next_to_drawn(request, logits, n, token)
+
+    def _next_to_drawn(self, request: Request, logits: torch.Tensor, n: int, token: int) -> None:
+        how = request.sampling
+        if how.temperature == 0:
+            assert logits[token] >= logits.max() - 2 * self.close
+            return
+        kept = sampler._cut(torch.log_softmax(logits / how.temperature, -1)[None], [how])[0].double()
+        upto = (kept / kept.sum()).cumsum(0)
+        drawn = float(sampler.uniform([request.seed], [request.position + n])[0])
+        low, high = float(upto[token - 1]) if token else 0.0, float(upto[token])
+        assert low - self.close / 2 <= drawn <= high + self.close / 2
 
 
 def graph_engine(model: Any, **options: Any) -> GraphEngine:
@@ -105,6 +126,25 @@ def every(request: pytest.FixtureRequest) -> Case:
 def case(request: pytest.FixtureRequest) -> Case:
     """One model, everywhere: for what does not depend on the model."""
     return Case(*request.param)
+
+
+def test_what_counts_as_the_same_on_a_gpu() -> None:
+    """A wrong token is no tie; nor is another length, or a good token with another number than was drawn."""
+    case = Case("qwen3", "cpu", torch.float32)
+    case.exact, case.close = False, CLOSE["cuda", torch.float32]
+    request = replace(requests(1)[0], max_tokens=12)
+    (right,) = drain(graph_engine(case.model), [request]).values()
+    whole = [replace(right[0], tokens=tuple(tokens(right)), logprobs=tuple(logprobs(right)))]
+    case.same(request, right, whole)
+    words = whole[0].tokens
+    wrong = [
+        replace(whole[0], tokens=(*words[:5], (words[5] + 7) % 90 + 3, *words[6:])),
+        replace(whole[0], tokens=words[:-1], logprobs=whole[0].logprobs[:-1]),
+        *drain(graph_engine(case.model), [replace(request, seed=request.seed + 1)])[request.id][:1],
+    ]
+    for other in wrong:
+        with pytest.raises(AssertionError):
+            case.same(request, whole, [other])
 
 
 def test_greedy_equals_transformers_generate(every: Case) -> None:
@@ -142,7 +182,7 @@ def test_says_what_the_other_engine_says(every: Case) -> None:
     """Same draws, cuts included, as the engine that runs transformers' own modules."""
     hows = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(temperature=1.3, top_p=0.8, top_k=20)]
     asked = [replace(r, sampling=hows[i % 4]) for i, r in enumerate(requests(12, seed=3))]
-    every.plain.set_attn_implementation("windfall")
+    every.plain.set_attn_implementation(attention.NAME)
     other = drain(TorchEngine(every.plain, kv_tokens=4096), asked)
     every.plain.set_attn_implementation("sdpa")
     made = drain(every.engine(), asked)
@@ -160,7 +200,7 @@ def test_a_response_goes_on_from_any_token(case: Case) -> None:
         resumed = drain(case.engine(), [*neighbours, rest])[request.id]
         assert resumed[0].position == cut
         left = [replace(c, tokens=tuple(tokens(whole)[cut:]), logprobs=tuple(logprobs(whole)[cut:])) for c in whole[:1]]
-        case.same(request, resumed, left)
+        case.same(rest, resumed, left)
 
 
 @pytest.mark.parametrize("burst", [1, 3, 8, 20])
@@ -280,7 +320,7 @@ def test_swap_between_two_steps(case: Case, when: int) -> None:
     rest = replace(request, prompt=request.prompt + tuple(tokens(before)), position=cut, max_tokens=30 - cut)
     fresh = copy.deepcopy(case.model)
     fresh.load_state_dict(new)
-    case.same(request, after, drain(graph_engine(fresh), [rest])[request.id])
+    case.same(rest, after, drain(graph_engine(fresh), [rest])[request.id], plain=copy.deepcopy(fresh).float().cpu())
 
 
 def test_weights_that_do_not_fit_are_refused_and_none_is_taken(case: Case) -> None:
@@ -379,3 +419,12 @@ def test_warming_up_changes_nothing(case: Case) -> None:
 def test_deterministic_is_another_engine(case: Case) -> None:
     with pytest.raises(WindfallError, match="deterministic"):
         case.engine(deterministic=True)
+
+
+def test_a_full_budget_of_rows_with_nobody_waiting_leaves_bursts_whole() -> None:
+    e = graph_engine(build("qwen3"), max_running=4, max_rows=4, burst=8)
+    launch, steps = e._device.launch, []
+    e._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
+    drain(e, [replace(r, prompt=r.prompt[:1], max_tokens=33) for r in requests(4)])
+    assert steps.count(8) >= 3
+    assert sum(steps) <= 40

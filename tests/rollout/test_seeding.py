@@ -38,6 +38,9 @@ class Fixed:
         self.heard.append((last, others))
         return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
+    def again(self, others: Others) -> Plan | None:
+        return None
+
 
 async def right(task: Task, turns: Sequence[Turn]) -> Feedback:
     return Feedback(reward=1.0)

@@ -223,6 +223,11 @@ def a_move_that_came_too_late_is_remembered(patch: Patch) -> None:
     patch.setattr(Giving, "done_with", done_with)
 
 
+@breaks("level")
+def what_a_lost_worker_computed_again_is_remembered(patch: Patch) -> None:
+    patch.setattr(Giving, "forget", lambda self, worker: self.speeds.forget(worker))
+
+
 @breaks("level", seed=25)
 def the_past_is_never_forgotten(patch: Patch) -> None:
     patch.setattr(Rollout, "remember", lambda self, found, next_task: setattr(self, "past", found))

@@ -63,7 +63,7 @@ def test_an_engine_with_little_room_makes_some_wait(simulated: Simulated) -> Non
 
     wide, log = simulated(watch, **STAYS)
     assert max(most) == (0, 0)
-    narrow, tight = simulated(watch, sim={"worker_kv_tokens": 400}, **STAYS)
+    narrow, tight = simulated(watch, sim={"worker_kv_tokens": 250}, **STAYS)
     assert max(w for w, _ in most) > 0
     assert max(p for _, p in most) > 0
     assert narrow.book.real_tokens == wide.book.real_tokens, "the same responses"

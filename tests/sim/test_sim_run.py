@@ -103,7 +103,9 @@ def test_a_granule_changes_little(recipe: Callable[..., config.Recipe], tmp_path
 
 def test_training_and_generating_share_the_trainers_machine(simulated: Simulated) -> None:
     """Never both at once: with no worker left, local generates again, but not while it trains."""
-    done, log = simulated(run={"steps": 6}, trace={"nodes": 1, "mean_up_s": 5.0, "mean_down_s": 3.0})
+    done, log = simulated(
+        run={"steps": 6}, trace={"nodes": 1, "mean_up_s": 5.0, "mean_down_s": 3.0}, techniques={"seeding": False}
+    )
     trainer = sum((msgspec.convert(e["bill"], Totals) for e in log if "bill" in e), Totals()).holders["trainer"]
     training_s = done.learner.trained_tokens * 0.000185
     assert trainer.seconds["generating"] + training_s <= log[-1]["m"] + 1e-6

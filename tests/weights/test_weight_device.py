@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +167,19 @@ def test_a_publisher_with_a_shadow_publishes_the_same(where: str) -> None:
     assert ours._shadow is not None
     plain.close()
     ours.close()
+
+
+def test_no_room_for_a_shadow_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have taken the room since it was looked for: buffers are compared instead."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device, "Shadow", full)
+    with closing(Publisher(chunk_bytes=1 << 12, shadow=True)) as publisher:
+        for version in range(2):
+            assert publisher.publish(version, {"w": torch.full((64,), float(version))}).version == version
+        assert publisher._wants_shadow is False
 
 
 def test_after_a_publish_that_failed_the_next_delta_is_not_against_it() -> None:

@@ -185,8 +185,8 @@ class Engine(Section):
 class Fleet(Section):
     local: bool = True
     """The trainer's own engine rolls out, too, at the start of every step; alone, if no other worker is there."""
-    offload: Literal["predict", "feedback"] = "predict"
-    """How it is decided until when: computed from measured rates, or RLBoost's Algorithm 1."""
+    offload: Literal["predict", "feedback", "feedback-no-memory"] = "predict"
+    """How it is decided until when: computed from what was measured; RLBoost's Algorithm 1; that without its memory."""
     first_seed_s: float = Field(default=150.0, ge=0)
     """What "feedback" starts from."""
     trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
@@ -242,8 +242,8 @@ class Techniques(Section):
     """The trainer's own engine generates at the start of a step; off: only when no other worker is there."""
     migration: bool = True
     """Responses of a lost worker go on from their last token; off: from zero."""
-    balancing: bool = True
-    """Placing by measured speed, and moving what runs; off: in turn, and nothing moves."""
+    balancing: bool | Literal["algorithm2"] = True
+    """Placing by measured speed, and moving what runs; off: in turn, and nothing moves; or RLBoost's Algorithm 2."""
     pipelining: bool = True
     """Groups are trained on while others are still being made; off: when all are."""
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     )  # fmt: skip
     local = asyncio.create_task(_local(recipe, host, model, device, secret, where)) if f.local else None
     try:
-        return await host.run()
+        return await _beside(host.run(), local)
     finally:
         if local is not None:
             local.cancel()
@@ -124,15 +125,40 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         publisher.close()
 
 
+async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:
+    """The run's result; but an engine of the trainer's own that cannot be had ends it, with the reason: whoever asked
+    for it would wait for its work."""
+    running = asyncio.create_task(run)
+    try:
+        if local is not None:
+            await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
+            if local.done() and not running.done() and (error := local.exception()) is not None:
+                if isinstance(error, WindfallError):
+                    raise error
+                fix = "Set fleet.local = false to leave it out; trainer.log has the traceback."
+                traceback.print_exception(error)
+                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise WindfallError(f"the trainer's own engine failed: {said}", where="fleet.local", fix=fix)
+        return await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
 async def _local(
     recipe: Recipe, host: TrainerHost, model: Any, device: str, secret: str, where: Callable[[], str]
 ) -> None:
-    """The trainer's own engine, as the worker called `local`. Without it the run goes on, on others."""
+    """The trainer's own engine, as the worker called `local`. Raises what went wrong if it cannot be built."""
     f, address = recipe.fleet, where()
+    failed: list[Exception] = []
 
     def build(engine: m.Engine) -> tuple[Any, int]:
-        with host.lock:  # a GPU's engine lays the module's weights out anew
-            made, slots = engine_for(engine, device, model=model, share=0.3)
+        try:
+            with host.lock:  # a GPU's engine lays the module's weights out anew
+                made, slots = engine_for(engine, device, model=model, share=0.3)
+        except Exception as e:  # fault boundary: an agent is refused for some of these, and only says so
+            failed.append(e)
+            raise
         shared = Shared(made, host.lock, share_memory=device == "cuda")
         host.make_room = shared.make_room
         return shared, slots
@@ -144,7 +170,10 @@ async def _local(
             address, secret, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
             ssl=security.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
-        if await agent.run() != 1:
+        code = await agent.run()
+        if failed:
+            raise failed[0]
+        if code != 1:
             return  # sent away, or refused for good
 
 

@@ -160,10 +160,11 @@ class Dispatch:
 
     def _take(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
+        context = self.ledger.context(member.id)
         taken = self.ledger.take(member.id, frame)
         member.made += taken.accepted
         if taken.accepted:
-            self.giving.speeds.observe(member.id, batch, taken.accepted, now - member.framed_s)
+            self.giving.observe(member.id, batch, taken.accepted, now - member.framed_s, context)
             self.accounts.frame(now, member.id, taken.accepted)
         member.framed_s = now
         if batch:
@@ -291,7 +292,7 @@ class Dispatch:
         if id in self._timers:
             self._timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
-        self.giving.speeds.forget(id)
+        self.giving.forget(id)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
             "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,

@@ -1,4 +1,5 @@
-"""Who gets what, and who gives what back: `balance` and `rebalance` applied to the ledger. No clock, no I/O.
+"""Who gets what, and who gives what back: `balance` and `rebalance`, or `algorithm2`, applied to the ledger. No clock,
+no I/O.
 
 It remembers what those two need: how fast everybody is, who has pages of which group, for whom a response was moved,
 and how long responses are.
@@ -7,17 +8,34 @@ and how long responses are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
+from windfall.rollout import algorithm2
 from windfall.rollout.balance import Load, place
+from windfall.rollout.course import Crowd
 from windfall.rollout.ledger import Entry, Ledger
 from windfall.rollout.members import Member
 from windfall.rollout.rebalance import Running, rebalance
 from windfall.rollout.speed import Speeds
 
+MUCH = 0.1
+"""Of the tokens behind what a worker runs: to compute so many again takes time that says nothing of its steps."""
+
+
+@dataclass(slots=True)
+class _Again:
+    """What a worker computes again."""
+
+    last: Entry
+    tokens: int = 0
+    seconds: float = 0.0
+    """Since it was given that, less what its steps should have taken."""
+
 
 class Giving:
-    def __init__(self, ledger: Ledger, *, balancing: bool = True) -> None:
+    def __init__(self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True) -> None:
         """`balancing` off: everybody counts as equally fast, and what runs stays where it is."""
         self.speeds = Speeds()
         self._ledger, self._balancing = ledger, balancing
@@ -26,6 +44,8 @@ class Giving:
         self._meant: dict[str, str] = {}
         """Response to the worker that it was moved for."""
         self._ended = self._ended_tokens = 0
+        self._prefilling: dict[str, _Again] = {}
+        """Workers that were given what others had begun, where that is much of all they have."""
 
     @property
     def typical(self) -> float:
@@ -38,6 +58,35 @@ class Giving:
         batch = min(member.slots, -(-responses // max(1, sharing)))
         return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
+    def crowd(self, members: Iterable[Member]) -> Crowd | None:
+        """What these make together; None: of one of them, nobody knows."""
+        out = Crowd()
+        for member in members:
+            profile = self.speeds.profile(member.id)
+            if profile is None:
+                return None
+            out += Crowd(slope=1 / profile.each_s, bend=profile.fixed_s / profile.each_s, room=member.slots)
+        return out if out.slope else None
+
+    def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
+        """What a frame says of a worker's speed; nothing while it computes again what others had begun."""
+        again = self._prefilling.get(worker)
+        if again is None:
+            self.speeds.observe(worker, batch, tokens, seconds, context)
+            return
+        rate = self.speeds.tok_per_s(worker, batch)
+        again.seconds += seconds - (tokens / rate if rate else 0.0)
+        if again.last.worker != worker:  # it has ended, or gone elsewhere, before it was seen to go on here
+            del self._prefilling[worker]
+        elif len(again.last.episode.tokens) > again.last.marked:
+            self.speeds.prefilled(worker, again.tokens, again.seconds)
+            del self._prefilling[worker]
+
+    def forget(self, worker: str) -> None:
+        """It is gone."""
+        self.speeds.forget(worker)
+        self._prefilling.pop(worker, None)
+
     def loads(self, ready: Iterable[Member]) -> list[Load]:
         speed = self.speeds.profile if self._balancing else lambda worker: None
         running = self._ledger.running
@@ -45,6 +94,7 @@ class Giving:
             Load(
                 worker=w.id, running=(count := running(w.id)), slots=w.slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
+                prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id),
             )
             for w in ready
         ]  # fmt: skip
@@ -54,9 +104,12 @@ class Giving:
         room = sum(max(0, load.slots - load.running) for load in loads)
         first = list(islice(self._ledger.queue, room))
         behind = len(self._ledger.queue) - len(first)
-        chosen = place(
-            first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
-        )
+        if self._balancing == "algorithm2":
+            chosen = algorithm2.select(first, loads, coming=coming, meant=self._meant)
+        else:
+            chosen = place(
+                first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
+            )
         out: dict[str, list[Entry]] = {}
         for id, worker in chosen:
             assert self._ledger.queue[0] == id
@@ -64,13 +117,22 @@ class Giving:
             self._meant.pop(id, None)
             self._holds.setdefault(id.rpartition("/")[0], {})[worker] = None
             out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
+        for worker, entries in out.items():
+            moved = [e for e in entries if e.moved]
+            tokens = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
+            if tokens > MUCH * self._ledger.context(worker):
+                before = self._prefilling.get(worker, _Again(moved[-1]))
+                self._prefilling[worker] = _Again(moved[-1], before.tokens + tokens, before.seconds)
         return out
 
     def take_back(self, loads: Sequence[Load]) -> list[tuple[str, Entry]]:
         """(worker, what it should give back), when nothing is queued."""
         if not self._balancing:
             return []
-        moves = rebalance(loads, self._held, typical=self.typical)
+        if self._balancing == "algorithm2":
+            moves = algorithm2.balance(loads, self._held)
+        else:
+            moves = rebalance(loads, self._held, typical=self.typical)
         self._meant |= {move.id: move.target for move in moves}
         return [(move.source, self._ledger.entries[move.id]) for move in moves]
 

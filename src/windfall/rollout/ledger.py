@@ -66,6 +66,7 @@ class Ledger:
         self._over: OrderedDict[int, str] = OrderedDict()
         """The newest handles that are over, and how: moved, cancelled or finished."""
         self._by_worker: dict[str, dict[int, Entry]] = {}
+        self._context: dict[str, int] = {}  # tokens behind what each runs, prompts included
         self._next_handle = 0
         self._stops: set[int] = set()
         """Every stop token of any response so far."""
@@ -77,6 +78,9 @@ class Ledger:
 
     def running(self, worker: str) -> int:
         return len(self._by_worker.get(worker, ()))
+
+    def context(self, worker: str) -> int:
+        return self._context.get(worker, 0)
 
     def held(self, worker: str) -> list[Entry]:
         return list(self._by_worker.get(worker, {}).values())
@@ -100,6 +104,7 @@ class Ledger:
         entry.marked = len(entry.episode.tokens)
         self._running[entry.handle] = entry
         self._by_worker.setdefault(worker, {})[entry.handle] = entry
+        self._context[worker] = self.context(worker) + _context(entry)
         if entry.moved:
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
@@ -119,7 +124,7 @@ class Ledger:
         entries = _next_ones(held, frame)
         if entries is None:
             self._check_rows(held, frame, tokens, upto)
-            return self._take_rows(held, frame, tokens, logprobs)
+            return self._take_rows(worker, frame, tokens, logprobs)
         # Nearly every frame is like this, and most have one token per response: the time from here on is what bounds
         # how many tokens a controller takes in.
         self._check_ends(entries, frame, tokens, upto)
@@ -138,6 +143,7 @@ class Ledger:
                     episode.tokens.extend(tokens[end - count : end])
                     episode.logprobs.extend(logprobs[end - count : end])
         self.counts.accepted += len(tokens)
+        self._context[worker] = self.context(worker) + len(tokens)
         out = Taken(accepted=len(tokens), rows=list(range(len(entries))))
         for row in sorted(frame.finished):
             self._end_turn(entries[row], frame.finished[row])
@@ -153,8 +159,9 @@ class Ledger:
         entry = self._by_worker.get(worker, {}).get(frame.handles[row])
         return f", in {entry.episode.id}" if entry else ""
 
-    def _take_rows(self, held: dict[int, Entry], frame: Tokens, tokens: array[int], logprobs: array[float]) -> Taken:
+    def _take_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Taken:
         """Row by row: not all of them are what comes next, or a response is in the frame twice."""
+        held = self._by_worker.get(worker) or {}
         out, counts, at, fresh = Taken(), frame.counts, 0, 0
         version, finished, positions = frame.version, frame.finished, frame.positions
         for row, handle in enumerate(frame.handles):
@@ -171,6 +178,7 @@ class Ledger:
             episode = entry.episode  # type: ignore[union-attr]
             episode.tokens.extend(tokens[at + skip : at + count])
             episode.logprobs.extend(logprobs[at + skip : at + count])
+            self._context[worker] += count - skip
             fresh += count - skip
             at += count
             out.rows.append(row)
@@ -240,6 +248,7 @@ class Ledger:
         episode.made_by(entry.version, len(episode.tokens) - entry.marked)
         entry.marked = len(episode.tokens)
         del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
+        self._context[entry.worker] -= _context(entry)
         self._over[entry.handle] = how
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
@@ -273,6 +282,7 @@ class Ledger:
             if not self._migrate:
                 self._discard(entry)
         self._by_worker.pop(worker, None)
+        self._context.pop(worker, None)
         return [e.episode.id for e in entries]
 
     def _discard(self, entry: Entry) -> None:
@@ -296,8 +306,7 @@ class Ledger:
 
     def recall(self, id: str) -> int:
         """Take a running response back to give it to another. Returns the handle that is over."""
-        entry = self.entries[id]
-        handle = entry.handle
+        entry, handle = self.entries[id], self.entries[id].handle
         self._back(entry)
         return handle
 
@@ -316,8 +325,7 @@ class Ledger:
 
     def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
         """The run does not want these any more. Returns the handles to cancel, by worker."""
-        handles: dict[str, list[int]] = {}
-        gone = set()
+        handles, gone = dict[str, list[int]](), set[str]()
         for id in ids:
             entry = self.entries.pop(id, None)
             if entry is None:
@@ -345,6 +353,7 @@ class Ledger:
         running = {e.handle for e in self.entries.values() if e.place == "running"}
         assert running == set(self._running) == {h for held in self._by_worker.values() for h in held}
         assert not running & set(self._over), "a handle is over and running"
+        assert all(self.context(w) == sum(map(_context, held.values())) for w, held in self._by_worker.items())
         for id, e in self.entries.items():
             n = len(e.episode.tokens)
             assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: lengths"
@@ -365,6 +374,10 @@ def _next_ones(held: dict[int, Entry], frame: Tokens) -> list[Entry] | None:
         and len(set(frame.handles)) == len(entries)
     )
     return entries if usual else None
+
+
+def _context(entry: Entry) -> int:
+    return len(entry.episode.prompt) + len(entry.episode.tokens)
 
 
 def _made(episode: Episode, marked: int | None = None) -> int:

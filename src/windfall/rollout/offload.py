@@ -11,22 +11,41 @@ Two policies with one interface:
 - `Feedback` is RLBoost's Algorithm 1: move T_seed by the imbalance of the last step over eta, remember what worked for
   each fleet size, and bound how many instances are worth having.
 - `Predict` computes it. Of W tokens a step, local makes L a second, the fleet R once it has pulled (after P seconds),
-  and training takes in A a second. With T_seed = T the fleet is done at T + (W - L T - R (T - P)) / R and training at
-  T + W / A at the earliest; they meet at
+  and training takes in A a second. If work could be split at will, generation and training would end together at
 
       T = (W (1 - R / A) + R P) / (L + R)
 
-  W, L and A are those measured last; R is the sum of what today's workers are known to make, each with its own speed,
-  so a change of the fleet is answered in the very step it is seen. What the model leaves out (uneven lengths, groups
-  that complete late) shows as a remaining imbalance, which is fed back with the slope that the model gives it. However
-  fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates, too.
+  It cannot: how groups become whole, and how the last responses slow down, is learned of every step (course.py), and T
+  is that with which the step would end soonest. W, L and A are those measured last; R is the sum of what today's
+  workers are known to make, each with its own speed, so a change of the fleet is answered in the very step it is seen.
+  However fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates,
+  too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from windfall.rollout.course import Course, Crowd, Mark, Rates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Others:
+    """The fleet without local, as the next step finds it."""
+
+    workers: int
+    tok_per_s: float
+    """What they make together by what is known of each; 0 if nothing is known yet."""
+    pull_s: float = 0.0
+    """Until they have the new weights."""
+    crowd: Crowd | None = None
+    """What they make of so many responses; None: the same of any number."""
+    local: Crowd | None = None
+    """And local; None: what it made in the last step."""
+    responses: int = 1
+    """Of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +66,10 @@ class Measured:
     """From the start of the step to that last token."""
     workers: float
     """Others, on average over the step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Others:
-    """The fleet without local, as the next step finds it."""
-
-    workers: int
-    tok_per_s: float
-    """What they make together by what is known of each; 0 if nothing is known yet."""
-    pull_s: float = 0.0
-    """Until they have the new weights."""
+    others: Others | None = None
+    """As the step found them."""
+    course: tuple[Mark, ...] = ()
+    """When how much was made, and could be trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +88,13 @@ class Offload(Protocol):
         """For the step that begins now; `last` is the one that ended, None at the start."""
         ...
 
+    def again(self, others: Others) -> Plan | None:
+        """The others have changed, and local still generates. None: it stays as it was planned."""
+        ...
 
-SLACK = 0.05
-"""Of the training time: a step that seeded so much longer than was planned did not keep to it."""
+
+SAME = 1e-3
+"""A mean number of workers that is off by less is a matter of rounding."""
 ALONE = Plan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
 
 
@@ -91,6 +107,7 @@ class Feedback:
     seed_s: float = field(init=False)
     memory: dict[int, float] = field(default_factory=dict)
     most_workers: float = math.inf
+    remembers: bool = True
 
     def __post_init__(self) -> None:
         self.seed_s = self.first_s
@@ -100,13 +117,17 @@ class Feedback:
             self.seed_s = max(0.0, self.seed_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
             if last.train_s > 0:
                 self.most_workers = (last.remote_s * last.workers + self.seed_s) / last.train_s
-            if last.workers == others.workers:
+            if abs(last.workers - others.workers) < SAME and self.remembers:
                 self.memory[others.workers] = self.seed_s
         if others.workers == 0:
             return ALONE
         self.seed_s = self.memory.get(others.workers, self.seed_s)
         why = f"by the imbalance of steps before, {others.workers} workers"
         return Plan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
+
+    def again(self, others: Others) -> Plan | None:
+        """As published: once a step."""
+        return None
 
 
 @dataclass(slots=True)
@@ -118,33 +139,30 @@ class Predict:
     tokens: float = 0.0
     local: float = 0.0
     train: float = 0.0
-    late: float = 0.0
-    """Remaining imbalance, as a share of the step's training time: positive when groups came late."""
-    planned: float = math.inf
-    """What the last plan came to before it was cut off at 0. Only what kept to its plan says something about it."""
+    course: Course = field(default_factory=Course)
 
     def plan(self, last: Measured | None, others: Others) -> Plan:
         if last is not None:
             self._learn(last)
-        self.planned = math.inf
-        return self._plan(others)
+        return self.again(others)
 
-    def _plan(self, others: Others) -> Plan:
+    def again(self, others: Others) -> Plan:
         if others.workers == 0:
             return ALONE
         if not (self.tokens and self.local and self.train and others.tok_per_s > 0):
             # Nothing to go by: generate everywhere, and measure. Nothing is lost but the overlap of one step.
             return Plan(seed_s=math.inf, most_workers=math.inf, why="measuring: every rate is still unknown")
+        rates = self._rates(self.tokens, others)
+        seed_s = self.course.best(rates)
         w, low, a, r = self.tokens, self.local, self.train, others.tok_per_s
-        ideal = (w * (1 - r / a) + r * others.pull_s) / (low + r)
-        # One second more of seeding starts training a second later and ends generation low / r seconds earlier.
-        fed_back = self.late * (w / a) / (1 + low / r)
-        self.planned = ideal + fed_back
-        seed = max(0.0, self.planned)
-        alone = w / low
-        each = r / others.workers
         why = f"{w:,.0f} tokens at {low:,.0f} here and {r:,.0f} tok/s elsewhere, trained at {a:,.0f}"
-        return Plan(seed_s=seed if seed < alone else math.inf, most_workers=a / each, why=why, hold=True)
+        return Plan(seed_s=seed_s, most_workers=a / (r / others.workers), why=why, hold=True)
+
+    def _rates(self, tokens: float, others: Others) -> Rates:
+        return Rates(
+            tokens=tokens, responses=others.responses, train=self.train, pull_s=others.pull_s,
+            local=others.local or Crowd(slope=self.local), others=others.crowd or Crowd(slope=others.tok_per_s),
+        )  # fmt: skip
 
     def _learn(self, last: Measured) -> None:
         self.tokens = self._mix(self.tokens, last.tokens)
@@ -152,11 +170,12 @@ class Predict:
             self.local = self._mix(self.local, last.local_tokens / last.seed_s)
         if last.train_s > 0:
             self.train = self._mix(self.train, last.tokens / last.train_s)
-            if last.workers > 0 and math.isfinite(self.planned):
-                error = (last.train_wait_s - last.remote_wait_s) / last.train_s
-                # Too long is no news of a plan that was cut off or held up: it could not have been shorter.
-                if error > 0 or last.seed_s < self.planned + SLACK * last.train_s:
-                    self.late = min(1.0, max(-1.0, self.late + self.forget * min(1.0, max(-1.0, error))))
+        known = last.others is not None and (last.others.workers == 0 or last.others.tok_per_s > 0)
+        if known and last.course and self.local and last.others is not None:
+            rates = self._rates(last.tokens, last.others)
+            if last.others.workers:  # they came and went: so many there were on average
+                rates = replace(rates, others=rates.others.times(last.workers / last.others.workers))
+            self.course.learn(last.course, rates, last.seed_s, self.forget)
 
     def _mix(self, old: float, new: float) -> float:
         return new if old == 0 else (1 - self.forget) * old + self.forget * new
@@ -169,10 +188,15 @@ class Never:
         del last
         return Plan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
 
+    def again(self, others: Others) -> Plan | None:
+        return None
+
 
 def make(name: str, *, first_s: float = 150.0) -> Offload:
     """
     >>> make("predict").plan(None, Others(workers=0, tok_per_s=0)).seed_s
     inf
     """
-    return Feedback(first_s=first_s) if name == "feedback" else Never() if name == "never" else Predict()
+    if name.startswith("feedback"):
+        return Feedback(first_s=first_s, remembers=name == "feedback")
+    return Never() if name == "never" else Predict()

@@ -14,6 +14,7 @@ import asyncio
 import math
 
 from windfall.events import EventLog
+from windfall.rollout.course import Mark
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan
@@ -31,6 +32,7 @@ class Seeding:
         self._plan: Plan | None = None
         self._trainable = self._due = self._missing = False
         self._began_s = self._seeded_s = 0.0
+        self._step = 0
         self._since_s: float | None = None
         """Since when local generates; None while it does not."""
         self._made: dict[str, int] = {}
@@ -38,27 +40,60 @@ class Seeding:
         """Workers times seconds, for their mean."""
         self._looked_s = 0.0
         self.last: Measured | None = None
+        self._found: Others | None = None
+        self._marks: list[Mark] = []
+        self._accepted = self._whole = 0
+        """Tokens that had been accepted when the step began; those of groups that are whole."""
 
     # of a step
 
     def begin(self, step: int) -> None:
         """A step begins: plan it, let local generate."""
         now = self._now()
-        others = self._others()
-        rate, pull_s = self._dispatch.giving.rate, self._dispatch.members.pull_s
-        known = sum(rate(member, self._responses, len(others) + 1) for member in others)
-        plan = self._policy.plan(self.last, Others(workers=len(others), tok_per_s=known, pull_s=pull_s))
+        found = self._found = self._find()
+        self._step = step
+        plan = self._policy.plan(self.last, found)
         self._began_s = self._looked_s = now
         self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
+        self._accepted, self._whole, self._marks = self._dispatch.ledger.counts.accepted, 0, []
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
+        self._tell(plan, found)
+
+    def _tell(self, plan: Plan, found: Others) -> None:
         self._events.instant(
-            "plan", step=step, seed_s=plan.seed_s, most_workers=plan.most_workers, others=len(others), why=plan.why
-        )
+            "plan", step=self._step, seed_s=plan.seed_s, most_workers=plan.most_workers, others=found.workers,
+            why=plan.why,
+        )  # fmt: skip
+
+    def _find(self) -> Others:
+        others, giving, local = self._others(), self._dispatch.giving, self._local()
+        return Others(
+            workers=len(others), pull_s=self._dispatch.members.pull_s, responses=self._responses,
+            tok_per_s=sum(giving.rate(member, self._responses, len(others) + 1) for member in others),
+            crowd=giving.crowd(others), local=giving.crowd([local]) if local is not None else None,
+        )  # fmt: skip
+
+    def _replan(self) -> None:
+        """Who is there has changed while local generates: until when should it?"""
+        if self._found is None or self._since_s is None or self._due or self._missing or self.over.is_set():
+            return
+        if len(self._others()) == self._found.workers:
+            return
+        self._found = found = self._find()
+        plan = self._policy.again(found)
+        if plan is not None and self._plan is not None:
+            self._cancel()
+            self._plan = plan
+            if math.isfinite(plan.seed_s):
+                left_s = max(0.0, self._began_s + plan.seed_s - self._now())
+                self._timer = asyncio.get_running_loop().call_later(left_s, self._enough)
+            self._tell(plan, found)
 
     def everybody(self) -> None:
         """For work that nothing is trained on meanwhile, such as an evaluation."""
+        self._found = None
         self._go(Plan(seed_s=math.inf, most_workers=math.inf, why=""))
 
     def _go(self, plan: Plan) -> None:
@@ -78,6 +113,14 @@ class Seeding:
         if math.isfinite(plan.seed_s):
             self._timer = asyncio.get_running_loop().call_later(plan.seed_s, self._enough)
 
+    def arrived(self, tokens: int) -> None:
+        """A group of so many tokens is whole."""
+        self._whole += tokens
+        made = self._dispatch.ledger.counts.accepted - self._accepted
+        self._marks.append(
+            Mark(self._now() - self._began_s, max(made, self._whole), self._whole, len(self._dispatch.ledger))
+        )
+
     def trainable(self) -> None:
         """There is something to train on."""
         self._trainable = True
@@ -93,11 +136,13 @@ class Seeding:
         made = {m.id: m.made - self._made.get(m.id, 0) for m in members}
         local = {m.id for m in members if m.name == LOCAL}
         ends = [m.framed_s for m in members if m.id not in local and m.framed_s > self._began_s]
+        found = self._find()  # by what is known of them now
         self.last = Measured(
             tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
             train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
             remote_s=max(ends) - self._began_s if ends else 0.0,
-            workers=self._area / max(1e-9, now - self._began_s),
+            workers=self._area / max(1e-9, now - self._began_s), course=tuple(self._marks),
+            others=found if found.workers else self._found,
         )  # fmt: skip
 
     def generated(self) -> None:
@@ -116,6 +161,7 @@ class Seeding:
         """Every now and then: has the fleet collapsed, is there no local any more, or is there one now?"""
         now = self._now()
         self._look(now)
+        self._replan()
         local = self._local()
         if local is None:
             self._missing = True

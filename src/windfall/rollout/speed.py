@@ -9,7 +9,8 @@ Rules:
 - a worker that becomes slower or faster does so at every batch: news about one size moves all of them alike, so a
   change is believed after three windows, and what was learned about the shape is kept;
 - one odd window moves little: it counts as four times off at most, and for a tenth;
-- what a worker has not shown comes from workers of the same device, else from all, scaled to what it has shown.
+- what a worker has not shown comes from workers of the same device, else from all, scaled to what it has shown;
+- where it is told what responses have behind them, workers of a device share a profile, each with a level (shape.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from windfall.rollout.shape import Shapes
+from windfall.types import LOCAL
+
 FRAMES, SHORT_S, LONG_S = 8, 0.1, 2.0
 """So many frames in no less than SHORT_S, or as many as come in LONG_S, make a window: less is mostly noise."""
+PREFILL = 0.3
+"""How much of the newest prefill is believed."""
 GAIN, QUICK = 0.1, 0.5
 """How much of the newest window is believed: little, and much of the third in a row that is off to the same side."""
 OFF, ODD = math.log(1.2), math.log(4)
@@ -86,6 +92,8 @@ class _Window:
     seconds: float = 0.0
     waited: float = 0.0
     """Seconds times batch: divided by the tokens, the time per token of one response."""
+    behind: float = 0.0
+    """Seconds times the tokens behind the batch."""
 
 
 @dataclass(slots=True)
@@ -128,36 +136,46 @@ class Speeds:
         self._typical: dict[str | None, Profile] = {}
         """By device; None: of all. Kept when the last worker of a device is gone."""
         self._news = 0
+        self._shapes = Shapes()
+        self._prefill_s: dict[str, float] = {}
+        """Of a token, by device."""
 
     def join(self, worker: str, device: str) -> None:
         self._workers[worker] = _Worker(device)
+        local = worker.partition("#")[0] == LOCAL  # several engines in one, it may be
+        self._shapes.join(worker, f"{device} of the trainer" if local else device)
 
     def forget(self, worker: str) -> None:
         self._workers.pop(worker, None)
+        self._shapes.forget(worker)
 
-    def observe(self, worker: str, batch: int, tokens: int, seconds: float) -> None:
-        """In the last `seconds` the worker held `batch` responses and made `tokens`. Not for time without work."""
+    def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: float = 0.0) -> None:
+        """In the last `seconds` the worker held `batch` responses and made `tokens`; `context`: tokens behind all of
+        them, 0: not known. Not for time without work."""
         if batch <= 0 or tokens < 0 or not 0 <= seconds < math.inf:
             return
         known = self._workers.setdefault(worker, _Worker(""))
         size = (batch * batch).bit_length()  # half-octaves
         window = known.window
         if window is None or window.size != size:
-            self._close(known)
+            self._close(worker, known)
             window = known.window = _Window(size)
         window.frames += 1
         window.tokens += tokens
         window.seconds += seconds
         window.waited += seconds * batch
+        window.behind += seconds * context
         if window.seconds >= SHORT_S and (window.frames >= FRAMES or window.seconds >= LONG_S):
-            self._close(known)
+            self._close(worker, known)
 
-    def _close(self, known: _Worker) -> None:
+    def _close(self, worker: str, known: _Worker) -> None:
         window = known.window
         if window is None or not window.tokens or not window.seconds:
             return  # nothing came yet: the time goes on to count, unless the batch changes
         known.window = None
-        known.learn(window.size, window.waited / window.seconds, window.waited / window.tokens, self._prior(known))
+        batch, step_s = window.waited / window.seconds, window.waited / window.tokens
+        self._shapes.observe(worker, window.tokens, window.seconds, window.waited, window.behind)
+        known.learn(window.size, batch, step_s, self._prior(known))
         self._news += 1
         if known.device not in self._typical or self._news >= max(SURE, len(self._workers)):
             self._news = 0
@@ -178,6 +196,8 @@ class Speeds:
 
     def profile(self, worker: str) -> Profile | None:
         """None: nobody has made anything yet."""
+        if (line := self._shapes.line(worker)) is not None:
+            return Profile(fixed_s=line[0], each_s=line[1])
         known = self._workers.get(worker)
         if known is None:
             return self._typical.get(None)
@@ -195,6 +215,19 @@ class Speeds:
         """0: nobody has made anything yet."""
         profile = self.profile(worker)
         return profile.tok_per_s(batch) if profile is not None else 0.0
+
+    def prefilled(self, worker: str, tokens: int, seconds: float) -> None:
+        """It has computed so many tokens again, in so much time beside its steps."""
+        known = self._workers.get(worker)
+        if known is not None and tokens > 0 and seconds > 0:
+            old, new = self._prefill_s.get(known.device), seconds / tokens
+            self._prefill_s[known.device] = new if old is None else old + PREFILL * (new - old)
+
+    def prefill_tok_per_s(self, worker: str) -> float:
+        """0: not known."""
+        known = self._workers.get(worker)
+        prefill_s = self._prefill_s.get(known.device) if known is not None else None
+        return 1 / prefill_s if prefill_s else 0.0
 
     def knee(self, worker: str) -> int:
         return (self.profile(worker) or UNKNOWN).knee

@@ -12,7 +12,7 @@ from typing import Protocol
 import xxhash
 
 from windfall.link.messages import Work
-from windfall.sim.decode import FILLER, Row
+from windfall.sim.decode import FILLER, Row, simulated
 
 TAGS = 1 << 31
 FIRST_TAG = 16
@@ -41,12 +41,13 @@ class Book:
         asked = array("I", [id for id in prompt[: len(prompt) - work.position] if id != FILLER])
         group = xxhash.xxh3_64_intdigest(asked.tobytes())  # the same whatever a simulated token stands for
         drawn = self._lengths.of(work.seed, group)
-        known = self._made.get(work.seed, 0)
-        made = known if known // g == work.position else work.position * g
+        known, ahead = self._made.get(work.seed, 0), work.seed % g
+        told = min((known + ahead) // g, simulated(min(drawn, self._most), g) - 1)
+        made = known if told == work.position else work.position * g
         tag = FIRST_TAG + work.seed % TAGS
         row = Row(
             handle=work.handle, seed=work.seed, tag=tag, prompt=self._prompt, made=made,
-            length=min(drawn, self._most), cut=drawn >= self._most, sent=work.position,
+            length=min(drawn, self._most), cut=drawn >= self._most, sent=work.position, ahead=ahead,
         )  # fmt: skip
         return row, group
 

@@ -4,7 +4,8 @@ tokens, whatever a simulated token stands for.
     made      real tokens of a response so far, those that others made included
     length    at which it ends
     sent      simulated tokens that the controller has been told of: one for every `granule` real ones, and the last
-    ahead     so many tokens, less than a granule, it is told of earlier
+    ahead     by so many tokens, less than a granule, it is told of earlier: responses that began together do not all
+              seem to get further at the same moments, and what a worker makes in a short time can be measured
 
 With `kv_tokens`, no more run than have room with all their tokens, each with its own prompt. The others wait in order
 of arrival; when it gets too tight, the youngest goes back to the head of that line, and what it has is computed again

@@ -226,7 +226,7 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     outbox = d._outbox
     of_nobody = {
         "handles asked back": set(d._releasing.values()), "timers": d._timers, "queues": outbox._queues,
-        "links": outbox._links, "work": d.ledger._by_worker,
+        "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
     }  # fmt: skip
     found = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),

@@ -194,10 +194,10 @@ class Publisher:
         """Whether the delta could be found on the tensors' device, and the delta."""
         import torch
 
-        shadow = self._shadow_of(entries, nbytes, {t.device for t in sources.values()})
-        if shadow is None:
-            return False, None
         try:
+            shadow = self._shadow_of(entries, nbytes, {t.device for t in sources.values()})
+            if shadow is None:
+                return False, None
             known = base is not None and shadow.version == base.manifest.version
             pieces = shadow.encode(sources, base.manifest) if base and known else None
             shadow.take(sources, version)

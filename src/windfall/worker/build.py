@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from windfall.devices import free_bytes
+from windfall.devices import free_bytes, turn
 from windfall.errors import WindfallError
 from windfall.link.messages import Engine, Readied
 
@@ -77,8 +77,17 @@ def sizes(spec: Engine, config: Any, value_bytes: int, device: str, share: float
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * heads * head * value_bytes
     running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
-    fits = int(free_bytes(device) * share) // token_bytes
-    return running, spec.kv_tokens or max(2 * spec.longest, min(running * spec.longest, fits))
+    if spec.kv_tokens:
+        return running, spec.kv_tokens
+    free = free_bytes(device)
+    fits = min(max(2, running) * spec.longest, int(free * share) // token_bytes)
+    if fits < spec.longest:
+        raise WindfallError(
+            f"the KV cache may have {share:.0%} of the {free / 2**30:.1f} GiB that are free on {device}, which is room "
+            f"for {fits} tokens; one response may have {spec.longest}", where="fleet.worker_memory",
+            fix="Raise it, run fewer workers on this machine, or lower rollout.max_tokens.",
+        )  # fmt: skip
+    return running, fits
 
 
 def engine_for(
@@ -93,28 +102,61 @@ def timed(
     spec: Engine, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int, Readied]:
     """The same, and how long its parts took."""
-    began_s = time.monotonic()
-    model = model_for(spec, device) if model is None else model
-    running, kv_tokens = sizes(spec, model.config, model.dtype.itemsize, device, share)
-    how: dict[str, Any] = {
-        "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
-        "version": version,
-    }  # fmt: skip
-    why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
-    if why is None:
-        from windfall.engine.gpu.engine import GraphEngine
+    import torch
 
-        # What is known of the longest is from the first tasks: the tables have room for twice that.
-        engine = GraphEngine(model, **how, longest=2 * spec.longest)
+    try:
+        return _timed(spec, device, model, share, version)
+    except torch.OutOfMemoryError as e:
+        said = str(e).partition(". ")[0]
+        fix = "Run fewer workers on this GPU, or lower fleet.worker_memory or engine.kv_tokens."
+        raise WindfallError(f"not enough memory for the engine: {said}", where=device, fix=fix) from e
+
+
+def _timed(spec: Engine, device: str, given: Any, share: float, version: int) -> tuple[Any, int, Readied]:
+    began_s = time.monotonic()
+    model = model_for(spec, device) if given is None else given
+    why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
+    # One at a time looks how much is free, and takes its part of it.
+    with turn(device):
+        running, kv_tokens = sizes(spec, model.config, model.dtype.itemsize, device, share)
+        how: dict[str, Any] = {
+            "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
+            "version": version,
+        }  # fmt: skip
+        engine = _graph_engine(spec, model, how) if why is None else None
+    if engine is not None:
         built_s = time.monotonic()
-        engine.warm(1, running)
-        return engine, running, Readied(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+        why = _warmed(engine, running, spec.longest)
+        if why is None:
+            return engine, running, Readied(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+        engine.sleep()
+        del engine
+        model = whole(json.loads(spec.model_config), spec.dtype, device) if given is None else given
     from windfall.engine.engine import TorchEngine
 
     if device.startswith("cuda"):
         print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
     slower = TorchEngine(model, **how, deterministic=spec.deterministic)
     return slower, running, Readied(build_s=time.monotonic() - began_s)
+
+
+def _graph_engine(spec: Engine, model: Any, how: dict[str, Any]) -> Any:
+    from windfall.engine.gpu.engine import GraphEngine
+
+    # What is known of the longest is from the first tasks; the tables have room for whatever cache and model do.
+    positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
+    return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
+
+
+def _warmed(engine: Any, running: int, longest: int) -> str | None:
+    """None; or why its kernels cannot run here."""
+    from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
+
+    try:
+        engine.warm(1, running, longest=longest)
+    except OutOfResources as e:
+        return f"a kernel does not fit this GPU ({e})"
+    return None
 
 
 def unfit(spec: Engine, model: Any) -> str | None:

@@ -144,11 +144,13 @@ class GraphEngine:
     def wake(self) -> None:
         self._device.pool.take()
 
-    def warm(self, *sizes: int) -> None:
-        """Have the kernels and the graphs for steps of so many responses before they are needed."""
+    def warm(self, *sizes: int, longest: int | None = None) -> None:
+        """Have the kernels and the graphs for steps of so many responses, of so many tokens, before they are needed."""
         slots = self._plan.words.slots
         self.wake()
-        self._device.warm([batch_for(min(size, slots)) for size in sizes or (slots,)], self.limit)
+        self._device.warm(
+            [batch_for(min(size, slots)) for size in sizes or (slots,)], min(longest or self.limit, self.limit)
+        )
 
     def _launch(self) -> bool:
         if not self._sequences:

@@ -134,7 +134,7 @@ class Plan:
         self.pages.forget_all()
 
     def _prefill(self) -> tuple[list[Part], bool]:
-        """Parts within the budget of rows, and whether it was used up."""
+        """Parts within the budget of rows, and whether there are more for the next launch: then that must come soon."""
         left = self.max_rows - int((self._decoding & (self._planned < self._most)).sum())
         parts: list[Part] = []
         for sequence in list(self._prefilling):
@@ -142,7 +142,7 @@ class Plan:
                 left -= self._part(sequence, left, parts)
         while left > 0 and self.waiting and self._free and self._admit(self.waiting[0]):
             left -= self._part(self.waiting.popleft(), left, parts)
-        return parts, left <= 0
+        return parts, left <= 0 and bool(self._prefilling or (self.waiting and self._free))
 
     def _part(self, s: Sequence, most: int, parts: list[Part]) -> int:
         start, stop, size = s.prefilled, min(len(s.tokens), s.prefilled + most), self.pages.size

@@ -34,6 +34,29 @@ def splits_for(batch: int, kv_heads: int, longest: int, multiprocessors: int) ->
     return splits
 
 
+def fitted(
+    block: int, stages: int, *, tile: int, head: int, itemsize: int, most_bytes: int
+) -> tuple[int, int]:  # fmt: skip
+    """(keys of a block, stages) with which attention needs at most so much shared memory: stages go first, down to two.
+    The tile of queries stays as it is.
+
+    >>> fitted(128, 3, tile=16, head=128, itemsize=2, most_bytes=232_448)
+    (128, 3)
+    >>> fitted(128, 3, tile=16, head=128, itemsize=2, most_bytes=101_376)
+    (128, 2)
+    >>> fitted(64, 3, tile=128, head=256, itemsize=2, most_bytes=101_376)
+    (16, 2)
+    """
+
+    def wanted(block: int, stages: int) -> int:
+        """By compiling for several cards: keys and values of all stages but one, and what a tile needs besides."""
+        return 2 * block * head * itemsize * (stages - 1) + max(tile * (head + block) * itemsize, 96 * head)
+
+    while wanted(block, stages) > most_bytes and (stages > 2 or block > 16):
+        block, stages = (block, stages - 1) if stages > 2 else (block // 2, stages)
+    return block, stages
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
     """Which rows become a family."""

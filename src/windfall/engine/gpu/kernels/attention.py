@@ -137,7 +137,7 @@ def _run(
     parts = (
         torch.empty(batch * heads * splits * (head + 2), dtype=torch.float32, device=q.device) if splits > 1 else out
     )
-    block, warps, stages = tiling(batch * kv_heads * splits, q.dtype.itemsize)
+    block, warps, stages = tiling(batch * kv_heads * splits, q.dtype.itemsize, triton.next_power_of_2(head))
     families = None if window is not None else families
     shared, kind = (rows, out), 0
     if families is not None:

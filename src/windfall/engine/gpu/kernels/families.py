@@ -94,7 +94,7 @@ def share(
     kv_heads, head = pool.shape[3], pool.shape[5]
     group, count = heads // kv_heads, families.first.numel()
     parts = torch.empty(len(rows) * heads * families.parts * (head + 2), dtype=torch.float32, device=q.device)
-    block, warps, stages = tiling(count * kv_heads * families.parts, q.dtype.itemsize)
+    block, warps, stages = tiling(count * kv_heads * families.parts, q.dtype.itemsize, triton.next_power_of_2(head))
     _share[(count, kv_heads, families.parts)](
         q, parts, families.first, families.count, families.tokens, rows, positions, state.table, pool.base, cos, sin,
         cos if weight is None else weight, layer, pool.shape[2] * kv_heads * pool.page_size * head,

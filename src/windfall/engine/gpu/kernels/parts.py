@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from windfall.engine.gpu.kernels import launch
+from windfall.engine.gpu.splits import TILE
+
 
 @triton.jit
 def extent(begin, end, part, splits, least, BLOCK: tl.constexpr, CUT: tl.constexpr):
@@ -133,9 +136,12 @@ def combine(
         tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=here)
 
 
-def tiling(programs: int, itemsize: int) -> tuple[int, int, int]:
+def tiling(programs: int, itemsize: int, head: int) -> tuple[int, int, int]:
     """(keys of a block, warps, stages), by measurement. A program that has a multiprocessor to itself wants to read far
     ahead; of some hundreds, all should be there at once; beyond, the longest should not be the last to finish."""
     if itemsize > 2:
-        return 32, 4, 2
-    return (128, 4, 3) if programs <= 132 else (64, 4, 2) if programs < 1024 else (64, 4, 3)
+        block, stages = 32, 2
+    else:
+        block, stages = (128, 3) if programs <= 132 else (64, 2) if programs < 1024 else (64, 3)
+    block, stages = launch.fitted(block, stages, tile=TILE, head=head, itemsize=itemsize)
+    return block, 4, stages

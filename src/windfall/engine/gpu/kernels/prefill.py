@@ -71,11 +71,14 @@ def _attend(
     tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=here)
 
 
-def tiling(longest: int, itemsize: int) -> tuple[int, int, int, int]:
+def tiling(longest: int, itemsize: int, head: int) -> tuple[int, int, int, int]:
     """(queries of a tile, keys of a block, warps, stages) for chunks of at most so many tokens."""
     if itemsize > 2:
-        return 64, 32, 4, 2
-    return (64, 32, 4, 3) if longest <= 1024 else (128, 64, 8, 3)
+        tile, block, warps, stages = 64, 32, 4, 2
+    else:
+        tile, block, warps, stages = (64, 32, 4, 3) if longest <= 1024 else (128, 64, 8, 3)
+    block, stages = launch.fitted(block, stages, tile=tile, head=head, itemsize=itemsize)
+    return tile, block, warps, stages
 
 
 def attend(q: Tensor, spans: Spans, state: State, pool: Pool, layer: int, scale: float, window: int | None) -> Tensor:
@@ -84,7 +87,7 @@ def attend(q: Tensor, spans: Spans, state: State, pool: Pool, layer: int, scale:
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     out = torch.empty((count, heads * head), dtype=q.dtype, device=q.device)
-    tile, block, warps, stages = tiling(spans.longest, q.dtype.itemsize)
+    tile, block, warps, stages = tiling(spans.longest, q.dtype.itemsize, triton.next_power_of_2(head))
     _attend[(kv_heads, spans.slot.numel(), triton.cdiv(spans.longest * group, tile))](
         q, out, spans.slot, spans.first, spans.count, spans.start, state.table, pool.base, layer,
         pool.shape[2] * kv_heads * pool.page_size * head, state.table.stride(0), window or 0, scale * _LOG2E,

@@ -1,0 +1,219 @@
+"""What rlboost_table.py assumes: models and machines by published figures, lengths, prices, and the spot market.
+
+A machine's times follow from its memory bandwidth and FLOP/s, each at an assumed share of the peak, and from the
+model's shape (roofline). One number is fitted: `slower` multiplies every time alike, so that co-located training of the
+8B model makes CO_LOCATED_8B tokens per second. Nothing is fitted to what harvesting gave in the paper.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from windfall import config
+from windfall.config import Recipe
+from windfall.fleet import trace
+from windfall.fleet.formats import Change
+
+CO_LOCATED_8B = 10_000.0
+"""Tokens per second on 8 H100: RLBoost's artifact, "about 10K"."""
+GROUPS, SIBLINGS = 128, 8
+TRAINER_USD_PER_H, INSTANCE_USD_PER_H = 83.79, 5.32
+"""Of 8 H100 on demand, and of 2 on a spot market: RLBoost."""
+H100_BYTES_PER_S, H100_FLOP_PER_S = 3.35e12, 989e12
+"""H100 SXM, bfloat16 without sparsity: NVIDIA's data sheet."""
+H100_BYTES = 80e9
+PASSES = 5
+"""Of a trained token, in forward passes: old log-probs 1, forward 1, again in the backward pass 1, backward 2."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    trainer_gpus: int
+    kv_heads: int = 8
+    head: int = 128
+
+    @property
+    def weights_bytes(self) -> float:
+        return 2 * self.parameters
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one token."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head
+
+
+MODELS = {
+    "8B": Model(name="8B", parameters=8.2e9, layers=36, heads=32, trainer_gpus=8),
+    "14B": Model(name="14B", parameters=14.8e9, layers=40, heads=40, trainer_gpus=8),
+    "32B": Model(name="32B", parameters=32.8e9, layers=64, heads=64, trainer_gpus=16),
+}
+"""Qwen3's published shapes; GPUs of the trainer as in the paper."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumed:
+    """Everything that neither the paper nor a data sheet says."""
+
+    memory: float = 0.7
+    """Of the memory's bandwidth that decoding reaches."""
+    decode: float = 0.5
+    """Of FLOP/s, of decoding and prefill."""
+    train: float = 0.4
+    """Of FLOP/s, of training."""
+    median_tokens: float = 4000.0
+    sigma: float = 0.7
+    alike: float = 0.5
+    prompt_tokens: int = 256
+    boot_s: float = 60.0
+    """Until an instance's worker dials in; then it pulls."""
+    update_s: float = 5.0
+    """Of 8B: optimizer, and the copy of the weights. In proportion to the parameters per GPU for others."""
+    kv_share: float = 0.85
+    """Of the memory that the weights leave."""
+    slower: float = 1.0
+    """The fitted number."""
+
+
+SAID = {
+    "memory": "memory bandwidth reached in decoding, share of peak",
+    "decode": "FLOP/s reached in decoding and prefill, share of peak",
+    "train": "FLOP/s reached in training, share of peak",
+    "median_tokens": "median response (log-normal, cut at the limit)",
+    "sigma": "spread of the logarithm of lengths",
+    "alike": "correlation of lengths within a group",
+    "prompt_tokens": "tokens of a prompt",
+    "boot_s": "seconds until an instance's worker dials in",
+    "update_s": "seconds of an update of 8B, publishing included",
+    "kv_share": "share of free GPU memory that holds KV cache",
+}
+
+
+def engine(model: Model, a: Assumed, gpus: int) -> dict[str, float]:
+    """Engines of 2 GPUs each (tensor parallel), seen as one: a response is in one of them, so what it adds to a step is
+    divided by how many there are; reading the weights is not."""
+    engines = gpus / 2
+    memory, flops = 2 * H100_BYTES_PER_S * a.memory, 2 * H100_FLOP_PER_S * a.decode
+    token_s = 2 * model.parameters / flops
+    times = {
+        "fixed_s": model.weights_bytes / memory, "each_s": token_s / engines,
+        "context_s": model.kv_bytes / memory / engines, "prefill_s": token_s / engines,
+    }  # fmt: skip
+    return {name: s * a.slower for name, s in times.items()}
+
+
+def trainer(model: Model, a: Assumed, mean_tokens: float) -> dict[str, float]:
+    attention = 4 * model.layers * model.heads * model.head * (a.prompt_tokens + mean_tokens / 2)
+    flops = PASSES * (2 * model.parameters + attention)
+    trained_s = flops / (model.trainer_gpus * H100_FLOP_PER_S * a.train) * (1 + a.prompt_tokens / mean_tokens)
+    per_gpu = model.parameters / model.trainer_gpus / (MODELS["8B"].parameters / 8)
+    return {
+        **engine(model, a, model.trainer_gpus), "train_s": trained_s * a.slower, "update_s": a.update_s * per_gpu,
+    }  # fmt: skip
+
+
+def mean_tokens(a: Assumed, most: int, draws: int = 20_000) -> float:
+    draw = random.Random(0)
+    return sum(min(most, a.median_tokens * draw.lognormvariate(0, a.sigma)) for _ in range(draws)) / draws
+
+
+def slots(model: Model, a: Assumed, gpus: int) -> int:
+    """Responses whose cache fits: of those that begin together, a share is left after k tokens, and has k each."""
+    free = gpus * H100_BYTES - gpus / 2 * model.weights_bytes
+    left = (NormalDist().cdf(-math.log(k / a.median_tokens) / a.sigma) * k for k in range(100, 14_000, 100))
+    return max(1, int(free * a.kv_share / (model.kv_bytes * (a.prompt_tokens + max(left)))))
+
+
+def recipe(model: Model, a: Assumed, *, max_tokens: int = 14_000, granule: int = 256, **sections: Any) -> Recipe:
+    """The run; sections are put over it, key by key."""
+    mean = mean_tokens(a, max_tokens)
+    said: dict[str, dict[str, Any]] = {
+        "run": {"name": f"rlboost-{model.name}", "steps": 10_000},
+        "rollout": {"groups": GROUPS, "group_size": SIBLINGS, "max_tokens": max_tokens},
+        "train": {"micro_tokens": round(16 * mean)},
+        "eval": {"tasks": 0}, "checkpoint": {"every": 10_000},
+        "fleet": {
+            "trainer_price_usd_per_h": TRAINER_USD_PER_H * model.trainer_gpus / 8, "kind": "spot",
+            "price_usd_per_h": INSTANCE_USD_PER_H,
+        },
+        "trace": {"price_usd_per_h": INSTANCE_USD_PER_H},
+        "sim": {
+            "trainer": trainer(model, a, mean), "worker": engine(model, a, 2),
+            "trainer_slots": min(GROUPS * SIBLINGS, slots(model, a, model.trainer_gpus)),
+            "worker_slots": slots(model, a, 2), "boot_s": a.boot_s, "weights_bytes": model.weights_bytes,
+            "egress_bytes_per_s": 25e9, "ingress_bytes_per_s": 6.25e9, "prompt_tokens": a.prompt_tokens,
+            "median_tokens": a.median_tokens, "sigma": a.sigma, "alike": a.alike, "granule": granule,
+        },
+    }  # fmt: skip
+    for name, keys in sections.items():
+        said.setdefault(name, {}).update(keys)
+    return config.parse(said, where=model.name)
+
+
+def worth_having(model: Model, a: Assumed, max_tokens: int = 14_000) -> int:
+    """RLBoost's bound N_prem by our figures: instances that together make what training takes in."""
+    mean = mean_tokens(a, max_tokens)
+    w, t = engine(model, a, 2), trainer(model, a, mean)
+    room = slots(model, a, 2)
+    for count in range(1, 65):
+        batch = min(room, GROUPS * SIBLINGS / count)
+        step_s = w["fixed_s"] + batch * (w["each_s"] + w["context_s"] * (a.prompt_tokens + mean / 2))
+        if count * batch / step_s * t["train_s"] >= 1:
+            return count
+    return 64
+
+
+# the market
+
+
+def half(changes: Sequence[Change], share: float = 0.5, seed: int = 0) -> list[Change]:
+    """A share of the instances that a trace names."""
+    names = sorted({c.node for c in changes})
+    chosen = set(random.Random(seed).sample(names, round(share * len(names))))
+    return [c for c in changes if c.node in chosen]
+
+
+def at_most(changes: Sequence[Change], count: int) -> list[Change]:
+    """What a pool of at most `count` holds of what could be had: when one is taken, another that is there comes."""
+    there: dict[str, None] = {}
+    held: set[str] = set()
+    out: list[Change] = []
+    for change in changes:
+        if change.up:
+            there[change.node] = None
+        else:
+            there.pop(change.node)
+            if change.node in held:
+                held.remove(change.node)
+                out.append(change)
+        for node in there:
+            if len(held) < count and node not in held:
+                held.add(node)
+                out.append(replace(change, node=node, up=True))
+    return out
+
+
+WINDOWS = {"A": 2 * 3600.0, "B": 6 * 3600.0, "C": 9 * 3600.0}
+"""Where the three segments begin in Bamboo's trace: from much to little availability."""
+WINDOW_S = 2 * 3600.0
+
+
+def market(path: Path | None, share: float = 0.5) -> tuple[dict[str, list[Change]], str]:
+    """The three segments, and where they are from."""
+    if path is None:
+        whole = trace.synthetic(nodes=28, mean_up_s=6500, mean_down_s=7500, seconds=11.4 * 3600, seed=7)
+        said = (
+            "drawn (28 nodes, up 6,500 s and away 7,500 s on average: about half of Bamboo's p3 nodes and its losses)"
+        )
+    else:
+        whole, said = half(trace.read(path), share), f"{path.name}, {share:.0%} of its nodes"
+    return {name: trace.window(whole, start_s, WINDOW_S) for name, start_s in WINDOWS.items()}, said

@@ -15,8 +15,8 @@ help: ## Show this list
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
-test: $(READY)-dev ## Set up, then run every test
-	$(BIN)/python -m pytest
+test: $(READY)-dev ## Set up, then run every test but the slow ones, two files at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -25,7 +25,7 @@ check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: $(READY)-dev ## Put the code into its format
 	$(BIN)/ruff check --fix .

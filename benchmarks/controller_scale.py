@@ -186,6 +186,8 @@ def main() -> None:
     if asked.one:
         print(json.dumps(one(asked.one, asked.seconds)))
         return
+    if not all(n.isdecimal() and int(n) > 0 for n in asked.workers.split(",")):
+        parser.error("--workers: numbers above 0, separated by commas")
     counts = [int(n) for n in asked.workers.split(",")]
     if asked.profile:
         profile = cProfile.Profile()

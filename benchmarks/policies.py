@@ -104,6 +104,9 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES), help="rlboost and windfall among them")
     args = parser.parse_args()
     names = [n for n in args.markets.split(",") if n] or [*MARKETS, *(["bamboo"] if args.trace else [])]
+    for name in names:
+        if name not in (*MARKETS, "bamboo") or (name == "bamboo" and args.trace is None):
+            parser.error(f"--markets: {name} is none of {', '.join(MARKETS)}, or bamboo with --trace")
     began_s, seconds = time.perf_counter(), args.hours * 3600
     print(f"{'market':<10}{'policy':<12}{'tok/s':>8} {'':>17}{'tok/$':>8} {'':>12}{'tok/s':>8}{'tok/$':>8}{'idle':>10}"
           f"{'killed':>8}  wins")  # fmt: skip

@@ -210,7 +210,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model, one window, fewer steps: under a minute")
     parser.add_argument("--only", default="", help="sections, with commas")
     args = parser.parse_args()
-    asked = [s for s in args.only.split(",") if s] or ["models", "static", "ablations", "lengths", "sensitivity"]
+    sections = ["models", "static", "ablations", "lengths", "sensitivity"]
+    asked = [s for s in args.only.split(",") if s] or sections
+    for name in asked:
+        if name not in sections:
+            parser.error(f"--only: {name} is none of {', '.join(sections)}")
     if args.quick and not args.only:
         asked = ["models", "static"]
     with tempfile.TemporaryDirectory() as place:

@@ -158,6 +158,8 @@ def sim(
     if what[0] == "chaos":
         from windfall.sim import chaos_command
 
+        if len(what) > 1:
+            raise WindfallError(f"chaos takes no {what[1]!r}", where="windfall sim chaos", fix="Its runs are its own.")
         chaos_command.main(seeds=seeds, seed=seed, faults=faults, out=out)
         return
     from windfall.sim import command

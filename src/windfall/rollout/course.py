@@ -86,8 +86,10 @@ class Rates:
         return self.local if at_s < seed_s else Crowd()
 
     def later(self, start_s: float, tokens: float, seed_s: float, open: float) -> float:
-        """When so many tokens are made from `start_s` on."""
-        at_s, edges = start_s, sorted((self.pull_s, seed_s))
+        """When so many tokens are made from `start_s` on. Somebody makes them: at least one response is open."""
+        if tokens <= 0:
+            return start_s
+        at_s, open, edges = start_s, max(1.0, open), sorted((self.pull_s, seed_s))
         for until_s in (*edges, math.inf) if start_s < edges[1] else (math.inf,):
             if until_s <= at_s:
                 continue

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.sim.chaos_trial import Outcome, trial
+from windfall.sim.compare import made
 from windfall.sim.faults import KINDS
 
 
@@ -17,7 +18,7 @@ def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None
     began, done = time.perf_counter(), list[Outcome]()
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+        made(folder)
         for n in range(seed, seed + seeds):
             done.append(trial(n, faults=faults, folder=folder))
             if done[-1].broken is not None:

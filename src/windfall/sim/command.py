@@ -41,8 +41,7 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: boo
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        yield out
+        yield compare.made(out)
         return
     with tempfile.TemporaryDirectory() as place:
         yield Path(place)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from windfall.config import Recipe
+from windfall.errors import WindfallError
 from windfall.events import Event
 from windfall.sim import run, svg, variants
 from windfall.sim.figures import Figures, Moment, Spread, figures, spread, timeline
@@ -104,9 +105,19 @@ def spreads(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def made(folder: Path) -> Path:
+    """The folder, there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        what = f"cannot write there: {e.strerror}"
+        raise WindfallError(what, where=f"--out {folder}", fix="Name a folder, there or new.") from e
+    return folder
+
+
 def write(rows: Sequence[Row], moments: Sequence[Moment], folder: Path, title: str) -> list[Path]:
     """figures.json, figures.csv and figures.svg."""
-    folder.mkdir(parents=True, exist_ok=True)
+    made(folder)
     said = {
         row.name: {
             "wall_s": row.wall_s, "step_s": asdict(row.steps_s),

@@ -5,6 +5,7 @@ few.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -74,18 +75,39 @@ def figures(log: Path, world: World, stays: Sequence[Stay]) -> Figures:
     if len(steps) <= skip:
         fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
         raise WindfallError(f"{len(steps)} steps were made, and {skip} are left out", where="sim", fix=fix)
+    since_s = _first_end_s(log, skip) if any(e["name"] == "void" for e in events) else None
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
-    found = of(events, skip=skip, granule=world.granule, more_usd=_price_changes(world, stays, start_s, end_s))
-    return replace(found, unjoined_s=sum(_overlap(s, start_s, end_s) for s in stays if not s.joined))
+    if since_s is not None:
+        start_s += since_s - (steps[skip]["t"] - steps[skip]["s"])
+    unjoined = [s for s in stays if not s.joined and _overlap(s, start_s, end_s) > 0]
+    more_usd = _price_changes(world, stays, start_s, end_s)
+    more_usd += sum(s.prices.between(max(s.start_s, start_s), min(s.end_s, end_s)) for s in unjoined)
+    found = of(events, skip=skip, granule=world.granule, more_usd=more_usd, since_s=since_s)
+    return replace(found, unjoined_s=sum(_overlap(s, start_s, end_s) for s in unjoined))
 
 
-def of(events: Sequence[Event], *, skip: int, granule: int = 1, more_usd: float = 0.0) -> Figures:
-    """Of any run, real or simulated, from its log alone. `skip`: so many steps are left out; one more there must be."""
+def _first_end_s(log: Path, step: int) -> float:
+    """When that step had ended for the first time, whatever became of it; of step 0: when the run began."""
+    times = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["name"] == "start" or (event["kind"], event["name"]) == ("scalar", "step"):
+            times.setdefault(0 if event["name"] == "start" else event["step"], event["t"])
+    return times[step]
+
+
+def of(
+    events: Sequence[Event], *, skip: int, granule: int = 1, more_usd: float = 0.0, since_s: float | None = None
+) -> Figures:
+    """Of any run, real or simulated, from its log alone. `skip`: so many steps are left out; one more there must be.
+    `since_s`: count from there on, with all that steps cost which had to be made again."""
     all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
     steps = all_steps[skip:]
-    start_s, end_s = steps[0]["t"] - steps[0]["s"], steps[-1]["t"]
-    tokens, seconds = _tokens(all_steps, skip), end_s - start_s
-    bill = sum((msgspec.convert(e["bill"], Totals) for e in steps), Totals())
+    start_s, end_s = steps[0]["t"] - steps[0]["s"] if since_s is None else since_s, steps[-1]["t"]
+    void = [e for e in events if e["name"] == "void" and start_s < e["t"] <= end_s] if since_s is not None else []
+    tokens = sum(e["trained"] for e in steps) * granule if void else _tokens(all_steps, skip)
+    seconds = end_s - start_s
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in (*steps, *void)), Totals())
     trainer = bill.holders.get("trainer", Account())
     others = [a for h, a in bill.holders.items() if h != "trainer"]
     usd = bill.all.total_usd + more_usd
@@ -168,14 +190,22 @@ class Moment:
 def timeline(log: Path, granule: int) -> list[Moment]:
     """Workers there after every change, and the speed of every step."""
     out: list[Moment] = []
-    here, rate = 0, math.nan
+    here: set[str] = set()
+    rate = math.nan
     events = read(log)
     rates = [(e["m"] - e["s"], e["m"], e["tok_per_s"] * granule) for e in events if e["name"] == "step"]
     for event in events:
-        if event["name"] in ("worker_joined", "worker_lost", "worker_left"):
-            here += 1 if event["name"] == "worker_joined" else -1
-        elif event["name"] != "step":
-            continue
+        match event["name"]:
+            case "worker_joined":
+                here.add(event["worker"])
+            case "worker_lost" | "worker_left":
+                here.discard(event["worker"])
+            case "resumed":  # a new controller: all join again
+                here.clear()
+            case "step":
+                pass
+            case _:
+                continue
         rate = next((r for a, b, r in rates if a <= event["m"] <= b), 0.0)
-        out.append(Moment(at_s=event["m"], workers=here, tok_per_s=rate))
+        out.append(Moment(at_s=event["m"], workers=len(here), tok_per_s=rate))
     return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -75,7 +75,8 @@ def _bursts(rates: Rates, seconds: float, draw: random.Random, seed: int) -> lis
         while at_s < seconds:
             changes.append(Change(at_s=at_s, node=f"n{k + 1}", up=up))
             stay_s = own.expovariate(1 / (rates.mean_up_s if up else rates.mean_down_s))
-            hit = next((b for b in moments if at_s < b < at_s + stay_s and own.random() < rates.burst_share), None)
+            between = moments[bisect_right(moments, at_s) : bisect_left(moments, at_s + stay_s)]
+            hit = next((b for b in between if own.random() < rates.burst_share), None)
             at_s = hit if up and hit is not None else at_s + stay_s
             up = not up
     return sorted(changes, key=lambda c: c.at_s)

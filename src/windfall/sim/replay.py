@@ -18,6 +18,7 @@ from typing import Any
 from windfall.errors import WindfallError, nearest
 from windfall.events import Event, read
 from windfall.sim import figures, fit_log, run
+from windfall.sim.compare import made
 from windfall.sim.figures import Figures
 from windfall.sim.replay_fleet import JITTER, ReplayedFleet, diary
 from windfall.sim.replay_log import Record, record
@@ -167,7 +168,7 @@ def main(folder: Path, *, fit: str, out: Path | None, seeds: int = 1) -> None:
     if fit not in FITS:
         raise WindfallError(f"no fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        made(out)
     done = replay(folder, fit, out / "replay.jsonl" if out is not None else None, seeds)
     print("\n".join([*table(done), "", *notes(done)]))
     if out is not None:

@@ -137,6 +137,9 @@ def changes(recipe: Recipe) -> list[Change]:
             nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
             bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
         )  # fmt: skip
+        if s.market == "poisson" and not s.arrivals_per_h:
+            fix = "Say how many machines are given an hour."
+            raise WindfallError("no machine would ever come", where="sim.arrivals_per_h", fix=fix)
         # With the run's seed in it: several seeds of a simulation are several traces.
         found = market.generate(s.market, rates, seconds=_length_s(recipe), seed=t.seed + 7919 * recipe.run.seed)
     else:

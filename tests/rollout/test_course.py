@@ -102,3 +102,12 @@ def test_a_step_of_nothing_teaches_nothing(step: Step) -> None:
     course = Course()
     course.learn([], step.rates, 1.0, 1.0)
     assert course.steps == 0
+
+
+def test_what_was_made_and_thrown_away_leaves_a_plan_that_is_a_number() -> None:
+    """More tokens than the whole groups have: some responses began again, and at the end none was open."""
+    rates = Rates(tokens=1000, responses=10, local=Crowd(slope=50), others=Crowd(slope=100), train=200.0)
+    course = Course()
+    course.learn([Mark(5.0, 600, 200, 5), Mark(9.0, 1300, 1000, 0)], rates, 3.0, 1.0)
+    assert math.isfinite(course.made_s(rates, math.inf))
+    assert 0 <= course.best(rates) <= course.made_s(rates, math.inf)

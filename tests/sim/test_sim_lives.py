@@ -13,7 +13,9 @@ from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.events import EventLog, read
 from windfall.rollout.journal import Journal
-from windfall.sim.run import Simulation
+from windfall.sim.figures import figures
+from windfall.sim.run import Simulation, simulate
+from windfall.sim.world import build
 
 Simulated = Callable[..., Any]
 FAILING = {"trainer_mean_up_s": 4.0, "trainer_down_s": 1.0, "controller_mean_up_s": 4.0, "controller_down_s": 1.0}
@@ -125,3 +127,18 @@ def test_a_killed_controller_writes_no_log(tmp_path: Path) -> None:
 def test_a_trainer_may_not_be_away_for_longer_than_it_is_waited_for(recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(WindfallError, match="trainer_down_s"):
         recipe(sim={"trainer_down_s": 700.0})
+
+
+def test_figures_count_what_lost_steps_have_cost(tmp_path: Path, recipe: Callable[..., Recipe]) -> None:
+    """A trainer that falls back to nothing makes all steps again: tokens per second and dollar are of the whole run."""
+    found = {}
+    for up_s in (0.0, 12.0):
+        w = build(recipe(run={"steps": 6}, sim={"trainer_mean_up_s": up_s}))
+        log = tmp_path / f"{up_s}.jsonl"
+        done = simulate(w, log)
+        found[up_s] = figures(log, w, done.stays)
+    lost, whole = found[12.0], found[0.0]
+    assert lost.virtual_s == pytest.approx(lost.whole_s, rel=0.1)
+    assert lost.virtual_s > 1.3 * whole.virtual_s
+    assert lost.tok_per_s < whole.tok_per_s / 1.2
+    assert lost.usd > 1.2 * whole.usd

@@ -48,6 +48,16 @@ class _Device:
         self.due -= 1
 
 
+def streak(before: int, off: float, bound: float) -> int:
+    """So many windows in a row were off by more than the bound, this one counted; below 0: faster than expected.
+
+    >>> streak(2, 0.5, 0.2), streak(2, 0.1, 0.2), streak(2, -0.5, 0.2)
+    (3, 0, -1)
+    """
+    side = (off > bound) - (off < -bound)
+    return side * (1 + abs(before)) if side * before >= 0 else side
+
+
 @dataclass(slots=True)
 class _Worker:
     device: str
@@ -64,8 +74,7 @@ class _Worker:
 
     def learn(self, off: float) -> None:
         off -= self.level
-        side = (off > OFF) - (off < -OFF)
-        self.streak = side * (1 + abs(self.streak)) if side * self.streak >= 0 else side
+        self.streak = streak(self.streak, off, OFF)
         self.windows += 1
         self.level += off * (QUICK if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + ENOUGH)))
 

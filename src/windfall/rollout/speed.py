@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from windfall.rollout.shape import Shapes
+from windfall.rollout.shape import Shapes, streak
 from windfall.types import LOCAL
 
 FRAMES, SHORT_S, LONG_S = 8, 0.1, 2.0
@@ -79,8 +79,7 @@ class _Size:
     """So many windows in a row were off by more than OFF; below 0: faster than expected."""
 
     def gain(self, off: float) -> float:
-        side = (off > OFF) - (off < -OFF)
-        self.streak = side * (1 + abs(self.streak)) if side * self.streak >= 0 else side
+        self.streak = streak(self.streak, off, OFF)
         return QUICK if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + 1))
 
 

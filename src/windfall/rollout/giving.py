@@ -65,8 +65,8 @@ class Giving:
             profile = self.speeds.profile(member.id)
             if profile is None:
                 return None
-            out += Crowd(slope=1 / profile.each_s, bend=profile.fixed_s / profile.each_s, room=member.slots)
-        return out if out.slope else None
+            out += Crowd.of(profile, member.slots)
+        return out if out.workers else None
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
         """What a frame says of a worker's speed; nothing while it computes again what others had begun."""

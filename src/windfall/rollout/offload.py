@@ -25,10 +25,10 @@ Two policies with one interface:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.rollout.course import Course, Crowd, Mark, Rates
+from windfall.rollout.course import START, Course, Crowd, Mark, Rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +66,7 @@ class Measured:
     """From the start of the step to that last token."""
     workers: float
     """Others, on average over the step."""
-    others: Others | None = None
-    """As the step found them."""
+    responses: int = 1
     course: tuple[Mark, ...] = ()
     """When how much was made, and could be trained on."""
 
@@ -88,8 +87,8 @@ class Offload(Protocol):
         """For the step that begins now; `last` is the one that ended, None at the start."""
         ...
 
-    def again(self, others: Others) -> Plan | None:
-        """The others have changed, and local still generates. None: it stays as it was planned."""
+    def again(self, others: Others, now: Mark) -> Plan | None:
+        """Local still generates, and the step stands at `now`. None: it stays as it was planned."""
         ...
 
 
@@ -125,7 +124,7 @@ class Feedback:
         why = f"by the imbalance of steps before, {others.workers} workers"
         return Plan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
 
-    def again(self, others: Others) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> Plan | None:
         """As published: once a step."""
         return None
 
@@ -144,16 +143,16 @@ class Predict:
     def plan(self, last: Measured | None, others: Others) -> Plan:
         if last is not None:
             self._learn(last)
-        return self.again(others)
+        return self.again(others, START)
 
-    def again(self, others: Others) -> Plan:
+    def again(self, others: Others, now: Mark) -> Plan:
         if others.workers == 0:
             return ALONE
         if not (self.tokens and self.local and self.train and others.tok_per_s > 0):
             # Nothing to go by: generate everywhere, and measure. Nothing is lost but the overlap of one step.
             return Plan(seed_s=math.inf, most_workers=math.inf, why="measuring: every rate is still unknown")
         rates = self._rates(self.tokens, others)
-        seed_s = self.course.best(rates)
+        seed_s = self.course.best(rates, now)
         w, low, a, r = self.tokens, self.local, self.train, others.tok_per_s
         why = f"{w:,.0f} tokens at {low:,.0f} here and {r:,.0f} tok/s elsewhere, trained at {a:,.0f}"
         return Plan(seed_s=seed_s, most_workers=a / (r / others.workers), why=why, hold=True)
@@ -161,7 +160,7 @@ class Predict:
     def _rates(self, tokens: float, others: Others) -> Rates:
         return Rates(
             tokens=tokens, responses=others.responses, train=self.train, pull_s=others.pull_s,
-            local=others.local or Crowd(slope=self.local), others=others.crowd or Crowd(slope=others.tok_per_s),
+            local=others.local or Crowd.steady(self.local), others=others.crowd or Crowd.steady(others.tok_per_s),
         )  # fmt: skip
 
     def _learn(self, last: Measured) -> None:
@@ -170,12 +169,8 @@ class Predict:
             self.local = self._mix(self.local, last.local_tokens / last.seed_s)
         if last.train_s > 0:
             self.train = self._mix(self.train, last.tokens / last.train_s)
-        known = last.others is not None and (last.others.workers == 0 or last.others.tok_per_s > 0)
-        if known and last.course and self.local and last.others is not None:
-            rates = self._rates(last.tokens, last.others)
-            if last.others.workers:  # they came and went: so many there were on average
-                rates = replace(rates, others=rates.others.times(last.workers / last.others.workers))
-            self.course.learn(last.course, rates, last.seed_s, self.forget)
+        if last.course and last.course[-1].expected > 0:
+            self.course.learn(last.course, last.responses, self.forget)
 
     def _mix(self, old: float, new: float) -> float:
         return new if old == 0 else (1 - self.forget) * old + self.forget * new
@@ -188,7 +183,7 @@ class Never:
         del last
         return Plan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
 
-    def again(self, others: Others) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> Plan | None:
         return None
 
 

@@ -14,13 +14,18 @@ import asyncio
 import math
 
 from windfall.events import EventLog
-from windfall.rollout.course import Mark
+from windfall.rollout.course import START, Crowd, Mark
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan
 from windfall.types import LOCAL
 
 AGAIN_S = 0.05
+NOBODY = Crowd()
+REVIEW_S = 0.5
+"""At least so long between two looks at a plan."""
+TELL = 0.1
+"""A plan that changes by more than this share is worth an event."""
 
 
 class Seeding:
@@ -38,10 +43,13 @@ class Seeding:
         self._made: dict[str, int] = {}
         self._area = 0.0
         """Workers times seconds, for their mean."""
-        self._looked_s = 0.0
+        self._looked_s = self._review_s = 0.0
         self.last: Measured | None = None
         self._found: Others | None = None
         self._marks: list[Mark] = []
+        self._present: list[tuple[str, ...]] = []
+        """Who made tokens before each mark."""
+        self._makers: tuple[str, ...] = ()
         self._accepted = self._whole = 0
         """Tokens that had been accepted when the step began; those of groups that are whole."""
 
@@ -56,9 +64,11 @@ class Seeding:
         self._began_s = self._looked_s = now
         self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
-        self._accepted, self._whole, self._marks = self._dispatch.ledger.counts.accepted, 0, []
+        self._accepted, self._whole = self._dispatch.ledger.counts.accepted, 0
+        self._marks, self._present, self._makers = [], [], ()
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
+        self._review(now)
         self._tell(plan, found)
 
     def _tell(self, plan: Plan, found: Others) -> None:
@@ -70,26 +80,35 @@ class Seeding:
     def _find(self) -> Others:
         others, giving, local = self._others(), self._dispatch.giving, self._local()
         return Others(
-            workers=len(others), pull_s=self._dispatch.members.pull_s, responses=self._responses,
+            workers=len(others), responses=self._responses,
+            pull_s=0.0 if any(m.name != LOCAL for m in self._working()) else self._dispatch.members.pull_s,
             tok_per_s=sum(giving.rate(member, self._responses, len(others) + 1) for member in others),
             crowd=giving.crowd(others), local=giving.crowd([local]) if local is not None else None,
         )  # fmt: skip
 
-    def _replan(self) -> None:
+    def _replan(self, now: float) -> None:
         """Who is there has changed while local generates: until when should it?"""
         if self._found is None or self._since_s is None or self._due or self._missing or self.over.is_set():
             return
-        if len(self._others()) == self._found.workers:
+        changed = len(self._others()) != self._found.workers
+        if not changed and now < self._review_s:
             return
         self._found = found = self._find()
-        plan = self._policy.again(found)
-        if plan is not None and self._plan is not None:
+        before, plan = self._plan, self._policy.again(found, self._stands(now))
+        if plan is not None and before is not None:
             self._cancel()
             self._plan = plan
             if math.isfinite(plan.seed_s):
-                left_s = max(0.0, self._began_s + plan.seed_s - self._now())
+                left_s = max(0.0, self._began_s + plan.seed_s - now)
                 self._timer = asyncio.get_running_loop().call_later(left_s, self._enough)
-            self._tell(plan, found)
+            if changed or not math.isclose(plan.seed_s, before.seed_s, rel_tol=TELL):
+                self._tell(plan, found)
+        self._review(now)
+
+    def _review(self, now: float) -> None:
+        """Look at the plan again when half of the time until its end is over."""
+        left_s = self._began_s + self._plan.seed_s - now if self._plan is not None else math.inf
+        self._review_s = now + max(REVIEW_S, left_s / 2 if math.isfinite(left_s) else 0.0)
 
     def everybody(self) -> None:
         """For work that nothing is trained on meanwhile, such as an evaluation."""
@@ -116,10 +135,31 @@ class Seeding:
     def arrived(self, tokens: int) -> None:
         """A group of so many tokens is whole."""
         self._whole += tokens
-        made = self._dispatch.ledger.counts.accepted - self._accepted
-        self._marks.append(
-            Mark(self._now() - self._began_s, max(made, self._whole), self._whole, len(self._dispatch.ledger))
-        )
+        self._mark(self._now())
+
+    def _mark(self, now: float) -> None:
+        self._marks.append(self._stands(now))
+        self._present.append(self._makers)
+
+    def _stands(self, now: float) -> Mark:
+        ledger = self._dispatch.ledger
+        made, behind = ledger.counts.accepted - self._accepted, sum(ledger.context(id) for id in self._makers)
+        return Mark(now - self._began_s, max(made, self._whole), self._whole, len(ledger), behind)
+
+    def _course(self) -> tuple[Mark, ...]:
+        """The marks, with what was expected of those who were there: by what is known of them now."""
+        crowds: dict[tuple[str, ...], Crowd | None] = {}
+        members = self._dispatch.members.all
+        before, out = START._replace(open=self._responses), list[Mark]()
+        for mark, makers in zip(self._marks, self._present, strict=True):
+            if makers not in crowds:
+                crowds[makers] = self._dispatch.giving.crowd(members[id] for id in makers if id in members)
+            rate = (crowds[makers] or NOBODY).tok_per_s(
+                (before.open + mark.open) / 2, (before.behind + mark.behind) / 2
+            )
+            before = mark._replace(expected=before.expected + rate * (mark.at_s - before.at_s))
+            out.append(before)
+        return tuple(out)
 
     def trainable(self) -> None:
         """There is something to train on."""
@@ -136,13 +176,12 @@ class Seeding:
         made = {m.id: m.made - self._made.get(m.id, 0) for m in members}
         local = {m.id for m in members if m.name == LOCAL}
         ends = [m.framed_s for m in members if m.id not in local and m.framed_s > self._began_s]
-        found = self._find()  # by what is known of them now
         self.last = Measured(
             tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
             train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
             remote_s=max(ends) - self._began_s if ends else 0.0,
-            workers=self._area / max(1e-9, now - self._began_s), course=tuple(self._marks),
-            others=found if found.workers else self._found,
+            workers=self._area / max(1e-9, now - self._began_s), course=self._course(),
+            responses=self._responses,
         )  # fmt: skip
 
     def generated(self) -> None:
@@ -161,7 +200,7 @@ class Seeding:
         """Every now and then: has the fleet collapsed, is there no local any more, or is there one now?"""
         now = self._now()
         self._look(now)
-        self._replan()
+        self._replan(now)
         local = self._local()
         if local is None:
             self._missing = True
@@ -218,9 +257,18 @@ class Seeding:
         ready = [m for m in members.here() if m.state is State.READY and not m.suspect]
         return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
 
+    def _working(self) -> list[Member]:
+        """Those that make tokens of this step, or could."""
+        offer = self._dispatch.offer
+        return self._dispatch.members.routable(offer.version, offer.digest) if offer is not None else []
+
     def _look(self, now: float) -> None:
         self._area += len(self._others()) * (now - self._looked_s)
         self._looked_s = now
+        makers = tuple(m.id for m in self._working())
+        if makers != self._makers:
+            self._mark(now)
+            self._makers = makers
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -83,7 +83,7 @@ class Shapes:
     def __init__(self) -> None:
         self._devices: dict[str, _Device] = {}
         self._workers: dict[str, _Worker] = {}
-        self._context, self._windows = 0.0, 0
+        self.context, self._windows = 0.0, 0
         """Tokens behind one response, on average."""
 
     def join(self, worker: str, device: str) -> None:
@@ -117,7 +117,7 @@ class Shapes:
             step_s = expected_s * math.exp(off - known.level + device.level)
         device.add(batch, context, step_s, expected_s)
         self._windows += 1
-        self._context += (context / batch - self._context) / min(self._windows, 1000)
+        self.context += (context / batch - self.context) / min(self._windows, 1000)
 
     def _look(self, name: str, device: _Device) -> None:
         levels = sorted(w.level for w in self._workers.values() if w.device == name and w.windows)
@@ -125,17 +125,18 @@ class Shapes:
         device.level = levels[len(levels) // 2] if levels else 0.0
         device.due = max(EVERY, len(levels))
 
-    def line(self, worker: str) -> tuple[float, float] | None:
-        """(fixed_s, each_s) of a worker with the usual context; None: not enough is known."""
+    def line(self, worker: str) -> tuple[float, float, float] | None:
+        """(fixed_s, each_s, context_s) of a worker: `each_s` with the usual context, of which every token adds
+        `context_s`. None: not enough is known."""
         known = self._workers.get(worker)
         device = self._devices.get(known.device) if known is not None else None
         if known is None or device is None or not any(device.fit):
             return None
         fixed, each, behind = device.fit
         level = math.exp(known.level) if abs(known.level) > EQUAL else 1.0
-        each += behind * self._context
+        each += behind * self.context
         fixed = max(fixed, each * SMALL)
-        return level * fixed, level * max(each, fixed * SMALL)
+        return level * fixed, level * max(each, fixed * SMALL), level * behind
 
 
 def _least_squares(squares: np.ndarray) -> tuple[float, float, float]:

@@ -49,6 +49,11 @@ class Profile:
 
     fixed_s: float
     each_s: float
+    """At the usual context."""
+    context_s: float = 0.0
+    """Of this, what every token behind a response adds."""
+    context: float = 0.0
+    """The usual one: tokens behind a response."""
 
     def step_s(self, batch: float) -> float:
         """How long a response waits for its next token."""
@@ -196,7 +201,7 @@ class Speeds:
     def profile(self, worker: str) -> Profile | None:
         """None: nobody has made anything yet."""
         if (line := self._shapes.line(worker)) is not None:
-            return Profile(fixed_s=line[0], each_s=line[1])
+            return Profile(fixed_s=line[0], each_s=line[1], context_s=line[2], context=self._shapes.context)
         known = self._workers.get(worker)
         if known is None:
             return self._typical.get(None)

@@ -1,25 +1,35 @@
-"""windfall's policies beside RLBoost's Algorithms 1 and 2 as published, on several spot markets and seeds; simulated.
+"""windfall's policies beside RLBoost's Algorithms 1 and 2 as published, on many spot markets and fleets; simulated.
 
-    python benchmarks/policies.py [--seeds 5] [--hours 0.5] [--trace bamboo-p3-trace.csv] [--markets poisson,bursts]
+    python benchmarks/policies.py [--jobs 16] [--seeds 5] [--hours 1] [--trace FILE ...] [--out FILE]
+    python benchmarks/policies.py --read FILE ...          print the tables of results written with --out
 
-The run is rlboost_model.py's 8B: 128 x 8 responses of up to 14,000 tokens, trainer 8 H100, instances of 2 H100; the
-same responses and the same losses for every policy. Algorithm 1 has eta 3 and T_init 150 s.
+The run is rlboost_model.py's 8B: 128 x 8 responses of up to 14,000 tokens, trainer 8 H100, instances of 2 H100.
+Algorithm 1 has eta 3 and T_init 150 s.
 
     rlboost       Algorithms 1 and 2          algorithm1   1 for T_seed, windfall's balancing
     windfall      its own policies            algorithm2   2 for balancing, windfall's T_seed
 
-Figures are means over seeds, with the least and the most; `wins`: seeds in which windfall makes more tokens per second,
-and per dollar, than rlboost.
+A case is a market, a fleet (how many instances there are at most), a number of groups per step, and a seed. All
+policies see the same responses and the same losses in a case, so policies are compared by their paired difference: the
+ratio of tokens per second of windfall to the other's, minus 1, as the mean over seeds and its standard error.
+`windfall` counts as worse where that mean is below 0 by more than two standard errors.
+
+Three times as many groups per step (`--groups 128,384`) are simulated for three times as long, and only on the markets
+of TRIPLE. Cases run in `--jobs` processes; a line is printed for each as it ends, and the tables at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,99 +39,245 @@ from windfall.config import Recipe
 from windfall.fleet import trace
 from windfall.fleet.formats import Change
 from windfall.sim import run, variants, world
-from windfall.sim.figures import Figures, figures, spread
+from windfall.sim.figures import figures
 
 SLOWER = 1.34
 """What rlboost_table.py fits."""
 POLICIES = ("rlboost", "algorithm1", "algorithm2", "windfall")
-NODES = 6
+OWN = "windfall"
+FLEETS = (6, 8, 12, 16)
 MARKETS: dict[str, dict[str, dict[str, Any]]] = {
     "steady": {"trace": {"mean_up_s": 1e7, "mean_down_s": 1.0}},
     "machines": {"trace": {"mean_up_s": 1800.0, "mean_down_s": 900.0}},
     "churn": {"trace": {"mean_up_s": 400.0, "mean_down_s": 200.0}},
-    "poisson": {"trace": {"mean_up_s": 1200.0}, "sim": {"market": "poisson", "arrivals_per_h": 14.0}},
+    "poisson": {"trace": {"mean_up_s": 1200.0}, "sim": {"market": "poisson"}},
     "bursts": {
         "trace": {"mean_up_s": 3600.0, "mean_down_s": 600.0},
         "sim": {"market": "bursts", "bursts_per_h": 4.0, "burst_share": 0.7},
     },
     "diurnal": {"trace": {"mean_up_s": 900.0, "mean_down_s": 600.0}, "sim": {"market": "diurnal", "day_s": 3600.0}},
     "unequal": {"trace": {"mean_up_s": 1800.0, "mean_down_s": 900.0}, "sim": {"worker_spread": 0.5}},
+    "late": {},
 }
-"""`unequal`: machines that differ in speed, one in three by more than 1.65 times."""
+"""`unequal`: machines that differ in speed, one in three by more than 1.65 times. `late`: none comes before a third of
+the time is over, then all do."""
+ARRIVALS_PER_H = 14.0 / 6
+"""On the market `poisson`, for each instance of the fleet."""
+TRIPLE = ("steady", "machines", "churn")
+"""Markets for three times as many groups; traces, too."""
 
 
-def recipe(keys: dict[str, dict[str, Any]], seed: int, seconds: float) -> Recipe:
-    said = {k: dict(v) for k, v in keys.items()}
-    said["run"] = {"seed": seed, "steps": 10_000, "name": "policies"}
-    said["sim"] = {**said.get("sim", {}), "seconds": seconds, "skip_steps": 1}
-    said["trace"] = {"nodes": NODES, "price_usd_per_h": rb.INSTANCE_USD_PER_H, **said.get("trace", {})}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    market: str
+    """A name in MARKETS, or the path of a trace."""
+    fleet: int
+    groups: int
+    seed: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.market if self.market in MARKETS else Path(self.market).stem
+
+
+def recipe(case: Case) -> Recipe:
+    said = {k: dict(v) for k, v in MARKETS.get(case.market, {}).items()}
+    said["run"] = {"seed": case.seed, "steps": 10_000, "name": "policies"}
+    said["rollout"] = {"groups": case.groups}
+    said["sim"] = {
+        "arrivals_per_h": ARRIVALS_PER_H * case.fleet, **said.get("sim", {}), "seconds": case.seconds, "skip_steps": 1,
+    }  # fmt: skip
+    said["trace"] = {"nodes": case.fleet, "price_usd_per_h": rb.INSTANCE_USD_PER_H, **said.get("trace", {})}
     made = rb.recipe(rb.MODELS["8B"], rb.Assumed(slower=SLOWER))
     return made.model_copy(update={k: getattr(made, k).model_copy(update=v) for k, v in said.items()})
 
 
-def one(said: Recipe, name: str, changes: Sequence[Change] | None, folder: Path) -> Figures:
-    w = world.build(variants.apply(said, name))
-    if changes is not None:
-        w = replace(w, changes=tuple(changes))
-    done = run.simulate(w, folder / "events.jsonl")
-    return figures(folder / "events.jsonl", w, done.stays)
+def changes(case: Case) -> list[Change] | None:
+    """What the market does, where no recipe says it."""
+    if case.market == "late":
+        return [Change(at_s=case.seconds / 3, node=f"n{n}", up=True) for n in range(case.fleet)]
+    if case.market in MARKETS:
+        return None
+    # Another half of the nodes, and another start, with every seed; a trace with little is taken as it is.
+    whole = trace.read(Path(case.market))
+    enough = trace.summary(whole, whole[-1].at_s + 1).mean_up >= 3 * case.fleet
+    some = rb.half(whole, seed=case.seed) if enough else whole
+    start_s = (3600.0 + 1500.0 * case.seed) % max(1.0, whole[-1].at_s - case.seconds)
+    return rb.at_most(trace.window(some, start_s, case.seconds), case.fleet)
 
 
-def bamboo(path: Path, seed: int, seconds: float) -> list[Change]:
-    """Another half of its nodes, and another start, with every seed."""
-    return rb.at_most(trace.window(rb.half(trace.read(path), seed=seed), 3600.0 + 1500.0 * seed, seconds), NODES)
+def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
+    """A row of figures for every policy."""
+    given, rows = changes(case), []
+    with tempfile.TemporaryDirectory() as place:
+        for policy in policies:
+            began_s, log = time.process_time(), Path(place) / "events.jsonl"
+            w = world.build(variants.apply(recipe(case), policy))
+            if given is not None:
+                w = replace(w, changes=tuple(given))
+            f = figures(log, w, run.simulate(w, log).stays)
+            row = {
+                "market": case.name, "fleet": case.fleet, "groups": case.groups, "seed": case.seed,
+                "hours": case.seconds / 3600, "policy": policy, "tok_per_s": f.tok_per_s,
+                "tok_per_usd": f.tok_per_usd, "trainer_idle": f.trainer_idle, "workers_idle": f.workers_idle,
+                "killed": f.killed, "steps": f.steps, "cpu_s": time.process_time() - began_s,
+            }  # fmt: skip
+            rows.append(row)
+    return rows
 
 
-def row(market: str, found: dict[str, list[Figures]]) -> None:
-    base, own = found["rlboost"], found["windfall"]
-    for name, runs in found.items():
-        s, usd = spread([f.tok_per_s for f in runs]), spread([f.tok_per_usd / 1000 for f in runs])
-        gain = [sum(getattr(a, k) / getattr(b, k) for a, b in zip(runs, base, strict=True)) / len(runs) - 1
-                for k in ("tok_per_s", "tok_per_usd")]  # fmt: skip
-        wins = ""
-        if name == "windfall":
-            more = [sum(getattr(a, k) > getattr(b, k) for a, b in zip(own, base, strict=True))
-                    for k in ("tok_per_s", "tok_per_usd")]  # fmt: skip
-            wins = f"{more[0]} and {more[1]} of {len(own)}"
-        idle = (
-            f"{sum(f.trainer_idle for f in runs) / len(runs):.0%} {sum(f.workers_idle for f in runs) / len(runs):.0%}"
+# tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paired:
+    """How much more windfall makes, as a share: over seeds."""
+
+    mean: float
+    error: float
+    """Standard error of the mean; not a number with one seed."""
+    count: int
+
+    @property
+    def worse(self) -> bool:
+        return self.mean < -2 * self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.1%} ± {self.error:.1%}" + (" !" if self.worse else "")
+
+
+def paired(own: Sequence[float], other: Sequence[float]) -> Paired:
+    """
+    >>> str(paired([110.0, 99.0], [100.0, 100.0]))
+    '+4.5% ± 5.5%'
+    """
+    gains = [a / b - 1 for a, b in zip(own, other, strict=True)]
+    error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+    return Paired(mean=statistics.mean(gains), error=error, count=len(gains))
+
+
+Cells = dict[tuple[int, int, str], dict[str, dict[int, dict[str, Any]]]]
+"""By groups, fleet and market; then policy; then seed."""
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> Cells:
+    out: Cells = {}
+    for r in rows:
+        cell = out.setdefault((r["groups"], r["fleet"], r["market"]), {})
+        cell.setdefault(r["policy"], {})[r["seed"]] = r
+    return dict(sorted(out.items()))
+
+
+def values(cell: dict[str, dict[int, dict[str, Any]]], policy: str, key: str, seeds: Sequence[int]) -> list[float]:
+    return [cell[policy][seed][key] for seed in seeds]
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    policies = [p for p in dict.fromkeys(r["policy"] for r in rows) if p != OWN]
+    yield f"{'groups':>6}{'fleet':>6}  {'market':<18}{'windfall':>9}{'idle tr. wk.':>13}{'seeds':>6}  windfall over"
+    yield f"{'':26}{'':6}{'tok/s':>9}{'':>19}  " + "".join(f"{p:<20}" for p in policies)
+    gains: dict[tuple[int, str], list[float]] = {}
+    worse: dict[str, list[str]] = {p: [] for p in policies}
+    for (groups, fleet, market), cell in cells(rows).items():
+        seeds = sorted(set.intersection(*(set(by_seed) for by_seed in cell.values())))
+        if OWN not in cell or not seeds:
+            continue
+        own, said = values(cell, OWN, "tok_per_s", seeds), ""
+        for policy in policies:
+            if policy not in cell:
+                said += f"{'':<20}"
+                continue
+            p = paired(own, values(cell, policy, "tok_per_s", seeds))
+            gains.setdefault((groups, policy), []).append(p.mean)
+            said += f"{p!s:<20}"
+            if p.worse:
+                worse[policy].append(f"{market} {fleet}x{groups}")
+        idle = [statistics.mean(values(cell, OWN, k, seeds)) for k in ("trainer_idle", "workers_idle")]
+        yield (
+            f"{groups:>6}{fleet:>6}  {market:<18}{statistics.mean(own):>9,.0f}"
+            f"{f'{idle[0]:.0%} {idle[1]:.0%}':>13}{len(seeds):>6}  {said}"
         )
-        print(
-            f"{market if name == 'rlboost' else '':<10}{name:<12}"
-            f"{s.mean:>8,.0f} {f'{s.least:,.0f} to {s.most:,.0f}':>17}"
-            f"{usd.mean:>7.0f}k {f'{usd.least:.0f} to {usd.most:.0f}':>12}{gain[0]:>+8.1%}{gain[1]:>+8.1%}{idle:>10}"
-            f"{sum(f.killed for f in runs) / len(runs):>8.1f}  {wins}",
-            flush=True,
+    yield ""
+    for (groups, policy), means in gains.items():
+        yield (
+            f"{groups} groups, over {policy}: {statistics.mean(means):+.2%} on average of {len(means)} markets and "
+            f"fleets, {min(means):+.2%} to {max(means):+.2%}"
         )
+    for policy, where in worse.items():
+        yield f"worse than {policy} by more than two standard errors: {', '.join(where) or 'nowhere'}"
+
+
+# the command
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--hours", type=float, default=1.0, help="simulated; three times as long with more groups")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="also windows of these spot traces")
+    parser.add_argument("--markets", default="", help="only these, with commas; 'none': traces only")
+    parser.add_argument("--fleets", default=",".join(map(str, FLEETS)), help="instances at most, with commas")
+    parser.add_argument("--groups", default="128", help="groups of a step, with commas")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="windfall among them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--out", type=Path, help="append a JSON line for every simulation to this file")
+    parser.add_argument("--read", type=Path, nargs="+", help="print the tables of these files, simulate nothing")
+    args = parser.parse_args()
+    args.markets = [n for n in args.markets.split(",") if n] or list(MARKETS)
+    if args.markets == ["none"]:
+        args.markets = []
+    args.policies = args.policies.split(",")
+    for name in args.markets:
+        if name not in MARKETS:
+            parser.error(f"--markets: unknown market {name!r}; expected one of: {', '.join(MARKETS)}")
+    for name in args.policies:
+        if name not in variants.CHANGES:
+            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(variants.CHANGES)}")
+    if OWN not in args.policies:
+        parser.error(f"--policies: {OWN} must be among them, the others are compared with it")
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    out = []
+    for groups in map(int, args.groups.split(",")):
+        times = 3 if groups > rb.GROUPS else 1
+        for market in [*args.markets, *map(str, args.trace)]:
+            if times > 1 and market in MARKETS and market not in TRIPLE:
+                continue
+            for fleet in map(int, args.fleets.split(",")):
+                out += [
+                    Case(market=market, fleet=fleet, groups=groups, seed=seed, seconds=times * args.hours * 3600)
+                    for seed in range(args.seeds)
+                ]
+    return sorted(out, key=lambda c: (c.seed, -c.seconds))  # whole tables of few seeds first, the longest of each first
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--hours", type=float, default=0.5)
-    parser.add_argument("--trace", type=Path, help="also windows of this spot trace")
-    parser.add_argument("--markets", default="", help="only these, with commas")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="rlboost and windfall among them")
-    args = parser.parse_args()
-    names = [n for n in args.markets.split(",") if n] or [*MARKETS, *(["bamboo"] if args.trace else [])]
-    for name in names:
-        if name not in (*MARKETS, "bamboo") or (name == "bamboo" and args.trace is None):
-            parser.error(f"--markets: {name} is none of {', '.join(MARKETS)}, or bamboo with --trace")
-    began_s, seconds = time.perf_counter(), args.hours * 3600
-    print(f"{'market':<10}{'policy':<12}{'tok/s':>8} {'':>17}{'tok/$':>8} {'':>12}{'tok/s':>8}{'tok/$':>8}{'idle':>10}"
-          f"{'killed':>8}  wins")  # fmt: skip
-    print(f"{'':<77}{'over rlboost':>16}{'tr. wk.':>8}")
-    with tempfile.TemporaryDirectory() as place:
-        for market in names:
-            found: dict[str, list[Figures]] = {name: [] for name in args.policies.split(",")}
-            for seed in range(args.seeds):
-                changes = bamboo(args.trace, seed, seconds) if market == "bamboo" else None
-                for name, runs in found.items():
-                    runs.append(one(recipe(MARKETS.get(market, {}), seed, seconds), name, changes, Path(place)))
-                    said = f"{market}, seed {seed}, {name}, {time.perf_counter() - began_s:.0f} s"
-                    print(f"\r{said:<60}\r", end="", file=sys.stderr, flush=True)
-            row(market, found)
-    print(f"{time.perf_counter() - began_s:.0f} s; {NODES} instances at most, {args.hours:g} h each")
+    args = options()
+    if args.read:
+        rows = [json.loads(line) for path in args.read for line in path.read_text(encoding="utf-8").splitlines()]
+        print("\n".join(tables(rows)))
+        return
+    asked, began_s, rows = cases(args), time.perf_counter(), []
+    with ProcessPoolExecutor(args.jobs) as pool:
+        waiting = {pool.submit(simulate, case, args.policies): case for case in asked}
+        for n, done in enumerate(as_completed(waiting), 1):
+            case, found = waiting[done], done.result()
+            rows += found
+            rates = ", ".join(f"{r['policy']} {r['tok_per_s']:,.0f}" for r in found)
+            print(
+                f"[{n}/{len(asked)}, {time.perf_counter() - began_s:.0f} s] {case.name}, fleet {case.fleet}, "
+                f"{case.groups} groups, seed {case.seed}: {rates} tok/s",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            if args.out is not None:
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(r) + "\n" for r in found)
+    print("\n".join(tables(rows)))
+    cpu_s = sum(r["cpu_s"] for r in rows)
+    print(f"{time.perf_counter() - began_s:.0f} s, {cpu_s:.0f} CPU s; {args.hours:g} h each")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,19 @@ def test_variants_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "windfall-1.jsonl").is_file()
 
 
+def test_a_variant_that_makes_no_step_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    """Workers boot for longer than the simulation takes: a trainer that only trains gets nothing to train on."""
+    late = ["--set", "sim.seconds=12", "--set", "run.steps=100", "--set", "sim.boot_s=1000"]
+    words = [HARVEST, *QUICK, *late, "--out", str(tmp_path), "--compare"]
+    out = typed(*words, "colocated,disaggregated,windfall")
+    rows = [line.split()[0] for line in out.splitlines() if line.count("%") == 4]
+    assert rows == ["colocated", "windfall"]
+    assert "no figures of disaggregated: sim: 0 steps were made, and 1 are left out Raise run.steps" in out
+    assert list(json.loads((tmp_path / "figures.json").read_text())) == ["colocated", "windfall"]
+    with pytest.raises(WindfallError, match="0 steps were made"):
+        typed(*words, "disaggregated")
+
+
 def test_every_variant_can_be_built() -> None:
     recipe = config.load(Path(HARVEST))
     for name in variants.CHANGES:

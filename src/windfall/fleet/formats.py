@@ -9,16 +9,19 @@ The last is that of SkyPilot's spot-traces.
 - Changes are in the order of time, and alternate for every node: up, down, up, ...
 - A file of counts becomes nodes n1, n2, ...: a rising count brings up the lowest numbers that are down; a falling one
   takes down nodes drawn at random among those that are up, always with the same seed, so a file gives one trace.
-- Anything else is refused, with the line: times that go back, a node that is removed but not up, an empty file.
+- Lines whose time goes back are sorted by time, with a warning: Bamboo's traces of Google's V100 have some.
+- Anything else is refused, with the line: a node that is removed but not up, an empty file.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 
 from windfall.errors import WindfallError
 
@@ -28,6 +31,12 @@ FORMATS = (
     "Lines are 'milliseconds,add or remove,node' or 'YYYY-MM-DD, HH:MM:SS, count', all of one kind; or all is JSON, "
     'as {"metadata": {"gap_seconds": SECONDS}, "data": [COUNT, ...]}.'
 )
+
+Say = Callable[[str], None]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +60,8 @@ def check(changes: Sequence[Change], where: str = "trace") -> None:
         before_s = change.at_s
 
 
-def parse(text: str, where: str) -> list[Change]:
-    """The changes in a text of any of the formats."""
+def parse(text: str, where: str, say: Say = _say) -> list[Change]:
+    """The changes in a text of any of the formats. `say` is told of what was put right."""
     if text.lstrip().startswith("{"):
         changes = _ticks(text, where)
         check(changes, where)
@@ -61,24 +70,60 @@ def parse(text: str, where: str) -> list[Change]:
     if not lines:
         raise WindfallError("the trace is empty", where=where, fix=FORMATS)
     counts = "-" in lines[0][1].partition(",")[0].strip()[1:]
-    take: Callable[[list[str]], list[Change]] = _Counts().take if counts else _named
-    changes: list[Change] = []
-    up: set[str] = set()
-    before_s = 0.0
-    for n, line in lines:
-        fields = [field.strip() for field in line.split(",")]
-        try:
-            if len(fields) != 3:
-                raise ValueError(f"{len(fields)} fields instead of 3")
-            for change in take(fields):
-                if wrong := _wrong(change, before_s, up):
-                    raise ValueError(wrong)
-                before_s = change.at_s
-                changes.append(change)
-        except ValueError as e:
-            raise WindfallError(f"{e}: {line.strip()[:80]!r}", where=f"{where}, line {n}", fix=FORMATS) from None
+    read = [_refusing(_counted if counts else _named, line, f"{where}, line {n}") for n, line in lines]
+    rows = _sorted(
+        [_Row(at_s=at_s, what=what, n=n, line=line) for (n, line), (at_s, what) in zip(lines, read, strict=True)],
+        where,
+        say,
+    )
+    nodes, changes, up = _Counts(), list[Change](), set[str]()
+    for row in rows:
+        at_s = row.at_s - rows[0].at_s if counts else row.at_s
+        new = nodes.to(at_s, row.what) if isinstance(row.what, int) else [replace(row.what, at_s=at_s)]
+        for change in new:
+            if wrong := _wrong(change, 0.0, up):
+                raise _refused(wrong, row.line, f"{where}, line {row.n}")
+            changes.append(change)
     check(changes, where)
     return changes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A line of a trace: when, and what happens or how many are up."""
+
+    at_s: float
+    what: Change | int
+    n: int
+    line: str
+
+
+def _sorted(rows: list[_Row], where: str, say: Say) -> list[_Row]:
+    """By time. Whoever polls several zones, or a clock that is set, writes lines a little out of order."""
+    back = [(a, b) for a, b in pairwise(rows) if b.at_s < a.at_s]
+    if back:
+        far_s = max(a.at_s - b.at_s for a, b in back)
+        say(
+            f"warning: {where}: the time goes back {len(back)} times in {len(rows)} lines, first in line "
+            f"{back[0][1].n}, by {far_s:g} s at most; the lines were sorted by time"
+        )
+    return sorted(rows, key=lambda row: row.at_s)
+
+
+def _refusing(
+    read: Callable[[list[str]], tuple[float, Change | int]], line: str, where: str
+) -> tuple[float, Change | int]:
+    fields = [field.strip() for field in line.split(",")]
+    try:
+        if len(fields) != 3:
+            raise ValueError(f"{len(fields)} fields instead of 3")
+        return read(fields)
+    except ValueError as e:
+        raise _refused(str(e), line, where) from None
+
+
+def _refused(what: str, line: str, where: str) -> WindfallError:
+    return WindfallError(f"{what}: {line.strip()[:80]!r}", where=where, fix=FORMATS)
 
 
 def text(changes: Sequence[Change]) -> str:
@@ -100,13 +145,21 @@ def _wrong(change: Change, before_s: float, up: set[str]) -> str:
     return ""
 
 
-def _named(fields: list[str]) -> list[Change]:
+def _named(fields: list[str]) -> tuple[float, Change]:
     at_ms, what, node = fields
     if what not in ("add", "remove"):
         raise ValueError(f"'{what}' is neither add nor remove")
     if not node:
         raise ValueError("the node has no name")
-    return [Change(at_s=_whole(at_ms, "milliseconds", 10**15) / 1000, node=node, up=what == "add")]
+    at_s = _whole(at_ms, "milliseconds", 10**15) / 1000
+    return at_s, Change(at_s=at_s, node=node, up=what == "add")
+
+
+def _counted(fields: list[str]) -> tuple[float, int]:
+    """Seconds are since the year 1."""
+    date, clock, number = fields
+    at = datetime.strptime(f"{date} {clock}", "%Y-%m-%d %H:%M:%S")
+    return (at - datetime.min).total_seconds(), _whole(number, "nodes", MOST_NODES)
 
 
 class _Counts:
@@ -114,19 +167,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self._random = random.Random(SEED)
-        self._first: datetime | None = None
-        self._before_s = 0.0
         self._up: set[int] = set()
-
-    def take(self, fields: list[str]) -> list[Change]:
-        date, clock, number = fields
-        at = datetime.strptime(f"{date} {clock}", "%Y-%m-%d %H:%M:%S")
-        self._first = self._first or at
-        at_s = (at - self._first).total_seconds()
-        if at_s < self._before_s:  # also where the count does not change
-            raise ValueError(f"the time goes back from {self._before_s:g} s to {at_s:g} s")
-        self._before_s = at_s
-        return self.to(at_s, _whole(number, "nodes", MOST_NODES))
 
     def to(self, at_s: float, count: int) -> list[Change]:
         changes: list[Change] = []

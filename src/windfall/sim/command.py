@@ -20,10 +20,13 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: boo
     console = Console()
     asked = variants.names(names)
     with _folder(out) as folder, _bar(console, recipe, len(asked) * seeds, quiet) as progress:
-        rows, moments = compare.compare(recipe, asked, seeds, folder, progress)
+        done = compare.compare(recipe, asked, seeds, folder, progress)
+    rows = done.rows
     for row in rows:
         print(f"{row.name:16}{variants.SAY[row.name]}")
     print("\n".join(["", *compare.table(rows), "", *compare.spreads(rows)]))
+    for name, why in done.without.items():
+        print(f"no figures of {name}: {' '.join(str(why).splitlines())}")
     for row in rows:
         for said in row.runs[0].advice:
             print(f"advice, {row.name}: {said}")
@@ -33,8 +36,8 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: boo
         f"steps after the first {recipe.sim.skip_steps}; from, to: single steps; idle, lost: shares of time paid for"
     )
     if out is not None:
-        title = f"{recipe.run.name}, {asked[-1]}: workers (blue) and tok/s of each step (red)"
-        for path in compare.write(rows, moments, out, title):
+        title = f"{recipe.run.name}, {rows[-1].name}: workers (blue) and tok/s of each step (red)"
+        for path in compare.write(rows, done.moments, out, title):
             print(f"written: {path}")
 
 

@@ -39,22 +39,39 @@ Progress = Callable[[str, int, Event], None]
 """Variant, seed, and what has just happened in it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    rows: tuple[Row, ...]
+    moments: tuple[Moment, ...]
+    """The timeline of the last row's first seed."""
+    without: dict[str, WindfallError]
+    """Variants that have no figures, and why. With one seed that failed, a variant has none: its mean would be over
+    other seeds than those beside it."""
+
+
 def compare(
     recipe: Recipe, names: Sequence[str], seeds: int, folder: Path, progress: Progress | None = None
-) -> tuple[list[Row], list[Moment]]:
-    """All rows, and the timeline of the last variant's first seed. Logs are left in `folder`."""
-    worlds = {name: [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)] for name in names}
+) -> Compared:
+    """Simulates every variant with every seed. Logs are left in `folder`. A variant that fails does not take the others
+    with it; if all of them fail, the first error is raised."""
     rows: list[Row] = []
     moments: list[Moment] = []
+    without: dict[str, WindfallError] = {}
     for name in names:
-        began, found = time.perf_counter(), []
-        for n, world in enumerate(worlds[name]):
-            log = folder / f"{name}-{world.real.run.seed}.jsonl"
-            found.append(_one(world, log, name, progress))
-            if n == 0:
-                moments = timeline(log, world.granule)
+        began, found, seen = time.perf_counter(), list[Figures](), list[Moment]()
+        try:
+            for world in [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)]:
+                log = folder / f"{name}-{world.real.run.seed}.jsonl"
+                found.append(_one(world, log, name, progress))
+                seen = seen or timeline(log, world.granule)
+        except WindfallError as e:
+            without[name] = e
+            continue
+        moments = seen
         rows.append(_row(name, found, time.perf_counter() - began))
-    return rows, moments
+    if not rows:
+        raise next(iter(without.values()))
+    return Compared(rows=tuple(rows), moments=tuple(moments), without=without)
 
 
 def _one(world: World, log: Path, name: str, progress: Progress | None) -> Figures:

@@ -136,12 +136,38 @@ def test_machines_that_became_slower_are_named(ran: Make) -> None:
 
 
 def test_a_run_that_died_is_read_as_far_as_it_came(ran: Make) -> None:
-    folder, _ = ran()
+    folder, _ = ran(run={"steps": 8})
     log = folder / "events.jsonl"
     lines = log.read_text().splitlines()
-    fifth = next(n for n, line in enumerate(lines) if '"name":"step","step":5' in line)
-    log.write_text("\n".join(lines[: fifth + 3]) + '\n{"t": 17')
-    assert "figures of steps 3 to 5" in typed("--replay", str(folder))
+    seventh = next(n for n, line in enumerate(lines) if '"name":"step","step":7' in line)
+    log.write_text("\n".join(lines[: seventh + 3]) + '\n{"t": 17')
+    assert "figures of steps 4 to 7" in typed("--replay", str(folder))
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_too_few_steps_are_no_ground_for_a_prediction(ran: Make, steps: int) -> None:
+    folder, _ = ran(run={"steps": steps})
+    with pytest.raises(WindfallError, match=f"it completed {steps} steps, and a prediction needs 6: 3 to fit to"):
+        typed("--replay", str(folder))
+    assert "not a prediction" in typed("--replay", str(folder), "--fit", "all")
+
+
+def test_a_prediction_says_how_sure_it_is(ran: Make, tmp_path: Path) -> None:
+    """The more single steps differed from the formulas that were fitted to them, the less."""
+    folder, _ = ran(run={"steps": 8})
+    calm = replay.replay(folder)
+    assert abs(calm.rows()["tok_per_s"][2] or 0.0) < calm.sure < 0.3
+    uneven = replace(calm, fitted_to=tuple((1.0, measured_s) for measured_s in (0.8, 1.1, 1.0, 1.3)))
+    assert uneven.sure > 2 * calm.sure
+    assert uneven.sure > math.log(1.3)
+    out = typed("--replay", str(folder), "--out", str(tmp_path / "out"))
+    said = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert said["sure"] == {"level": 0.9, "off": calm.sure, "step_off": calm.step_off, "steps": 4}
+    low, high = re.findall(
+        r"\(([\d,.]+) to ([\d,.]+)\)", next(line for line in out.splitlines() if "tokens/s" in line)
+    )[0]
+    assert float(low.replace(",", "")) < said["figures"]["tok_per_s"]["measured"] < float(high.replace(",", ""))
+    assert "how sure: the 4 steps fitted to are off by" in out
 
 
 def test_a_replay_has_a_trainer_that_is_never_lost(ran: Make) -> None:

@@ -55,7 +55,7 @@ def test_a_variant_that_makes_no_step_does_not_take_the_others_with_it(tmp_path:
     out = typed(*words, "colocated,disaggregated,windfall")
     rows = [line.split()[0] for line in out.splitlines() if line.count("%") == 4]
     assert rows == ["colocated", "windfall"]
-    assert "no figures of disaggregated: sim: 0 steps were made, and 1 are left out Raise run.steps" in out
+    assert "no figures of disaggregated: sim: 0 steps were made, and 1 are left out. Raise run.steps" in out
     assert list(json.loads((tmp_path / "figures.json").read_text())) == ["colocated", "windfall"]
     with pytest.raises(WindfallError, match="0 steps were made"):
         typed(*words, "disaggregated")

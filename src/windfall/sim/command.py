@@ -26,7 +26,7 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: boo
         print(f"{row.name:16}{variants.SAY[row.name]}")
     print("\n".join(["", *compare.table(rows), "", *compare.spreads(rows)]))
     for name, why in done.without.items():
-        print(f"no figures of {name}: {' '.join(str(why).splitlines())}")
+        print(f"no figures of {name}: {'. '.join(str(why).splitlines())}")
     for row in rows:
         for said in row.runs[0].advice:
             print(f"advice, {row.name}: {said}")

@@ -8,6 +8,7 @@ to the steps that it is compared with: that is no prediction, and shows what the
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from windfall.sim.replay_log import Record, record
 from windfall.sim.replay_world import FITS, Fit, Fitted, Recorded, RecordedEnv, fitted, world
 from windfall.types import LOCAL
 
+SURE = 0.9
+RATES = ("tok_per_s", "step_mean_s", "tok_per_usd")
+"""Figures that are off as much as a mean step is."""
 DRIFT = 0.03
 """What machines do differently in the steps held out is worth a word from here on."""
 SHARES = ("trainer_idle", "workers_idle", "workers_lost", "again")
@@ -44,6 +48,8 @@ class Replayed:
     fitted: Fitted
     predicted: Figures
     measured: Figures
+    fitted_to: tuple[tuple[float, float], ...]
+    """Of every step fitted to: how long it took in the simulation, and how long it had taken."""
     others: tuple[Figures, ...] = ()
     """Predicted, too, with workers that are a little faster or slower than fitted: how much hangs on little."""
 
@@ -55,21 +61,49 @@ class Replayed:
             out[name] = (p, m, p - m if name in SHARES else p / m - 1 if m else None)
         return out
 
+    @property
+    def step_off(self) -> float:
+        """How far off single steps were of those fitted to: root mean square of the logarithm of the ratio."""
+        return math.sqrt(statistics.mean(math.log(m / p) ** 2 for p, m in self.fitted_to))
+
+    @property
+    def sure(self) -> float:
+        """The prediction of a mean step should be off by no more than this share, SURE of the time.
+
+        It is the prediction interval of one further step, by Student's t. More steps make a mean no surer here: what
+        slows machines down (other programs, a hot day) lasts for many steps, so that their errors are not independent.
+        """
+        n = len(self.fitted_to)
+        return math.expm1(student(SURE, n - 1) * self.step_off * math.sqrt(1 + 1 / n))
+
+
+def student(level: float, freedom: int) -> float:
+    """Two-sided quantile of Student's t, by its expansion around the normal one.
+
+    >>> [round(student(0.9, n), 2) for n in (3, 5, 10, 1000)]
+    [2.3, 2.01, 1.81, 1.65]
+    """
+    z = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
 
 def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None, seeds: int = 1) -> Replayed:
     """Simulates the run of this folder. The simulated event log is left at `log`. With several `seeds`, all but the
     first have workers that are a little faster or slower."""
     was = record(folder)
     found = fitted(was, fit)
-    predicted = []
+    predicted, fitted_to = [], list[tuple[float, float]]()
     with tempfile.TemporaryDirectory() as place:
         for seed in range(seeds):
             file = log if log is not None and seed == 0 else Path(place) / "replay.jsonl"
             events = _simulate(was, found, file, seed)
             granule = next(e["granule"] for e in events if e["name"] == "start")
+            steps = zip(fit_log.steps_of(events), was.steps[: found.steps], strict=False)
+            fitted_to = fitted_to or [(sim["s"], real["s"]) for sim, real in steps]
             predicted.append(figures.of(events, skip=found.skip, granule=granule))
     return Replayed(
         record=was, fit=fit, fitted=found, predicted=predicted[0], others=tuple(predicted[1:]),
+        fitted_to=tuple(fitted_to),
         measured=figures.of(was.events, skip=found.skip),
     )  # fmt: skip
 
@@ -110,6 +144,7 @@ def table(done: Replayed) -> list[str]:
             said = f"{error:+.1%}" if error is not None else "-"
             line = f"{SAY[name]:16}{p:12,.4g}{m:12,.4g}{said:>14}"
             line += f"   {min(values):,.4g} to {max(values):,.4g}" if values else ""
+            line += f"   ({p / (1 + done.sure):,.4g} to {p * (1 + done.sure):,.4g})" if name in RATES else ""
         lines.append(line)
     return lines
 
@@ -119,7 +154,11 @@ def notes(done: Replayed) -> list[str]:
     f, count = done.fitted, len(done.record.steps)
     first = f"fitted to steps 1 to {f.steps}; figures of steps {f.skip + 1} to {count}"
     held = "held out" if f.skip >= f.steps else "fitted to as well: not a prediction"
-    out = [f"{first}, {held}"]
+    out = [
+        f"{first}, {held}",
+        f"how sure: the {len(done.fitted_to)} steps fitted to are off by {done.step_off:.1%} each (root mean square); "
+        f"where machines stay as steady as that, {SURE:.0%} of predictions are off by {done.sure:.0%} at most (brackets)",
+    ]
     kinds = {life.kind for life in done.record.lives}
     for kind, service in f.services.items():
         times = {k: v for k, v in asdict(service).items() if v and (kind in kinds or k in ("train_s", "update_s"))}
@@ -156,6 +195,7 @@ def said(done: Replayed, folder: Path) -> dict[str, Any]:
         "steps": [
             {"step": n, "predicted_s": p, "measured_s": m} for n, (p, m) in enumerate(steps, done.fitted.skip + 1)
         ],
+        "sure": {"level": SURE, "off": done.sure, "step_off": done.step_off, "steps": len(done.fitted_to)},
         "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
         "other_seeds": [{k: float(getattr(f, k)) for k in SAY} for f in done.others],
         "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},

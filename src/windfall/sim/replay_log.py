@@ -19,7 +19,7 @@ from windfall.events import Event, read
 from windfall.types import LOCAL, Lease
 
 FEWEST = 2
-"""Steps: one to fit to, one to predict."""
+"""Completed steps without which there is nothing to compare."""
 OVER = "the run is over"
 
 
@@ -89,7 +89,7 @@ def record(folder: Path) -> Record:
 def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
     steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
     if len(steps) < FEWEST:
-        fix = f"At least {FEWEST} are needed: one to fit to, one to predict."
+        fix = f"A replay needs at least {FEWEST}, a prediction more: let it run for longer."
         raise WindfallError(f"it completed {len(steps)} steps", where=where, fix=fix)
     if "lengths" not in steps[0] or [e["step"] for e in steps] != list(range(1, len(steps) + 1)):
         what = "its log has no lengths of responses" if "lengths" not in steps[0] else "its log lacks steps"

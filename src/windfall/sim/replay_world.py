@@ -26,6 +26,8 @@ Fit = Literal["first-half", "all"]
 FITS: tuple[Fit, ...] = ("first-half", "all")
 SKIP = 2
 """With every step fitted to, the first ones are still left out of the figures: rates are being measured in them."""
+FEWEST = 3
+"""Steps that a prediction is fitted to, at least: with fewer, nothing is known of how much single steps differ."""
 EXACT_TOKENS = 256
 """Responses up to about so long are simulated token by token; longer ones in as many granules."""
 
@@ -85,6 +87,11 @@ class Fitted:
 
 def fitted(record: Record, fit: Fit) -> Fitted:
     count = len(record.steps)
+    if fit == "first-half" and count // 2 < FEWEST:
+        raise WindfallError(
+            f"it completed {count} steps, and a prediction needs {2 * FEWEST}: {FEWEST} to fit to, the rest to predict",
+            where="the log", fix="Let the run complete more steps, or see how formulas fit to all of them: --fit all.",
+        )  # fmt: skip
     upto, skip = (count // 2, count // 2) if fit == "first-half" else (count, min(SKIP, count - 1))
     steps, until_s = record.steps[:upto], record.steps[upto - 1]["t"]
     trained = fit_log.training(record.events, [e["step"] for e in steps])

@@ -17,6 +17,7 @@ from windfall.config import Rollout as Options
 from windfall.events import EventLog, read
 from windfall.link import messages
 from windfall.link.memory import pair
+from windfall.rollout.course import Mark
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout
 from windfall.rollout.members import State
@@ -38,7 +39,7 @@ class Fixed:
         self.heard.append((last, others))
         return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
-    def again(self, others: Others) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> Plan | None:
         return None
 
 

@@ -43,8 +43,6 @@ class Mark(NamedTuple):
     """Responses that are not finished."""
     behind: float = 0.0
     """Tokens behind these, prompts included."""
-    expected: float = 0.0
-    """Tokens that should have been made, by the profiles of those who were there."""
 
 
 START = Mark(0.0, 0.0, 0.0, 0.0)
@@ -139,8 +137,10 @@ class Course:
     slow: list[float] = field(default_factory=lambda: [1.0] * PARTS)
     steps: int = 0
 
-    def learn(self, marks: Sequence[Mark], responses: float, weight: float) -> None:
-        """`marks` in order, the last when all was made."""
+    def learn(
+        self, marks: Sequence[Mark], there: Sequence[tuple[float, Crowd]], responses: float, weight: float
+    ) -> None:
+        """`marks` in order, the last when all was made; `there`: who made tokens, each from a time on, in order."""
         total = marks[-1].made if marks else 0.0
         if total <= 0:
             return
@@ -148,10 +148,10 @@ class Course:
         self.steps += 1
         before = START._replace(open=responses)
         for n, mark in enumerate(_spread([before, *marks], total)):
-            slow = self.slow[n]
+            slow, open, behind = self.slow[n], (before.open + mark.open) / 2, (before.behind + mark.behind) / 2
             if mark.made > before.made:
-                slow = min(MOST, max(LEAST, (mark.expected - before.expected) / (mark.made - before.made)))
-            open, behind = (before.open + mark.open) / 2, (before.behind + mark.behind) / 2
+                expected = _expected(there, before.at_s, mark.at_s, open, behind)
+                slow = min(MOST, max(LEAST, expected / (mark.made - before.made)))
             new = (mark.made / total, mark.whole / total, open / responses, behind / total, slow)
             for known, value in zip((self.made, self.whole, self.open, self.behind, self.slow), new, strict=True):
                 known[n] += weight * (value - known[n])
@@ -224,6 +224,16 @@ def _later(at_s: float, part: Part, pull_s: float, seed_s: float) -> float:
         tokens -= rate * (until_s - at_s)
         at_s = until_s
     return at_s
+
+
+def _expected(there: Sequence[tuple[float, Crowd]], start_s: float, end_s: float, open: float, behind: float) -> float:
+    """Tokens that should have been made in this time, by the profiles of those who were there."""
+    tokens = 0.0
+    for n, (since_s, crowd) in enumerate(there):
+        until_s = there[n + 1][0] if n + 1 < len(there) else math.inf
+        if since_s < end_s and until_s > start_s:
+            tokens += crowd.tok_per_s(open, behind) * (min(until_s, end_s) - max(since_s, start_s))
+    return tokens
 
 
 def _spread(marks: Sequence[Mark], total: float) -> list[Mark]:

@@ -69,6 +69,8 @@ class Measured:
     responses: int = 1
     course: tuple[Mark, ...] = ()
     """When how much was made, and could be trained on."""
+    there: tuple[tuple[float, Crowd], ...] = ()
+    """Who made tokens, each from a time on; empty: somebody was there of whom nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +171,8 @@ class Predict:
             self.local = self._mix(self.local, last.local_tokens / last.seed_s)
         if last.train_s > 0:
             self.train = self._mix(self.train, last.tokens / last.train_s)
-        if last.course and last.course[-1].expected > 0:
-            self.course.learn(last.course, last.responses, self.forget)
+        if last.course and last.there:
+            self.course.learn(last.course, last.there, last.responses, self.forget)
 
     def _mix(self, old: float, new: float) -> float:
         return new if old == 0 else (1 - self.forget) * old + self.forget * new

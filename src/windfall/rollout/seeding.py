@@ -14,14 +14,13 @@ import asyncio
 import math
 
 from windfall.events import EventLog
-from windfall.rollout.course import START, Crowd, Mark
+from windfall.rollout.course import Crowd, Mark
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan
 from windfall.types import LOCAL
 
 AGAIN_S = 0.05
-NOBODY = Crowd()
 REVIEW_S = 0.5
 """At least so long between two looks at a plan."""
 TELL = 0.1
@@ -47,9 +46,8 @@ class Seeding:
         self.last: Measured | None = None
         self._found: Others | None = None
         self._marks: list[Mark] = []
-        self._present: list[tuple[str, ...]] = []
-        """Who made tokens before each mark."""
-        self._makers: tuple[str, ...] = ()
+        self._makers: list[tuple[float, tuple[str, ...]]] = []
+        """Who makes tokens, each from a time of the step on."""
         self._accepted = self._whole = 0
         """Tokens that had been accepted when the step began; those of groups that are whole."""
 
@@ -65,7 +63,7 @@ class Seeding:
         self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
         self._seeded_s = self._area = 0.0
         self._accepted, self._whole = self._dispatch.ledger.counts.accepted, 0
-        self._marks, self._present, self._makers = [], [], ()
+        self._marks, self._makers = [], []
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
         self._review(now)
@@ -135,30 +133,22 @@ class Seeding:
     def arrived(self, tokens: int) -> None:
         """A group of so many tokens is whole."""
         self._whole += tokens
-        self._mark(self._now())
-
-    def _mark(self, now: float) -> None:
-        self._marks.append(self._stands(now))
-        self._present.append(self._makers)
+        self._marks.append(self._stands(self._now()))
 
     def _stands(self, now: float) -> Mark:
         ledger = self._dispatch.ledger
-        made, behind = ledger.counts.accepted - self._accepted, sum(ledger.context(id) for id in self._makers)
+        made, makers = ledger.counts.accepted - self._accepted, self._makers[-1][1] if self._makers else ()
+        behind = sum(ledger.context(id) for id in makers)
         return Mark(now - self._began_s, max(made, self._whole), self._whole, len(ledger), behind)
 
-    def _course(self) -> tuple[Mark, ...]:
-        """The marks, with what was expected of those who were there: by what is known of them now."""
-        crowds: dict[tuple[str, ...], Crowd | None] = {}
-        members = self._dispatch.members.all
-        before, out = START._replace(open=self._responses), list[Mark]()
-        for mark, makers in zip(self._marks, self._present, strict=True):
-            if makers not in crowds:
-                crowds[makers] = self._dispatch.giving.crowd(members[id] for id in makers if id in members)
-            rate = (crowds[makers] or NOBODY).tok_per_s(
-                (before.open + mark.open) / 2, (before.behind + mark.behind) / 2
-            )
-            before = mark._replace(expected=before.expected + rate * (mark.at_s - before.at_s))
-            out.append(before)
+    def _there(self) -> tuple[tuple[float, Crowd], ...]:
+        """Who made tokens, by what is known of them now."""
+        members, out = self._dispatch.members.all, list[tuple[float, Crowd]]()
+        for at_s, ids in self._makers:
+            crowd = self._dispatch.giving.crowd(members[id] for id in ids if id in members)
+            if ids and crowd is None:
+                return ()
+            out.append((at_s, crowd or Crowd()))
         return tuple(out)
 
     def trainable(self) -> None:
@@ -180,7 +170,7 @@ class Seeding:
             tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
             train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
             remote_s=max(ends) - self._began_s if ends else 0.0,
-            workers=self._area / max(1e-9, now - self._began_s), course=self._course(),
+            workers=self._area / max(1e-9, now - self._began_s), course=tuple(self._marks), there=self._there(),
             responses=self._responses,
         )  # fmt: skip
 
@@ -266,9 +256,9 @@ class Seeding:
         self._area += len(self._others()) * (now - self._looked_s)
         self._looked_s = now
         makers = tuple(m.id for m in self._working())
-        if makers != self._makers:
-            self._mark(now)
-            self._makers = makers
+        if not self._makers or makers != self._makers[-1][1]:
+            self._marks.append(self._stands(now))
+            self._makers.append((now - self._began_s, makers))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

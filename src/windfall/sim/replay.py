@@ -81,7 +81,7 @@ def student(level: float, freedom: int) -> float:
     """Two-sided quantile of Student's t, by its expansion around the normal one.
 
     >>> [round(student(0.9, n), 2) for n in (3, 5, 10, 1000)]
-    [2.3, 2.01, 1.81, 1.65]
+    [2.31, 2.01, 1.81, 1.65]
     """
     z = statistics.NormalDist().inv_cdf((1 + level) / 2)
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -157,7 +157,7 @@ def notes(done: Replayed) -> list[str]:
     out = [
         f"{first}, {held}",
         f"how sure: the {len(done.fitted_to)} steps fitted to are off by {done.step_off:.1%} each (root mean square); "
-        f"where machines stay as steady as that, {SURE:.0%} of predictions are off by {done.sure:.0%} at most (brackets)",
+        f"if machines stay as steady as that, {SURE:.0%} of predictions are off by {done.sure:.0%} at most (brackets)",
     ]
     kinds = {life.kind for life in done.record.lives}
     for kind, service in f.services.items():

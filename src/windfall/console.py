@@ -89,6 +89,21 @@ class Console:
                 self._out.print(
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
                 )
+            case "checkpoint_damaged":
+                self._out.print(
+                    f"[red]checkpoint damaged[/]: {escape(event['what'])}; going on from step {event['step']}, later "
+                    "steps are repeated"
+                )
+            case "checkpoint_unchecked":
+                self._out.print(f"[yellow]checkpoint not verified[/]: {escape(event['what'])}")
+            case "journal_lost":
+                what = f"{event['responses']:,} responses with {event['tokens']:,} tokens are generated again"
+                if not event["responses"]:
+                    what = "what it held of the step under way is generated again"
+                where = f"{escape(event['file'])}: {escape(event['why'])} ({event['bytes']:,} bytes)"
+                self._out.print(f"[yellow]journal lost[/]: {where}; {what}")
+            case "journal_strays":
+                self._out.print(f"[yellow]not a journal file, skipped[/]: {escape(', '.join(event['files']))}")
             case "trainer_lost":
                 self._out.print(f"[red]the trainer is gone[/]: {escape(event['why'])}")
             case "refused":

@@ -49,7 +49,8 @@ class Expected:
             lost = Lost(file=self._file, why="it ends too early")
         if lost is None:
             return None
-        tokens = {id: n for id, n in lost.plus(missing).items() if id == UNKNOWN or wanted(id, next_task)}
+        # One of which only the judgement is lost is not generated again.
+        tokens = {id: n for id, n in lost.plus(missing).items() if n and (id == UNKNOWN or wanted(id, next_task))}
         return {
             "file": lost.file, "why": lost.why, "bytes": lost.bytes, "responses": len(tokens.keys() - {UNKNOWN}),
             "tokens": sum(tokens.values()),

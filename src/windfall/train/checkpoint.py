@@ -158,7 +158,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         said = json.loads((checkpoint / STATE).read_text())
         if not all(type(said[key]) is int and said[key] >= 0 for key in ("step", "next_task")):
             raise ValueError(f"not a state: {said}")
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise verify.Damaged(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
     return said
 

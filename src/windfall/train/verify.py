@@ -89,7 +89,7 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
         if said["algorithm"] != _ALGORITHM:
             raise ValueError(f"unknown algorithm {said['algorithm']!r}")
         listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in said["files"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise Damaged(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
     missing = [name for name in _NEEDED if name not in listed]
     if missing:

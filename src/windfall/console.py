@@ -113,7 +113,8 @@ class Console:
             case "reward_missing":
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {escape(event['error'])}")
             case "update_skipped":
-                self._out.print(f"[yellow]update skipped[/] in step {event['step']}: {event['why']}")
+                of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
+                self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")
 
     def _advise(self, e: Event) -> None:
         """Said when it asks for a change, once."""
@@ -180,6 +181,9 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
         early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
         out.append(f"                             {made / max(1e-9, rollout - early):,.0f} tok/s while generating")
+        skipped = sum(e.get("updates_skipped", 0) for e in steps)
+        if skipped:
+            out.append(f"  updates skipped            {skipped} (no gradient; the weights stayed as they were)")
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (counted, not trained on)")

@@ -71,7 +71,8 @@ class World:
         self._live("update")
         self.done.append(("update",))
         self._updates += 1
-        values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": self._updates - 1 in self.skip}
+        skipped = "not finite" if self._updates - 1 in self.skip else ""
+        values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": skipped}
         return Report(**values), state.step if state else None  # pyright: ignore
 
     # of the pace: nobody generates here, so training may begin at once
@@ -208,7 +209,9 @@ def test_several_updates_of_one_step(tmp_path: Path) -> None:
         ("connect", 0), ("draw", 0, 2), ("prepare", 2), ("prepare", 2), ("accumulate", 2), ("update",),
         ("accumulate", 2), ("update",), ("offer", 1), ("save", 1, 2)]  # fmt: skip
     events = {e["name"]: e for e in read(tmp_path / "events.jsonl")}
-    assert events["update_skipped"]["step"] == 1
+    skipped = {k: events["update_skipped"][k] for k in ("step", "why", "updates", "of")}
+    assert skipped == {"step": 1, "why": "the gradient was not finite", "updates": 1, "of": 2}
+    assert events["step"]["updates_skipped"] == 1
     assert events["step"]["trained"] == 6
 
 

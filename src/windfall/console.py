@@ -89,6 +89,21 @@ class Console:
                 self._out.print(
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
                 )
+            case "checkpoint_damaged":
+                self._out.print(
+                    f"[red]checkpoint damaged[/]: {escape(event['what'])}; going on from step {event['step']}, later "
+                    "steps are repeated"
+                )
+            case "checkpoint_unchecked":
+                self._out.print(f"[yellow]checkpoint not verified[/]: {escape(event['what'])}")
+            case "journal_lost":
+                what = f"{event['responses']:,} responses with {event['tokens']:,} tokens are generated again"
+                if not event["responses"]:
+                    what = "what it held of the step under way is generated again"
+                where = f"{escape(event['file'])}: {escape(event['why'])} ({event['bytes']:,} bytes)"
+                self._out.print(f"[yellow]journal lost[/]: {where}; {what}")
+            case "journal_strays":
+                self._out.print(f"[yellow]not a journal file, skipped[/]: {escape(', '.join(event['files']))}")
             case "trainer_lost":
                 self._out.print(f"[red]the trainer is gone[/]: {escape(event['why'])}")
             case "refused":
@@ -98,7 +113,8 @@ class Console:
             case "reward_missing":
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {escape(event['error'])}")
             case "update_skipped":
-                self._out.print(f"[yellow]update skipped[/] in step {event['step']}: {event['why']}")
+                of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
+                self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")
 
     def _advise(self, e: Event) -> None:
         """Said when it asks for a change, once."""
@@ -165,6 +181,9 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
         early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
         out.append(f"                             {made / max(1e-9, rollout - early):,.0f} tok/s while generating")
+        skipped = sum(e.get("updates_skipped", 0) for e in steps)
+        if skipped:
+            out.append(f"  updates skipped            {skipped} (no gradient; the weights stayed as they were)")
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (counted, not trained on)")

@@ -37,10 +37,15 @@ from windfall.config import Recipe
 from windfall.envs.base import HELD_OUT
 from windfall.events import EventLog
 from windfall.rollout.manager import Rollout, Stopped
-from windfall.train.base import Report, TrainerLost
+from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
 from windfall.train.checkpoint import State
 from windfall.train.sample import Sample, credit, outcomes
 from windfall.types import Group
+
+WHY_SKIPPED = {
+    NOT_FINITE: "the gradient was not finite",
+    NOTHING: "the gradient was zero: in no group did rewards differ, or no token had any weight",
+}
 
 
 class AsyncTrainer(Protocol):
@@ -297,8 +302,11 @@ class Controller:
         responses = [r for g in batch.kept for r in g.responses]
         lengths = [r.made for r in responses]
         last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
-        if any(r.skipped for r in reports):
-            self.events.instant("update_skipped", step=step, why="the gradient was not finite")
+        skipped = [r.skipped for r in reports if r.skipped]
+        for why in sorted(set(skipped)):
+            self.events.instant(
+                "update_skipped", step=step, why=WHY_SKIPPED[why], updates=skipped.count(why), of=len(reports)
+            )
         self.events.scalar(
             "step",
             step=step,
@@ -321,6 +329,7 @@ class Controller:
             tok_per_s=(self.rollout.made - self.rollout.restored) / took_s,
             **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
             trained=sum(r.tokens for r in reports),
+            updates_skipped=len(skipped),
             **self.counters(),
         )
 

@@ -27,13 +27,24 @@ from windfall.worker.inside import inside
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """Where the model is, and the recipe of the run it belongs to, if any. A run stands for its newest checkpoint."""
+    """Where the model is, and the recipe of the run it belongs to, if any. A run means its newest whole checkpoint."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
-        return str(checkpoint.latest(path)), path / "recipe.toml"
+        chosen = checkpoint.latest(path)
+        for damaged in chosen.damaged:
+            _warn(f"damaged, not used: {damaged.short}")
+        if not chosen.checked.hashed:
+            _warn(f"{chosen.path.name} {chosen.checked}")
+        return str(chosen.path), path / "recipe.toml"
+    if (path / checkpoint.STATE).is_file():
+        checkpoint.check(path, optimizer=False)
     recipe = path.resolve().parent.parent / "recipe.toml"
     models.resolve(name)
     return name, recipe if path.is_dir() and recipe.is_file() else None
+
+
+def _warn(line: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]warning[/] {escape(line)}")
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:

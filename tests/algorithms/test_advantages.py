@@ -143,3 +143,11 @@ def test_only_dapo_replaces_groups(name: str, rewards: list[float]) -> None:
 )
 def test_normaliser(name: str, expected: float) -> None:
     assert make(name).normaliser(length=7, limit=LIMIT) == expected
+
+
+def test_the_limit_counts_the_environments_words_and_so_does_the_penalty() -> None:
+    """Cut at the limit of 100, with 70 tokens of the environment among them: the whole penalty."""
+    dapo = DAPO(overlong_cache=20, overlong_penalty=0.5)
+    assert dapo.shaped(Outcome(reward=1.0, length=30, limit=LIMIT, observed=70)) == 0.5
+    assert dapo.shaped(Outcome(reward=1.0, length=30, limit=LIMIT, observed=60)) == 0.75
+    assert dapo.shaped(Outcome(reward=1.0, length=30, limit=LIMIT)) == 1.0

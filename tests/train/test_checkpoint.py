@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from hostile.checkpoints import CHECKPOINTS, cut, flip, of_0_2, rename_step
 
-from windfall import config, models
+from windfall import config, models, offline
 from windfall.errors import WindfallError
 from windfall.events import read
 from windfall.train import checkpoint
@@ -97,16 +99,94 @@ def test_half_written_ones_are_never_seen_and_old_ones_go(tmp_path: Path, monkey
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_a_damaged_checkpoint_is_refused_with_its_place(tmp_path: Path) -> None:
+def saved(folder: Path, *steps: int) -> None:
     made = parts()
-    path = checkpoint.save(tmp_path, State(step=1, next_task=0), keep=1, **made)
-    file = path / "windfall" / "optimizer.safetensors"
-    file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(WindfallError, match="optimizer's state cannot be read"):
-        checkpoint.restore(path, optimizer=made["optimizer"], device="cpu")
-    (path / "windfall" / "state.json").write_text("{}")
-    with pytest.raises(WindfallError, match="not a windfall checkpoint"):
-        checkpoint.read_state(path)
+    for step in steps:
+        checkpoint.save(folder, State(step=step, next_task=step), keep=len(steps), **made)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    saved(folder, 2, 4)
+    return folder
+
+
+def test_a_whole_checkpoint_is_verified_to_the_last_byte(two: Path) -> None:
+    chosen = checkpoint.choose(two)
+    assert chosen is not None
+    assert (chosen.path.name, chosen.state, chosen.damaged) == ("step-000004", State(step=4, next_task=4), ())
+    files = [p for p in chosen.path.rglob("*") if p.is_file() and p.name != "checksums.json"]
+    assert chosen.checked.hashed
+    assert chosen.checked.bytes == sum(p.stat().st_size for p in files)
+    assert "GB/s" in str(chosen.checked)
+
+
+@pytest.mark.parametrize("kind", list(CHECKPOINTS))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(two: Path, tmp_path: Path, kind: str) -> None:
+    folder, (file, damage) = Path(shutil.copytree(two, tmp_path / "c")), CHECKPOINTS[kind]
+    damage(folder / "step-000004" / file)
+    chosen = checkpoint.choose(folder)
+    assert chosen is not None
+    assert chosen.state == State(step=2, next_task=2)
+    (damaged,) = chosen.damaged
+    # An edited state.json is found by its checksum, a state.json without checksums by what it says.
+    assert damaged.file == file
+    assert str(damaged.checkpoint / file) in str(damaged)
+    assert checkpoint.set_aside(damaged).name == "damaged-step-000004"
+    assert [p.name for p in checkpoint.all_in(folder)] == ["step-000002"]
+    damage(folder / "step-000002" / file)
+    with pytest.raises(WindfallError, match="no checkpoint of this run is whole: step-000002"):
+        checkpoint.choose(folder)
+    assert (folder / "step-000002").is_dir(), "the last one stays where it is"
+
+
+def test_a_copy_under_another_step_is_not_believed(two: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    rename_step(folder / "step-000004", 9)
+    chosen = checkpoint.choose(folder)
+    assert chosen is not None
+    assert chosen.state.step == 4
+    assert [d.file for d in chosen.damaged] == ["windfall/state.json"]
+    assert "says step 4 in the folder of step 9" in str(chosen.damaged[0])
+
+
+def test_checkpoints_of_0_2_are_used_with_a_word(two: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    for path in checkpoint.all_in(folder):
+        of_0_2(path)
+    chosen = checkpoint.choose(folder)
+    assert chosen is not None
+    assert chosen.state.step == 4
+    assert not chosen.checked.hashed
+    assert "no checksums" in str(chosen.checked)
+    cut(folder / "step-000004" / "windfall" / "optimizer.safetensors")
+    chosen = checkpoint.choose(folder)
+    assert chosen is not None
+    assert chosen.state.step == 2, "a file that is cut is found without checksums"
+
+
+def test_the_optimizer_is_not_read_where_it_is_not_needed(two: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    flip(folder / "step-000004" / "windfall" / "optimizer.safetensors")
+    chosen = checkpoint.choose(folder, optimizer=False)
+    assert chosen is not None
+    assert chosen.state.step == 4
+
+
+def test_steps_are_ordered_by_number(tmp_path: Path) -> None:
+    for name in ("step-1000000", "step-999999", "step-abc", "step-000007.bak"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoint.all_in(tmp_path)] == ["step-999999", "step-1000000"]
+
+
+def test_a_run_whose_only_checkpoints_were_set_aside_does_not_begin_anew(two: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    (folder / "step-000004").rename(folder / "damaged-step-000004")
+    shutil.rmtree(folder / "step-000002")
+    with pytest.raises(WindfallError, match="damaged-step-000004 was set aside before"):
+        checkpoint.choose(folder)
+    assert checkpoint.choose(tmp_path / "nothing") is None
 
 
 def windfall(*args: str) -> subprocess.Popen[bytes]:
@@ -118,7 +198,7 @@ def windfall(*args: str) -> subprocess.Popen[bytes]:
 
 
 def weights(run: Path) -> str:
-    return hashlib.sha256((checkpoint.latest(run) / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_killed_at_any_moment_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -150,3 +230,42 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> Non
                 return
         time.sleep(0.02)
     raise AssertionError(f"waited 60 s for step {step} of {run}")
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_makes_the_same_weights_again(tmp_path: Path) -> None:
+    """It goes back to the one before, generates what is not in the journal again, and says so."""
+    recipe, run = tmp_path / "r.toml", tmp_path / "r"
+    recipe.write_text(RECIPE.replace("steps = 7", "steps = 4").replace('schedule = "cosine"', ""))
+    assert command("train", str(recipe), "--set", f"run.folder={tmp_path}", "--set", "eval.tasks=0").returncode == 0
+    saved = run / "checkpoints" / "step-000004"
+    before = (saved / "model.safetensors").read_bytes()
+    flip(saved / "model.safetensors")
+    done = command("resume", str(run), "--set", "run.steps=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "checkpoint damaged: step-000004/model.safetensors: its checksum" in done.stdout
+    assert "going on from step 2" in done.stdout
+    assert "journal lost: 000002.wal: it is gone" in done.stdout
+    assert (saved / "model.safetensors").read_bytes() == before
+    assert (run / "checkpoints" / "damaged-step-000004").is_dir()
+    steps = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+    assert steps == list(range(1, 6))
+
+
+def test_eval_and_generate_verify_what_they_load(two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(two, run / "checkpoints")
+    (run / "recipe.toml").write_text("")
+    flip(run / "checkpoints" / "step-000004" / "model.safetensors")
+    path, recipe = offline.find_checkpoint(str(run))
+    assert (Path(path).name, recipe) == ("step-000002", run / "recipe.toml")
+    assert "damaged, not used: step-000004/model.safetensors: its checksum is" in capsys.readouterr().err
+    assert (run / "checkpoints" / "step-000004").is_dir(), "nothing is changed by looking"
+    with pytest.raises(WindfallError, match=r"step-000004/model.safetensors: damaged: its checksum is"):
+        offline.find_checkpoint(str(run / "checkpoints" / "step-000004"))
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "windfall.cli", *args], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from windfall.train import head
 from windfall.train import logprobs as chunked
 from windfall.train.gradients import Gradients
 from windfall.train.optimizer import Optimizer
-from windfall.train.sample import Sample, credit, packs
+from windfall.train.sample import Sample, credit, outcomes, packs
 from windfall.train.trainer import TorchTrainer
 from windfall.types import Group, Request, Response, Task
 
@@ -132,6 +132,75 @@ def test_gradient_is_that_of_the_textbook_loss(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
+def test_gradient_is_the_one_that_the_docs_state(model: Any, name: str) -> None:
+    """docs/algorithms.md written out in plain torch: surrogate, truncated importance, KL; a second update of a step, on
+    responses with the environment's words between the policy's."""
+    kl, cap, options = 0.3, 1.05, {"clip_high": 0.01} if name in ("dapo", "cispo", "gspo") else {}
+    rng = np.random.default_rng(1)
+    made = [
+        replace(s, targets=tuple(t for n, t in enumerate(s.targets) if n % 5 != 3 or n == 0)) for s in samples(model, 6)
+    ]
+    made = [
+        replace(s, behaviour=(old := _plain(model, s).detach().double().numpy()) + rng.normal(0, 0.05, len(old)),
+                old=old + rng.normal(0, 0.03, len(old)))
+        for s in made
+    ]  # fmt: skip
+    reference = models.load("tiny", dtype="float32", device="cpu")
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    sections = {"kl": kl, "importance_cap": cap}
+    t = TorchTrainer(
+        model, algorithms.make(name, **options), recipe(algorithm=sections), micro_tokens=256, reference=reference
+    )
+    t.accumulate(made)
+    ours = gradients(t) / t._divisor
+    model.zero_grad()
+    terms = [_textbook(name, options, s, _plain(model, s), _plain(reference, s).detach(), cap) for s in made]
+    lengths, limit = torch.tensor([len(s.targets) for s in made]), made[0].limit
+    surrogate, k3 = [torch.stack(column) for column in zip(*terms, strict=True)]
+    if name in ("dapo", "reinforce_pp", "cispo"):  # a mean over all tokens of the mini-batch
+        loss = (surrogate.sum() + kl * k3.sum()) / lengths.sum()
+    else:  # a mean over its responses; the KL of each is its mean over tokens
+        scale = {"grpo": lengths, "gspo": 1, "rloo": 1, "dr_grpo": limit}[name]
+        loss = (surrogate / scale).mean() + kl * (k3 / lengths).mean()
+    loss.backward()
+    oracle = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (ours - oracle).norm() < 1e-4 * oracle.norm()
+
+
+def _plain(model: Any, s: Sample) -> torch.Tensor:
+    logp, _ = plainly(model, [s], 1.0)
+    return logp
+
+
+def _textbook(
+    name: str, options: dict[str, float], s: Sample, logp: torch.Tensor, ref: torch.Tensor, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the sampled tokens of a response: of the surrogate loss, and of k3."""
+    old, behaviour, advantage = torch.tensor(s.old).float(), torch.tensor(s.behaviour).float(), s.advantage
+    trust = (old - behaviour).exp().clamp(max=cap)
+    ratio = (logp - old).exp()
+    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}.get(name, (0.2, 0.2))
+    high = options.get("clip_high", high)
+    match name:
+        case "rloo":
+            surrogate = trust * advantage * logp
+        case "cispo":
+            surrogate = trust * ratio.detach().clamp(1 - low, 1 + high) * advantage * logp
+        case "gspo":
+            # Each token carries an equal part of the response's ratio: s_i / |y_i|, with the gradient of its log-prob.
+            whole = (logp - old).mean().exp()
+            part = whole.detach() * (logp - logp.detach()).exp() / len(logp)
+            clips = whole > 1 + high if advantage > 0 else whole < 1 - low
+            surrogate = trust * part * advantage * float(not clips)
+        case _:
+            surrogate = trust * torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    difference = ref - logp
+    return -surrogate.sum(), (difference.exp() - difference - 1).sum()
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
 def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -> None:
     made = samples(model, 12)
     at_once = trainer(model, name, micro_tokens=10_000)
@@ -183,10 +252,36 @@ def test_a_gradient_that_is_not_finite_is_not_used(model: Any) -> None:
     before = {n: p.clone() for n, p in model.named_parameters()}
     t = trainer(model)
     t.accumulate([replace(made[0], advantage=float("inf")), *made[1:]])
-    assert t.finish().skipped
+    assert t.finish().skipped == "not finite"
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     t.accumulate(made)
     assert not t.finish().skipped
+
+
+def test_an_update_without_any_credit_moves_nothing(model: Any) -> None:
+    """Not through momentum, and not by weight decay; only the schedule goes on. So it does when it is resumed."""
+    made = samples(model, 4)
+    t = trainer(model, train={"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear"})
+    t.accumulate(made)
+    assert t.finish().skipped == ""
+    state = {name: value.clone() for name, value in t.optimizer.state().items()}
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    for without in ([replace(s, advantage=0.0) for s in made], []):
+        rate = t.optimizer.rate()
+        t.accumulate(without)
+        report = t.finish()
+        assert (report.skipped, report.grad_norm) == ("nothing", 0.0)
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        assert t.optimizer.rate() < rate
+    after = t.optimizer.state()
+    assert all(torch.equal(after[name], value) for name, value in state.items() if name != "updates")
+    again = trainer(models.load("tiny", dtype="float32", device="cpu"), train=t.optimizer.options.model_dump())
+    again.model.load_state_dict(model.state_dict())
+    again.optimizer.restore(after)
+    for one in (t, again):
+        one.accumulate(made)
+        assert one.finish().skipped == ""
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.model.parameters(), strict=True))
 
 
 def test_activation_checkpointing_changes_no_gradient(model: Any) -> None:
@@ -239,6 +334,7 @@ def test_credit_leaves_out_what_has_no_reward_and_trains_on_sampled_tokens_only(
     )
     (made,) = credit([group], algorithms.make("dr_grpo"), limit=10)
     assert [s.advantage for s in made] == [0.5, -0.5]
+    assert [(o.length, o.observed) for o in outcomes(group, 10)] == [(2, 1)] * 2
     assert made[0].targets == (2, 4)
     assert made[0].behaviour.tolist() == [-1.0, -2.0]
 

@@ -34,11 +34,15 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What credit may look at: the reward of a response, its length, and whether it was cut by the limit."""
+    """What credit may look at: the reward of a response and its length."""
 
     reward: float
     length: int
+    """Tokens that the policy sampled."""
     limit: int
+    """The most tokens that a response may have (rollout.max_tokens), the environment's among them."""
+    observed: int = 0
+    """Tokens of the environment within the response. Not trained on, but they count towards the limit."""
 
 
 class Algorithm(Protocol):

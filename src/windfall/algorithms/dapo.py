@@ -1,11 +1,13 @@
 """DAPO. "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476.
 
-    R'_i  = R_i - overlong_penalty * min(1, max(0, (|y_i| - (limit - cache)) / cache))      cache = overlong_cache
+    R'_i  = R_i - overlong_penalty * min(1, max(0, (n_i - (limit - cache)) / cache))        cache = overlong_cache
     A_i   = (R'_i - mean(R')) / std(R')                       over the G responses of a group
     loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
     w_t   = A_i r_t, or 0 where the clip holds
 
-Every token counts the same, whichever response it is in; the sum of lengths is that of the mini-batch. A group whose
+n_i counts all tokens of the response, the environment's as well, because the limit does: a response that was cut has
+n_i = limit and the whole penalty. |y_i| counts sampled tokens only. Every token counts the same, whichever response it is
+in; the sum of lengths is that of the mini-batch. A group whose
 rewards are all equal is replaced by another (dynamic sampling). The paper's overlong_cache is 4096 of a limit of 20480.
 """
 
@@ -37,7 +39,8 @@ class DAPO:
     def shaped(self, outcome: Outcome) -> float:
         if self.overlong_cache == 0:
             return outcome.reward
-        over = (outcome.length - (outcome.limit - self.overlong_cache)) / self.overlong_cache
+        taken = outcome.length + outcome.observed
+        over = (taken - (outcome.limit - self.overlong_cache)) / self.overlong_cache
         return outcome.reward - self.overlong_penalty * min(1.0, max(0.0, over))
 
     def informative(self, group: Sequence[Outcome]) -> bool:

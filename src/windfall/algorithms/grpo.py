@@ -6,6 +6,7 @@
 
 The mean over a group becomes the mean over all responses of the mini-batch: the same when groups are equally large.
 The paper's KL term is `kl.kl_weights`, with beta / |y_i| for its beta of 0.04, because the term lies inside the mean.
+Rewards that are missing are in no mean: a group may have fewer than G responses.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ of KL(ref || pi): it has the same minimum.)
 
     k3        = exp(ref - logp) - (ref - logp) - 1
     d k3      = (1 - exp(ref - logp)) d logp
-    loss     += beta sum_t k3_t           so, as gradient of the loss = - sum_t w_t grad logp_t:
-    w_t      += - beta (1 - exp(ref - logp_t))
+    loss     += beta sum_i n_i mean_t k3_t / sum_i n_i          n_i: the algorithm's normaliser of response i
+    w_t      += - beta n_i / |y_i| (1 - exp(ref - logp_t))      as gradient of the loss = - sum_t w_t grad logp_t
 
-A token likelier than under the reference is pushed down, a less likely one up. The term is divided by the same
-normaliser as the rest: in a token-level algorithm beta is per token; one whose normaliser is 1 per response sums it
-over the response, unless beta / |y| is passed to average it there, as GRPO does.
+A token likelier than under the reference is pushed down, a less likely one up. Only sampled tokens count. The mean is
+over the tokens of the mini-batch where n_i = |y_i| (DAPO, REINFORCE++, CISPO). Elsewhere all n_i are equal, and it is
+the mean over the responses of the mini-batch of each one's mean over its tokens, as in GRPO's paper.
 """
 
 from __future__ import annotations

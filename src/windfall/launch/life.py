@@ -30,6 +30,7 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.journal import Found, Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
+from windfall.rollout.recover import Expected
 from windfall.rollout.seeding import Seeding
 from windfall.rollout.work import Offer
 from windfall.text import Text
@@ -45,13 +46,19 @@ TICK_S = 0.1
 class Life:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, again: bool,
-        find: Callable[[Journal], Awaitable[Found]] | None = None,
+        find: Callable[[Journal, int], Awaitable[Found]] | None = None,
     ) -> None:  # fmt: skip
         """`again`: the run has been before. `journal` None: nothing outlives this life. `find`: how it is read."""
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
-        self._find = find or (lambda journal: asyncio.to_thread(journal.find))
+        self._find = find or (lambda journal, step: asyncio.to_thread(journal.find, step))
         log = read(events.path)
+        self._expected = Expected()
+        for event in log:
+            self._expected.hear(event)
+        events.attach(self._expected.hear)
+        self._told = {(e["name"], e["pid"]) for e in log if e["name"].startswith("checkpoint_")}
+        """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
         self._evaluated = {e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
@@ -103,13 +110,24 @@ class Life:
             self.events.instant("resumed", step=hello.step)
         self._again = True
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
+        for name in ("checkpoint_damaged", "checkpoint_unchecked"):
+            if name in hello.facts and (name, hello.facts["pid"]) not in self._told:
+                self._told.add((name, hello.facts["pid"]))
+                self.events.instant(name, step=hello.step, pid=hello.facts["pid"], what=hello.facts[name])
         assert self.rollout is not None, "connected before there is a loop"
         if self.journal is not None:
             self.journal.close()
-            found = await self._find(self.journal)  # seconds for a long one; workers must be heard meanwhile
+            # Reading a long one takes seconds, in which workers must be heard.
+            found = await self._find(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it went away, or another has taken its place")
+            lost = self._expected.lost(found, step=hello.step, next_task=hello.next_task)
+            if lost is not None:
+                self.events.instant("journal_lost", step=hello.step, **lost)
+            if found.strays:
+                self.events.instant("journal_strays", files=list(found.strays))
             self.rollout.remember(self.journal.begin(hello.step, found), hello.next_task)
+            self.events.instant("journal", file=self.journal.file)
         self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
         self.connected(hello)
         self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
@@ -122,8 +140,9 @@ class Life:
             self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
 
     def _saved(self, state: State) -> None:
-        if self.journal is not None:
+        if self.journal is not None and self._expected.saved(state.step):
             self.journal.rotate(state.step)
+            self.events.instant("journal", file=self.journal.file)
 
     async def attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:
         """The life of one trainer's link."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
@@ -62,9 +63,9 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
 
-    found = checkpoint.all_in(folder / "checkpoints")
-    source = str(found[-1]) if found else recipe.model.path
-    state = checkpoint.read_state(found[-1]) if found else State(step=0, next_task=0)
+    found, notes = _checkpoint(folder / "checkpoints")
+    source = str(found.path) if found else recipe.model.path
+    state = found.state if found else State(step=0, next_task=0)
     device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
     model = models.load(source, dtype=dtype, device=device)
     tokenizer = models.load_tokenizer(source)
@@ -79,7 +80,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
     if found:
-        checkpoint.restore(found[-1], optimizer=trainer.optimizer, device=device)
+        checkpoint.restore(found.path, optimizer=trainer.optimizer, device=device)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
     listening.raise_file_limit()
     publisher = Publisher(folder)
@@ -92,7 +93,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     def hello(**more: Any) -> m.TrainerHello:
         facts = {
             "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
-            "age_s": process.age_s(), **asdict(derived),
+            "age_s": process.age_s(), **asdict(derived), **notes,
         }  # fmt: skip
         return m.TrainerHello(
             micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
@@ -123,6 +124,21 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         await dialler.close()
         await server.close()
         publisher.close()
+
+
+def _checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]:
+    """What to go on from, and what the controller should say about it. Damaged checkpoints are set aside."""
+    found, notes = checkpoint.choose(folder), dict[str, str]()
+    if found is None:
+        return None, notes
+    print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)
+    if not found.checked.hashed:
+        notes["checkpoint_unchecked"] = f"{found.path.name} {found.checked}"
+    if found.damaged:
+        aside = [f"{damaged.short} (now {checkpoint.set_aside(damaged).name})" for damaged in found.damaged]
+        notes["checkpoint_damaged"] = "; ".join(aside)
+        print(f"damaged: {notes['checkpoint_damaged']}", file=sys.stderr, flush=True)
+    return found, notes
 
 
 async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:

@@ -274,7 +274,7 @@ class Update(Message, frozen=True, tag=23):
 
 
 class Updated(Message, frozen=True, tag=24):
-    report: dict[str, float | int | bool]
+    report: dict[str, float | int | str]
     version: int
     digest: str
     s: float

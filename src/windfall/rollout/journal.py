@@ -2,10 +2,11 @@
 
     journal/000010.wal     everything since the checkpoint of step 10
 
-A record is its length, a checksum, and a msgpack array. What a killed process left half-written at the end is cut off
-when the file is opened again. `flush` hands what was written to the operating system, where it outlives the process,
-and is called before anything that depends on it: work given out, a turn judged, a group handed on. (It does not outlive
-the machine: a power cut leaves the last checkpoint, which is synced.)
+It is begun when that checkpoint is on disk, and then replaces the file before it. A record is its length, a checksum,
+and a msgpack array. What a killed process left half-written at the end is cut off when the file is opened again.
+`flush` hands what was written to the operating system, where it outlives the process, and is called before anything
+that depends on it: work given out, a turn judged, a group handed on. (It does not outlive the machine: a power cut
+leaves the last checkpoint, which is synced.) What cannot be read any more is in `Found.lost`.
 
 Rules: reading gives back, for every response since the last checkpoint, exactly what was accepted, in order. After a
 write that failed there is no other: every later one fails as well, and `failed` has been told.
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +28,10 @@ import xxhash
 
 from windfall.errors import WindfallError
 from windfall.link.messages import Tokens
+from windfall.rollout.damage import Lost, known, look
 from windfall.rollout.past import HEAD, Assigned, Began, Judged, Made, Past, Record, Stretch, read, records
+
+_NAME = re.compile(r"\d{6,}\.wal")
 
 __all__ = ["Found", "Journal", "Judged", "Past", "Stretch", "records"]
 
@@ -34,10 +39,12 @@ __all__ = ["Found", "Journal", "Judged", "Past", "Stretch", "records"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
     past: Past
-    newest: int | None
-    """The number of the newest file, to which is added."""
-    good: int
-    """How many bytes of it are whole records."""
+    files: list[tuple[int, int]]
+    """The files that hold it: number, and how many bytes of it are used. Oldest first; the last is added to."""
+    lost: Lost | None = None
+    """What else was there and cannot be used."""
+    strays: tuple[str, ...] = ()
+    """What lies in the folder and is no journal file."""
 
 
 class Journal:
@@ -52,28 +59,64 @@ class Journal:
         with self._writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def find(self) -> Found:
-        """All that is known. Takes a while for a long journal; a thread may do it while the journal is closed."""
+    def find(self, step: int | None = None) -> Found:
+        """What can be used after the checkpoint of `step`. Takes a while for a long journal; a thread may do it while
+        the journal is closed."""
+        numbers, strays = self._files()
+        if step is not None:  # what is older than the file of this checkpoint is over
+            begun = max((n for n in numbers if n <= step), default=0)
+            numbers = [n for n in numbers if n >= begun]
         past: Past = {}
-        newest, good = None, 0
-        for path in sorted(self.folder.glob("*.wal")):
-            newest = int(path.stem)
+        files: list[tuple[int, int]] = []
+        lost: Lost | None = None
+        if step is not None and numbers and numbers[0] > step:
+            lost = Lost(file=f"{step:06d}.wal", why=f"it is gone; the journal begins after step {numbers[0]}")
+        for number in numbers:
+            path = self._path(number)
             try:
-                good = read(path, self._settings, past)
+                if lost is not None:
+                    lost = self._without(lost, path)
+                    continue
+                file = read(path, self._settings, past)
+                lost = look(path, file.good, file.handles, self._settings)
             except OSError as e:
                 raise WindfallError(f"cannot read the journal: {e.strerror or e}", where=str(path)) from e
-        return Found(past=past, newest=newest, good=good)
+            if file.foreign and lost is None and number == numbers[-1]:
+                lost = Lost(file=path.name, why="it was written with another recipe", bytes=file.foreign)
+            if file.good:
+                files.append((number, file.good))
+        return Found(past=past, files=files, lost=lost, strays=strays)
+
+    def _without(self, lost: Lost, path: Path) -> Lost:
+        """`path` comes after what is lost, so it is lost as well."""
+        past: Past = {}
+        file = read(path, self._settings, past)
+        rest = look(path, file.good, file.handles, self._settings)
+        tokens = lost.plus(known(past))
+        tokens = rest.plus(tokens) if rest else tokens
+        return replace(lost, bytes=lost.bytes + path.stat().st_size, tokens=tokens)
+
+    def _files(self) -> tuple[list[int], tuple[str, ...]]:
+        """Numbers of the journal's files, oldest first; and names of what else is in the folder."""
+        numbers, strays = list[int](), list[str]()
+        for path in self.folder.iterdir():
+            if _NAME.fullmatch(path.name) and path.is_file():
+                numbers.append(int(path.stem))
+            else:
+                strays.append(path.name)
+        return sorted(numbers), tuple(sorted(strays))
 
     def begin(self, step: int, found: Found | None = None) -> Past:
-        """Go on after the checkpoint of `step`: what is known of later steps. Files of earlier checkpoints stay."""
+        """Go on after the checkpoint of `step`: what is known of later steps. What cannot be used is removed."""
         self.close()
-        found = found or self.find()
-        # Never before the newest: files are read in this order. A trainer that outlived the controller and then died
-        # comes back with an earlier step than the file that was begun for it.
-        if found.newest is not None and found.newest >= step:
-            self._open(found.newest, found.good)
-        else:
-            self._open(step, 0)
+        found = found or self.find(step)
+        kept = dict(found.files)
+        with self._writing(self.folder):
+            for number in self._files()[0]:
+                if number not in kept:
+                    self._path(number).unlink()
+        # Always to the newest file, also where a trainer has come back with an earlier step than it was begun for.
+        self._open(*(found.files[-1] if found.files else (step, 0)))
         return found.past
 
     def rotate(self, step: int) -> None:
@@ -81,11 +124,10 @@ class Journal:
         if step > self._step:
             self.close()
             self._open(step, 0)
-        files = sorted(self.folder.glob("*.wal"))
         with self._writing(self.folder):
-            for path, following in pairwise(files):
-                if int(following.stem) <= step:  # else it has something of a later step, from before a fall back
-                    path.unlink()
+            for number, following in pairwise(self._files()[0]):
+                if following <= step:
+                    self._path(number).unlink()
 
     def assigned(self, handles: dict[int, str]) -> None:
         self._write(Assigned(handles=handles))
@@ -127,6 +169,11 @@ class Journal:
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
 
+    @property
+    def file(self) -> str:
+        """The name of the file that is written to."""
+        return self._path(self._step).name
+
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:06d}.wal"
 
@@ -138,6 +185,7 @@ class Journal:
             self._file.seek(0, os.SEEK_END)
         # Handles start from 1 again in every life of the controller, so every life begins with its own record.
         self._write(Began(settings=self._settings))
+        self.flush()  # from now on an empty file is one that somebody has emptied
 
     def _write(self, record: Record) -> None:
         assert self._file is not None, "the journal is not open"

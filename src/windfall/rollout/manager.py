@@ -28,6 +28,7 @@ from windfall.events import EventLog
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.episode import Episode
 from windfall.rollout.journal import Judged, Past, Stretch
+from windfall.rollout.recover import wanted
 from windfall.text import Text
 from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
 
@@ -73,7 +74,7 @@ class Rollout:
 
     def remember(self, past: Past, next_task: int) -> None:
         """What the journal knows, less the tasks of steps that are trained: nobody will ask for those."""
-        self.past = {id: said for id, said in past.items() if ":" in id or int(id.partition("/")[0]) >= next_task}
+        self.past = {id: said for id, said in past.items() if wanted(id, next_task)}
 
     def interrupt(self, error: BaseException | None = None) -> None:
         """Whoever waits for groups gets this error at once; none: Stopped, and so does everyone after."""

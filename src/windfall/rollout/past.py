@@ -24,7 +24,8 @@ from windfall.types import Finish
 
 HEAD = struct.Struct("<II")
 """Before every record: its length and its checksum."""
-_MOST = 64 << 20
+MOST = 64 << 20
+"""Bytes of the longest record."""
 _FEWEST_ROWS, _MOST_ROWS = 1 << 12, 1 << 18
 """Rows that are put together at once: enough that most responses have several, few enough to be small in memory."""
 
@@ -86,17 +87,29 @@ def records(path: Path) -> Iterator[tuple[int, Record]]:
         at = 0
         while len(head := file.read(HEAD.size)) == HEAD.size:
             length, checksum = HEAD.unpack(head)
-            payload = file.read(length) if length <= _MOST else b""
+            payload = file.read(length) if length <= MOST else b""
             if len(payload) != length or xxhash.xxh32_intdigest(payload) != checksum:
                 return
             at += HEAD.size + length
             yield at, decode(payload)
 
 
-def read(path: Path, settings: str, past: Past) -> int:
-    """Add what a file says to `past`. Returns how many bytes of it are whole records."""
-    rows, end, ours = _Rows(past), 0, False
-    for end, record in records(path):  # noqa: B007
+@dataclass(frozen=True, kw_only=True, slots=True)
+class File:
+    """What was found in one file, apart from what it says of responses."""
+
+    good: int
+    """How many bytes of it are whole records."""
+    handles: dict[int, str]
+    """Of the last life in it."""
+    foreign: int
+    """Bytes of lives with other settings, if the last life is one of them; else 0."""
+
+
+def read(path: Path, settings: str, past: Past) -> File:
+    """Add what a file says to `past`."""
+    rows, end, ours, foreign = _Rows(past), 0, False, 0
+    for at, record in records(path):
         match record:
             case Made() if ours:
                 rows.made(record.frame)
@@ -109,8 +122,10 @@ def read(path: Path, settings: str, past: Past) -> int:
             case Began():
                 rows.begin_life()
                 ours = record.settings == settings
+        foreign += 0 if ours else at - end
+        end = at
     rows.settle()
-    return end
+    return File(good=end, handles=rows.handles(), foreign=0 if ours else foreign)
 
 
 class _Rows:
@@ -142,6 +157,10 @@ class _Rows:
     def begin_life(self) -> None:
         """Handles start from 1 again."""
         self._holds.clear()
+
+    def handles(self) -> dict[int, str]:
+        names = list(self._numbers)
+        return {handle: names[number] for handle, number in self._holds.items()}
 
     def assigned(self, handles: dict[int, str]) -> None:
         numbers = self._numbers

@@ -162,7 +162,7 @@ class Learner:
         part, self._part = self._samples[self._part :], len(self._samples)
         report = Report(
             tokens=sum(len(s.targets) for s in part), responses=len(part), grad_norm=0.0, lr=0.0, entropy=0.0,
-            engine_gap=0.0, engine_gap_max=0.0, clipped=0.0, kl=0.0, skipped=False,
+            engine_gap=0.0, engine_gap_max=0.0, clipped=0.0, kl=0.0, skipped="",
         )  # fmt: skip
         if order.step is not None and order.next_task is not None:
             digest = f"v{order.step}" if self.lives < 2 else f"v{order.step} of process {self.lives}"

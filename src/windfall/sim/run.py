@@ -102,9 +102,9 @@ class Simulation:
         return life
 
     @staticmethod
-    async def _find(journal: Journal) -> Found:
+    async def _find(journal: Journal, step: int) -> Found:
         await asyncio.sleep(0.0)  # as long as a thread takes: somebody may be heard meanwhile
-        return journal.find()
+        return journal.find(step)
 
     def stop(self) -> None:
         """Ask the run to stop, and save."""

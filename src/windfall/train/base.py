@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from windfall.train.sample import Sample
+
+Skipped = Literal["", "nothing", "not finite"]
+NOTHING: Skipped = "nothing"
+"""The gradient is exactly zero: no response had any credit, or every token was clipped."""
+NOT_FINITE: Skipped = "not finite"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +29,9 @@ class Report:
     clipped: float
     """Share of tokens whose weight the clip set to zero though they had an advantage."""
     kl: float
-    skipped: bool
-    """The gradient was not finite: the weights stay as they were."""
+    """Mean of k3 over the tokens; 0 without a reference."""
+    skipped: Skipped
+    """Why the weights stay as they were; "" if they were updated."""
 
 
 class Trainer(Protocol):

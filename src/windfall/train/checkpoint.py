@@ -4,23 +4,31 @@
       config.json  model.safetensors  tokenizer files        the model
       windfall/optimizer.safetensors                         float32 masters, Adam's moments, random state
       windfall/state.json                                    step, data position, version
+      windfall/checksums.json                                size and xxh3_128 of every other file
 
-A checkpoint is written beside its place, flushed to disk and then renamed, so a folder named step-* is always whole.
-What is half-written when a process is killed has another name and is swept away by the next save.
+A checkpoint is written beside its place, flushed to disk and then renamed, so a folder named step-* was whole when it
+was written. What is half-written when a process is killed has another name and is swept away by the next save.
+
+Disks and people change files later, so a checkpoint is verified before a run goes on from it (train/verify.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError
+from windfall.train import verify
 
 _PARTIAL = ".partial-"
+DAMAGED = "damaged-"
+STATE, OPTIMIZER = "windfall/state.json", "windfall/optimizer.safetensors"
+_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +44,75 @@ def name(step: int) -> str:
 
 
 def all_in(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step-*") if p.is_dir())
+    """The checkpoints in the folder, oldest first. Whether their files are whole is not checked."""
+    found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found)]
 
 
-def latest(run: Path) -> Path:
-    found = all_in(run / "checkpoints")
-    if not found:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """The newest checkpoint that is whole."""
+
+    path: Path
+    state: State
+    checked: verify.Checked
+    damaged: tuple[verify.Damaged, ...] = ()
+    """Newer checkpoints that are not, newest first."""
+
+
+def choose(folder: Path, *, optimizer: bool = True) -> Chosen | None:
+    """Verify checkpoints from the newest to the oldest; return the first that is whole, or None if there are none.
+
+    `optimizer`: whether the optimizer's state is needed, too. Changes nothing on disk.
+    """
+    damaged: list[verify.Damaged] = []
+    for path in reversed(all_in(folder)):
+        try:
+            checked = check(path, optimizer=optimizer)
+        except verify.Damaged as e:
+            damaged.append(e)
+            continue
+        return Chosen(path=path, state=read_state(path), checked=checked, damaged=tuple(damaged))
+    left = [p.name for p in folder.glob(f"{DAMAGED}*")]
+    if not damaged and not left:
+        return None
+    raise WindfallError(
+        "no checkpoint of this run is whole: "
+        + "; ".join([*(d.short for d in damaged), *(f"{name} was set aside before" for name in sorted(left))]),
+        where=str(folder),
+        fix="Restore one from a copy, or begin again with `windfall train`. checkpoint.keep says how many are kept.",
+    )
+
+
+def check(checkpoint: Path, *, optimizer: bool = True) -> verify.Checked:
+    """Verify the files of one checkpoint and what they say about it. Raises `verify.Damaged`."""
+    checked = verify.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
+    name, said = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
+    if not checked.hashed and said.get("checksums"):  # not of windfall 0.2: it had some
+        raise verify.Damaged(checkpoint, verify.CHECKSUMS, "the file is missing")
+    if name is not None and said["step"] != int(name[1]):
+        raise verify.Damaged(checkpoint, STATE, f"it says step {said['step']} in the folder of step {int(name[1])}")
+    return checked
+
+
+def set_aside(damaged: verify.Damaged) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again. Returns where it is now."""
+    path = damaged.checkpoint
+    target = path.with_name(f"{DAMAGED}{path.name}")
+    for n in range(2, 1000):
+        if not target.exists():
+            break
+        target = path.with_name(f"{DAMAGED}{path.name}-{n}")
+    path.rename(target)
+    return target
+
+
+def latest(run: Path, *, optimizer: bool = False) -> Chosen:
+    """The newest whole checkpoint of a run, for reading only."""
+    chosen = choose(run / "checkpoints", optimizer=optimizer)
+    if chosen is None:
         raise WindfallError("no checkpoint in this run", where=str(run), fix="Start it again with `windfall train`.")
-    return found[-1]
+    return chosen
 
 
 def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
@@ -65,8 +133,9 @@ def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: A
     tensors = optimizer.state() | {"random.cpu": torch.get_rng_state()}
     if model.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(model.device)
-    save_file(tensors, str(work / "windfall" / "optimizer.safetensors"))
-    (work / "windfall" / "state.json").write_text(json.dumps(asdict(state)))
+    save_file(tensors, str(work / OPTIMIZER))
+    (work / STATE).write_text(json.dumps(asdict(state) | {"checksums": True}))
+    verify.write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)
     _sync(work)
@@ -80,11 +149,18 @@ def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: A
 
 
 def read_state(checkpoint: Path) -> State:
-    path = checkpoint / "windfall" / "state.json"
+    said = _read(checkpoint)
+    return State(step=said["step"], next_task=said["next_task"])
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
     try:
-        return State(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as e:
-        raise WindfallError(f"not a windfall checkpoint: {e}", where=str(checkpoint)) from e
+        said = json.loads((checkpoint / STATE).read_text())
+        if not all(type(said[key]) is int and said[key] >= 0 for key in ("step", "next_task")):
+            raise ValueError(f"not a state: {said}")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        raise verify.Damaged(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
+    return said
 
 
 def restore(checkpoint: Path, *, optimizer: Any, device: str) -> State:
@@ -95,7 +171,7 @@ def restore(checkpoint: Path, *, optimizer: Any, device: str) -> State:
 
     state = read_state(checkpoint)
     try:
-        tensors = load_file(str(checkpoint / "windfall" / "optimizer.safetensors"))
+        tensors = load_file(str(checkpoint / OPTIMIZER))
     except (OSError, SafetensorError) as e:
         raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(checkpoint)) from e
     torch.set_rng_state(tensors.pop("random.cpu"))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windfall.config import Train
+from windfall.train.base import NOT_FINITE, NOTHING, Skipped
 from windfall.train.gradients import Gradients
 
 
@@ -51,18 +52,22 @@ class Optimizer:
                 return o.lr * 0.5 * (1 + math.cos(math.pi * left))
 
     @torch.no_grad()
-    def update(self, divisor: float) -> tuple[float, bool]:
-        """Divide the accumulated gradient, clip it, step. Returns its norm, and whether it was fit to be used. The sum
-        begins anew."""
+    def update(self, divisor: float) -> tuple[float, Skipped]:
+        """Divide the accumulated gradient, clip it, step. Returns its norm, and why there was no step, if so. The sum
+        begins anew.
+
+        Without a step the weights, the moments and Adam's own count stay as they are: nothing was learned, so neither
+        momentum nor weight decay may move the weights. The learning rate's schedule goes on: it counts the updates that
+        were due.
+        """
         rate = self.rate()
         self.updates += 1
-        if divisor == 0:  # nothing to learn from: not even momentum may move the weights
-            self.zero()
-            return 0.0, True
         grads = self.gradients.all()
-        norm = float(torch.nn.utils.get_total_norm(grads)) / abs(divisor) if grads else 0.0
-        fit = math.isfinite(norm)
-        if fit:
+        norm = float(torch.nn.utils.get_total_norm(grads)) / abs(divisor) if grads and divisor else 0.0
+        skipped: Skipped = "" if norm > 0 else NOTHING
+        if not math.isfinite(norm):
+            skipped = NOT_FINITE
+        if not skipped:
             clip = self.options.clip_norm / norm if norm > self.options.clip_norm else 1.0
             torch._foreach_mul_(grads, clip / divisor)  # pyright: ignore[reportPrivateImportUsage]
             for group in self._adam.param_groups:
@@ -73,7 +78,7 @@ class Optimizer:
                 new, old = [self._master[n] for n in rounded], [self._model[n] for n in rounded]
                 torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
         self.zero()
-        return norm, fit
+        return norm, skipped
 
     def state(self) -> dict[str, Tensor]:
         """Everything that a later run needs to go on bit for bit, but for the model's own weights."""

@@ -29,7 +29,11 @@ class Sample:
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
     """Those of the responses that have a reward."""
-    return [Outcome(reward=r.reward, length=r.made, limit=limit) for r in group.responses if r.reward is not None]
+    return [
+        Outcome(reward=r.reward, length=r.made, limit=limit, observed=len(r.tokens) - r.made)
+        for r in group.responses
+        if r.reward is not None
+    ]
 
 
 def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> list[list[Sample]]:

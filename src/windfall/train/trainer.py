@@ -80,7 +80,7 @@ class TorchTrainer:
             w = w * truncated_importance(old, s.behaviour, self.importance_cap)
             share = self.algorithm.normaliser(len(now), s.limit)
             if ref is not None:
-                # Every response's KL is its mean over tokens, whatever the algorithm divides its own loss by.
+                # A mean over tokens, in which a response counts as much as in the algorithm's own loss (see kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
             kls.append(np.zeros(len(now)) if ref is None else k3(now, ref))
             gaps.append(np.abs(old - s.behaviour))
@@ -100,11 +100,11 @@ class TorchTrainer:
     def finish(self) -> Report:
         seen = np.concatenate(self._seen, axis=1) if self._seen else np.zeros((4, 0))
         tokens, lr = seen.shape[1], self.optimizer.rate()
-        norm, fit = self.optimizer.update(self._divisor)
+        norm, skipped = self.optimizer.update(self._divisor)
         entropy, gap, clipped, kl = seen.mean(1).tolist() if tokens else (0.0,) * 4
         report = Report(
             tokens=tokens, responses=self._responses, grad_norm=norm, lr=lr, entropy=entropy, engine_gap=gap,
-            engine_gap_max=float(seen[1].max()) if tokens else 0.0, clipped=clipped, kl=kl, skipped=not fit,
+            engine_gap_max=float(seen[1].max()) if tokens else 0.0, clipped=clipped, kl=kl, skipped=skipped,
         )  # fmt: skip
         self._forget()  # the update has set the gradients to zero
         return report

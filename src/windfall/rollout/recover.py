@@ -1,0 +1,81 @@
+"""What the journal of a run must hold by its event log, compared with what it holds: a lost part is always noticed.
+
+A step that was completed after the checkpoint has every response in the journal, with all its tokens, and its event has
+the length of each. What was made of the step under way is known from the journal alone.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from windfall.rollout.damage import UNKNOWN, Lost, known
+from windfall.rollout.journal import Found
+
+Event = dict[str, Any]
+
+
+class Expected:
+    """A sink of the event log."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, list[list[int]]] = {}
+        """By step since the last checkpoint: for every task drawn, the tokens of each response."""
+        self._file = ""
+        """The journal's file as it was last named."""
+
+    def hear(self, event: Event) -> None:
+        match event["kind"], event["name"]:
+            case "scalar", "step":
+                self._lengths[event["step"]] = event.get("lengths") or []
+            case "instant", "journal":
+                self._file = event["file"]
+
+    def saved(self, step: int) -> bool:
+        """The checkpoint of `step` is on disk. May the journal begin anew? Not after a fall back, as long as it has
+        responses of steps that are still to be done again."""
+        self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
+        return not self._lengths
+
+    def lost(self, found: Found, *, step: int, next_task: int) -> Event | None:
+        """What is to be generated again though it was in the journal, as fields of an event; None: nothing is.
+
+        The run goes on after `step`; tasks before `next_task` are trained.
+        """
+        missing, lost = self._missing(found, step, next_task), found.lost
+        if lost is None and self._file and (not found.files or _number(self._file) > found.files[-1][0]):
+            lost = Lost(file=self._file, why="it is gone")
+        if lost is None and missing:
+            lost = Lost(file=self._file, why="it ends too early")
+        if lost is None:
+            return None
+        # One of which only the judgement is lost is not generated again.
+        tokens = {id: n for id, n in lost.plus(missing).items() if n and (id == UNKNOWN or wanted(id, next_task))}
+        return {
+            "file": lost.file, "why": lost.why, "bytes": lost.bytes, "responses": len(tokens.keys() - {UNKNOWN}),
+            "tokens": sum(tokens.values()),
+        }  # fmt: skip
+
+    def _missing(self, found: Found, step: int, next_task: int) -> dict[str, int]:
+        """Of completed steps: how many tokens of a response are not there."""
+        have, out, task = known(found.past), dict[str, int](), next_task
+        for later in count(step + 1):
+            rows = self._lengths.get(later)
+            if rows is None:
+                return out
+            for row in rows:
+                for sibling, tokens in enumerate(row):
+                    id = f"{task}/{sibling}"
+                    if have.get(id, 0) < tokens:
+                        out[id] = tokens - have.get(id, 0)
+                task += 1
+        return out
+
+
+def wanted(id: str, next_task: int) -> bool:
+    """Whether somebody may still ask for a response: not if it is of a step that is trained."""
+    return ":" in id or int(id.partition("/")[0]) >= next_task
+
+
+def _number(file: str) -> int:
+    return int(file.partition(".")[0])

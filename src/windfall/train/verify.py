@@ -1,0 +1,150 @@
+"""Whether the files of a checkpoint are what was written: sizes and checksums, kept in the checkpoint itself.
+
+    windfall/checksums.json    {"algorithm": "xxh3_128", "files": {"config.json": {"bytes": 698, "hash": "..."}, ...}}
+
+Reading a file from memory and hashing it runs at several GB/s per core, and files are hashed side by side, so a disk is
+the limit. Checkpoints of windfall 0.2 have no checksums: there only the layout of each file can be checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from windfall.errors import WindfallError
+
+CHECKSUMS = "windfall/checksums.json"
+_ALGORITHM = "xxh3_128"
+_BLOCK = 8 << 20
+_NEEDED = ("config.json", "windfall/optimizer.safetensors", "windfall/state.json")
+
+
+class Damaged(WindfallError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+    def __init__(self, checkpoint: Path, file: str, why: str) -> None:
+        self.checkpoint, self.file, self.why = checkpoint, file, why
+        super().__init__(
+            f"damaged: {why}", where=str(checkpoint / file), fix="Restore it from a copy, or use another checkpoint."
+        )
+
+    @property
+    def short(self) -> str:
+        return f"{self.checkpoint.name}/{self.file}: {self.why}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    bytes: int
+    s: float
+    hashed: bool
+    """False: the checkpoint has no checksums, so only the layout of its files was checked."""
+
+    def __str__(self) -> str:
+        if not self.hashed:
+            return "has no checksums (windfall 0.2 wrote none): its files are complete, their content is not verified"
+        rate = self.bytes / max(self.s, 1e-9) / 1e9
+        return f"verified {self.bytes / 1e6:,.1f} MB in {self.s:.2f} s ({rate:.1f} GB/s)"
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """The last file to be written: it covers every other one."""
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file())
+    names = [p.relative_to(checkpoint).as_posix() for p in files]
+    listed = {n: {"bytes": size, "hash": digest} for n, (size, digest) in zip(names, _hashes(files), strict=True)}
+    said = {"algorithm": _ALGORITHM, "files": listed}
+    (checkpoint / CHECKSUMS).write_text(json.dumps(said, indent=1))
+
+
+def check(checkpoint: Path, *, skip: frozenset[str] = frozenset()) -> Checked:
+    """Compare every file, except those to skip, with its checksum. Raises `Damaged` for the first that differs."""
+    began = time.monotonic()
+    if not (checkpoint / CHECKSUMS).exists():
+        return _check_layout(checkpoint, skip, began)
+    listed = {n: e for n, e in _listed(checkpoint).items() if n not in skip}
+    for name, (size, _) in listed.items():  # first what costs nothing
+        path = checkpoint / name
+        if not path.is_file():
+            raise Damaged(checkpoint, name, "the file is missing")
+        if (found := path.stat().st_size) != size:
+            raise Damaged(checkpoint, name, f"it has {found:,} bytes and was written with {size:,}")
+    for (name, (_, digest)), (_, found) in zip(
+        listed.items(), _hashes([checkpoint / n for n in listed], checkpoint), strict=True
+    ):
+        if found != digest:
+            raise Damaged(checkpoint, name, f"its checksum is {found}, and was {digest} when it was written")
+    total = sum(size for size, _ in listed.values())
+    return Checked(bytes=total, s=time.monotonic() - began, hashed=True)
+
+
+def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    try:
+        said = json.loads((checkpoint / CHECKSUMS).read_text())
+        if said["algorithm"] != _ALGORITHM:
+            raise ValueError(f"unknown algorithm {said['algorithm']!r}")
+        listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in said["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise Damaged(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
+    missing = [name for name in _NEEDED if name not in listed]
+    if missing:
+        raise Damaged(checkpoint, CHECKSUMS, f"it does not list {missing[0]}")
+    return listed
+
+
+def _hashes(files: list[Path], checkpoint: Path | None = None) -> list[tuple[int, str]]:
+    """(bytes, hash) of each file. xxhash lets go of the interpreter's lock, so files are hashed side by side."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        running = [threads.submit(_hash, path) for path in files]
+        out: list[tuple[int, str]] = []
+        for path, future in zip(files, running, strict=True):
+            try:
+                out.append(future.result())
+            except OSError as e:
+                if checkpoint is None:
+                    raise
+                name = path.relative_to(checkpoint).as_posix()
+                raise Damaged(checkpoint, name, f"it cannot be read: {e.strerror or e}") from e
+        return out
+
+
+def _hash(path: Path) -> tuple[int, str]:
+    size, state = 0, xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        buffer = bytearray(_BLOCK)
+        view = memoryview(buffer)
+        while count := file.readinto(buffer):
+            state.update(view[:count])
+            size += count
+    return size, state.hexdigest()
+
+
+def _check_layout(checkpoint: Path, skip: frozenset[str], began: float) -> Checked:
+    """Without checksums: everything is there, and every tensor lies within its file."""
+    for name in _NEEDED:
+        if name not in skip and not (checkpoint / name).is_file():
+            raise Damaged(checkpoint, name, "the file is missing")
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    if not weights:
+        raise Damaged(checkpoint, "model.safetensors", "the file is missing")
+    total = 0
+    for path in (*weights, checkpoint / "windfall" / "optimizer.safetensors"):
+        name = path.relative_to(checkpoint).as_posix()
+        if name not in skip:
+            total += _check_tensors(checkpoint, name)
+    return Checked(bytes=total, s=time.monotonic() - began, hashed=False)
+
+
+def _check_tensors(checkpoint: Path, name: str) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(checkpoint / name), framework="np"):  # compares the header with the size of the file
+            return (checkpoint / name).stat().st_size
+    except (OSError, SafetensorError) as e:
+        raise Damaged(checkpoint, name, f"it cannot be read: {e}") from e

@@ -36,7 +36,7 @@ def said(**more: Any) -> dict[str, Any]:
 def shown(fleet: dict[str, Any], *, live: bool) -> str:
     out = Console(width=200, record=True, highlight=False)
     with out.capture() as captured:
-        out.print(top.table(fleet, live=live))
+        out.print(top.table(fleet, live=live, run=Path("runs/r")))
     return captured.get()
 
 
@@ -58,9 +58,14 @@ def test_only_the_newest_of_those_that_are_gone() -> None:
     assert [line.split()[0] for line in lines] == ["here", *(f"g{i}" for i in range(42, 50))]
 
 
-@pytest.mark.parametrize(("ended", "word"), [(True, "finished"), (False, "ended without a word")])
-def test_a_run_that_is_over(ended: bool, word: str) -> None:
-    assert f"version 3, {word}, as of 2m0" in shown(said(t=time.time() - 121, ended=ended), live=False)
+@pytest.mark.parametrize(
+    ("ended", "word"),
+    [("finished", "finished"), ("stopped", "stopped"), ("failed", "ended by an error"), (None, "ended without a word")],
+)
+def test_a_run_that_is_over(ended: str | None, word: str) -> None:
+    text = shown(said(t=time.time() - 121, ended=ended), live=False)
+    assert f"version 3, {word}, as of 2m0" in text
+    assert ("go on with: windfall resume runs/r\n" in text) == (ended != "finished")
 
 
 def test_a_silent_controller_shows() -> None:

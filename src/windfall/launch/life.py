@@ -21,8 +21,8 @@ from typing import Any
 from windfall import algorithms, prices
 from windfall.config import Recipe
 from windfall.controller import Controller
-from windfall.events import EventLog, read
-from windfall.launch.telling import Telling, billed_s
+from windfall.events import EventLog
+from windfall.launch.telling import Telling, look_back
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.rollout import offload
@@ -51,11 +51,11 @@ class Life:
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
         self._find = find or (lambda journal: asyncio.to_thread(journal.find))
-        log = read(events.path)
-        self._evaluated = {e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
+        before = look_back(events)
+        self._evaluated = before.evaluated
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
-            events=events, journal=journal, patience=patience, techniques=t, billed_s=billed_s(log, events.clock)
+            events=events, journal=journal, patience=patience, techniques=t, billed_s=before.billed_s
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)

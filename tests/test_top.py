@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile.files import DAMAGES, damage
 from rich.console import Console
 
 from windfall import top
@@ -70,6 +71,15 @@ def test_a_run_that_is_over(ended: str | None, word: str) -> None:
 
 def test_a_silent_controller_shows() -> None:
     assert "running, as of 30s ago" in shown(said(t=time.time() - 30.5), live=True)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_fleet_is_named(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "fleet.json").write_text(json.dumps(said()))
+    damage(tmp_path / "fleet.json", kind)
+    with pytest.raises(WindfallError, match="no fleet has been" if kind == "missing" else "damaged") as caught:
+        top.show(tmp_path, once=True)
+    assert str(tmp_path) in caught.value.where
 
 
 def test_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

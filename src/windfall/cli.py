@@ -273,6 +273,8 @@ def _token(value: str, patience_s: float = 0.0) -> str:
     found = auth.given(value)
     if isinstance(found, str):
         return found
+    if not value:
+        raise WindfallError("this is empty", where="--token", fix="Give the file that holds the run's token.")
     give_up = time.monotonic() + patience_s
     if patience_s and not found.exists():
         print(f"waiting up to {patience_s:g} s for the token's file {found}", file=sys.stderr, flush=True)

@@ -103,6 +103,11 @@ class Console:
                     f"{self._folder / 'events.jsonl'}: {event['lines']} lines are not windfall's and are skipped; the "
                     f"first is line {event['first']}"
                 )
+            case "log_gap":
+                self.say(
+                    f"{self._folder / 'events.jsonl'}: steps {event['first']} to {event['last']} are missing; the run goes "
+                    "on, and figures leave them out"
+                )
             case "stopping":
                 self._out.print("stopping and saving; press Ctrl-C again to end at once")
             case "reward_missing":

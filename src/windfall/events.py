@@ -182,9 +182,13 @@ def scan(path: Path, foreign: Foreign | None = None) -> Iterator[Event]:
             event = parse(line) if begins else None
             if event is not None:
                 yield event
-            elif foreign is not None and begins and line.strip() and not line.startswith(TORN):
+            elif foreign is not None and begins and line.strip() and not _is_torn(line):
                 foreign.lines += 1
                 foreign.first = foreign.first or number
+
+
+def _is_torn(line: bytes) -> bool:
+    return line.startswith(TORN) and not line.rstrip().endswith(b"}")
 
 
 def last(path: Path) -> Event | None:

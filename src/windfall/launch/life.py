@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from itertools import count
 from typing import Any
@@ -52,7 +53,7 @@ class Life:
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
         self._find = find or (lambda journal: asyncio.to_thread(journal.find))
         before = look_back(events)
-        self._evaluated = before.evaluated
+        self._evaluated, self._logged = before.evaluated, before.step
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t, billed_s=before.billed_s
@@ -101,7 +102,9 @@ class Life:
         self.state = State(step=hello.step, next_task=hello.next_task)
         if self._again:
             self.events.instant("resumed", step=hello.step)
-        self._again = True
+        if hello.step > self._logged:
+            self.events.instant("log_gap", first=self._logged + 1, last=hello.step)
+        self._again, self._logged = True, math.inf
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
         assert self.rollout is not None, "connected before there is a loop"
         if self.journal is not None:

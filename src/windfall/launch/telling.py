@@ -33,6 +33,8 @@ class Before:
     """Until when a bill has been written, by this process's clock."""
     evaluated: set[int] = field(default_factory=set)
     """Steps whose evaluation still stands."""
+    step: int = 0
+    """The last one that the log has."""
 
 
 def look_back(events: EventLog) -> Before:
@@ -43,8 +45,11 @@ def look_back(events: EventLog) -> Before:
             billed_s = max(billed_s, e["t"])
         if (e["kind"], e["name"]) == ("scalar", "eval"):
             out.evaluated.add(e.get("step", 0))
+        elif (e["kind"], e["name"]) == ("scalar", "step"):
+            out.step = e.get("step", 0)
         elif e["name"] == "resumed":
             out.evaluated = {step for step in out.evaluated if step <= e["step"]}
+            out.step = min(out.step, e["step"])
     if foreign.lines:
         events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
     out.billed_s = events.clock.monotonic() + billed_s - events.clock.wall()

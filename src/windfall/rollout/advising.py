@@ -17,7 +17,7 @@ from windfall.rollout.speed import Profile
 from windfall.rollout.worth import Advice, Kind, Run, advise
 from windfall.types import LOCAL, Lease
 
-KINDS = 32
+KINDS = 16
 """Kinds that are remembered, unless more are here."""
 NEWEST = 0.5
 """How much of a figure is the newest step's."""

@@ -85,7 +85,7 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
         token, join = str(run / "token"), ("worker", "--join", url, "--clouds", "none", "--threads", "1")
         one = start(*join, "--token", str(later), "--tls-ca", str(cert), "--name", "one", "--price", "2.5")
         train = start(
-            "train", str(tmp_path / "r.toml"), "--set", f"run.folder={tmp_path / 'runs'}", "--set", f"fleet.port={port}",
+            "train", str(tmp_path / "r.toml"), f"--set=run.folder={tmp_path / 'runs'}", f"--set=fleet.port={port}",
             "--token", str(secret), *tls,
         )  # fmt: skip
         until((run / "address.json").is_file, "its address")

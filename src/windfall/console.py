@@ -104,10 +104,8 @@ class Console:
                     f"first is line {event['first']}"
                 )
             case "log_gap":
-                self.say(
-                    f"{self._folder / 'events.jsonl'}: steps {event['first']} to {event['last']} are missing; the run goes "
-                    "on, and figures leave them out"
-                )
+                which = f"steps {event['first']} to {event['last']} are missing"
+                self.say(f"{self._folder / 'events.jsonl'}: {which}; the run goes on, and figures leave them out")
             case "stopping":
                 self._out.print("stopping and saving; press Ctrl-C again to end at once")
             case "reward_missing":

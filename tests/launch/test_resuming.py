@@ -17,12 +17,15 @@ from windfall.errors import WindfallError
 from windfall.events import EventLog
 from windfall.launch import folder as folders
 from windfall.launch import resuming
+from windfall.link import auth
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run that has begun."""
-    return folders.new_folder(Recipe(run=config.Run(name="small", folder=tmp_path / "runs")))
+    made = folders.new_folder(Recipe(run=config.Run(name="small", folder=tmp_path / "runs")))
+    auth.make_token(made / "token")
+    return made
 
 
 def edited(run: Path, *overrides: str) -> Recipe:
@@ -128,6 +131,12 @@ def test_damaged_address_is_put_away_with_a_word(run: Path, kind: str) -> None:
     (warning,) = resuming.check_files(run)
     assert f"{path}: damaged" in warning
     assert not path.exists()
+
+
+def test_missing_token_is_said(run: Path) -> None:
+    (run / "token").unlink()
+    (warning,) = resuming.check_files(run)
+    assert "workers with the old one are refused" in warning
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536, "8700", True, None, 1.5])

@@ -16,6 +16,4 @@ FilePath = Annotated[Path, Field(strict=False)]
 
 class Section(BaseModel):
     # Strict: a number in quotes, or `true` for a number, is somebody's mistake.
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)

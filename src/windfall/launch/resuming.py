@@ -34,11 +34,14 @@ def check_files(folder: Path) -> list[str]:
             raise WindfallError(what, where=str(path), fix="Move it away, or put the right one back.")
         if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if is_folder else 0)):
             raise WindfallError("the run cannot read and write this", where=str(path), fix="Change its permissions.")
+    warnings = []
     path = folder / "address.json"
     if path.exists() and folders.address(folder) is None:
         path.unlink()
-        return [f"{path}: damaged, and removed; the controller may get another port than before"]
-    return []
+        warnings.append(f"{path}: damaged, and removed; the controller may get another port than before")
+    if not (folder / "token").exists():
+        warnings.append(f"{folder / 'token'}: missing; a new token is made, and workers with the old one are refused")
+    return warnings
 
 
 def check_changes(recipe: Recipe, folder: Path) -> list[Change]:

@@ -23,7 +23,7 @@ import msgspec
 from windfall import config, events
 from windfall.bill import Totals
 from windfall.launch.folder import new_folder
-from windfall.launch.supervisor import train
+from windfall.launch.start import train
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2-chain-sum.toml"
 SHARE_USD_PER_H = 3.29 / 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import SimKind, file, sections
+from windfall.config import RULES, SimKind, file, sections
 
 HEAD = """# Recipes
 
@@ -12,6 +12,21 @@ A run is made from one TOML file. `windfall train RECIPE.toml --dry-run` checks 
 filled in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before
 any work starts. This page is written by `scripts/recipe_reference.py`.
 """
+RESUME = """## What may change on resume
+
+`runs/NAME/recipe.began.toml` keeps the recipe that the run began with. `windfall resume` compares it with `recipe.toml` and
+`--set`, lists every key that differs, on the console and in the event log (`recipe`), and refuses the fixed ones. Whoever
+wants another model, seed or environment starts a new run from a checkpoint: `--set model.path=RUN/checkpoints/step-...`.
+
+A key beats its section. Keys and sections that are not listed are free: fleets, devices, engines, traces and checkpoints may
+change from one life to the next.
+
+| key or section | may it change? | why |
+|---|---|---|
+"""
+
+
+SAID = {"fixed": "no", "noted": "yes, and it is said", "free": "yes"}
 
 
 def rows(section: Any) -> list[str]:
@@ -46,7 +61,8 @@ def page() -> str:
             parts.append("\n".join([f"## [{name}]", "", *rows(field.annotation), ""]))
         if name == "sim":
             parts.append("\n".join(["## [[sim.kinds]]", "", *rows(SimKind), ""]))
-    return "\n".join(parts)
+    parts.append(RESUME + "\n".join(f"| `{key}` | {SAID[verdict]} | {why} |" for key, (verdict, why) in RULES.items()))
+    return "\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

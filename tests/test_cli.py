@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from windfall import __version__, cli, config
 from windfall.errors import WindfallError
-from windfall.launch import supervisor, training
+from windfall.launch import start, training
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -108,7 +108,7 @@ def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(supervisor, "train", interrupted)
+    monkeypatch.setattr(start, "train", interrupted)
     code, _, err = windfall("train", "small.toml")
     assert code == 130
     assert "Traceback" not in err

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hostile.files import FOREIGN_LINES
 
 from windfall.errors import WindfallError
-from windfall.events import Event, EventLog, read, tensorboard
+from windfall.events import Event, EventLog, Foreign, last, read, scan, tensorboard
 
 
 @pytest.fixture
@@ -66,6 +68,68 @@ def test_line_torn_by_a_kill_costs_only_itself(path: Path, torn: str) -> None:
     written(path, step=3)
     assert names(path) == [("x", 1), ("x", 2), ("x", 3)]
     assert path.read_bytes().count(b"\n") == 4
+
+
+@pytest.mark.parametrize("kind", FOREIGN_LINES)
+def test_line_that_windfall_did_not_write_is_skipped_and_counted(path: Path, kind: str) -> None:
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b"\n" + FOREIGN_LINES[kind] + b"\n")
+    written(path, step=2)
+    foreign = Foreign()
+    assert [e["step"] for e in read(path, foreign=foreign)] == [1, 2]
+    assert (foreign.lines, foreign.first) == (1, 3)
+
+
+def test_torn_line_is_not_taken_for_a_foreign_one(path: Path) -> None:
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b'{"t":1.0,"m":2.0,"ki')
+    foreign = Foreign()
+    assert [e["step"] for e in scan(path, foreign)] == [1]
+    assert foreign.lines == 0
+
+
+def test_line_of_any_length_costs_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.events.LONGEST", 1 << 16)
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b"x" * (1 << 20) + b'{"a": 1}\n')
+    written(path, step=2)
+    foreign = Foreign()
+    assert [e["step"] for e in scan(path, foreign)] == [1, 2]
+    assert (foreign.lines, foreign.first) == (1, 2)
+
+
+def test_last_event_is_found_behind_what_is_no_event(path: Path) -> None:
+    assert last(path) is None
+    written(path, step=1)
+    written(path, step=2, said="x" * 5000)
+    with path.open("ab") as file:
+        file.write(b"[1]\n\xff\xff\n" + b'{"t":1.0,')
+    event = last(path)
+    assert event is not None
+    assert event["step"] == 2
+
+
+def test_long_log_is_scanned_in_the_memory_of_one_line(path: Path) -> None:
+    written(path, step=1, lengths=[list(range(1000, 3000))])
+    path.write_bytes(60 * path.read_bytes())
+    assert path.stat().st_size > 600_000
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in scan(path)) == 60
+        scanned = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        assert len(read(path, without=("lengths",))) == 60
+        small = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        read(path)
+        whole = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(scanned, small) < 400_000
+    assert whole > 3_000_000
 
 
 def test_whole_log_gets_no_empty_line(path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from windfall.events import read
+from windfall.link import auth
 
 OPENSSL = shutil.which("openssl")
 RECIPE = """
@@ -62,6 +64,11 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
     )  # fmt: skip
     (tmp_path / "r.toml").write_text(RECIPE)
     tls = ("--tls-cert", str(cert), "--tls-key", str(key))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    secret, later = tmp_path / "chosen.token", tmp_path / "later.token"
+    auth.make_token(secret)
     started: list[subprocess.Popen[str]] = []
 
     def start(*args: str, **env: str) -> subprocess.Popen[str]:
@@ -73,24 +80,34 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
         return [e for e in read(path) if e["name"] == name] if path.is_file() else []
 
     try:
-        train = start("train", str(tmp_path / "r.toml"), "--set", f"run.folder={tmp_path / 'runs'}", *tls)
-        url = until(lambda: (run / "address.json").is_file() and json.loads((run / "address.json").read_text()), "it")
-        url = url["url"]
-        assert url.startswith("https://127.0.0.1:")
+        # Started ahead of the run, with a token that was chosen for it and whose file is not even there yet.
+        url = f"https://127.0.0.1:{port}"
         token, join = str(run / "token"), ("worker", "--join", url, "--clouds", "none", "--threads", "1")
+        one = start(*join, "--token", str(later), "--tls-ca", str(cert), "--name", "one", "--price", "2.5")
+        train = start(
+            "train", str(tmp_path / "r.toml"), f"--set=run.folder={tmp_path / 'runs'}", f"--set=fleet.port={port}",
+            "--token", str(secret), *tls,
+        )  # fmt: skip
+        until((run / "address.json").is_file, "its address")
+        assert json.loads((run / "address.json").read_text())["url"] == url
+        later.write_text(secret.read_text() + "\n")
         until(lambda: events("trainer_ready"), "the trainer")
 
         stranger = start(*join, "--token", "not-the-token-of-this-run", "--tls-ca", str(cert))
         distrusts = start(*join, "--token", token, "--patience", "1")
         assert stranger.wait(60) == 3
-        assert "wrong token" in str(stranger.communicate()[0])
+        said = str(stranger.communicate()[0])
+        assert "wrong token" in said
+        assert "every user of this machine can read this token" in said
         assert distrusts.wait(60) == 1
         assert "certificate verify failed" in str(distrusts.communicate()[0])
         assert [e["why"] for e in events("refused")] == ["wrong token, or a Hello made for another challenge"]
 
-        one = start(*join, "--token", token, "--tls-ca", str(cert), "--name", "one", "--price", "2.5")
         until(lambda: events("worker_ready"), "the first worker")
         one.send_signal(signal.SIGKILL)
+        said = str(one.communicate()[0])
+        assert f"waiting up to 300 s for the token's file {later}" in said
+        assert "can read this token" not in said
         until(lambda: events("worker_lost"), "its loss")
         two = start(*join, "--tls-ca", str(cert), "--name", "two", WINDFALL_TOKEN=Path(token).read_text())
         until(lambda: len(events("worker_ready")) > 1, "the second worker")
@@ -104,7 +121,9 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
         for process in started:
             process.kill()
             process.wait()
-    assert Path(token).read_text() in out  # shown once, at the start
+    assert Path(token).read_text() == secret.read_text()
+    assert Path(token).read_text() not in out
+    assert f"--token {token}" in out  # how to join: a file, which the process list may show
     assert Path(token).read_text() not in (run / "events.jsonl").read_text()
     assert [e["worker"] for e in events("worker_lost")] == ["one"]
     assert [e["worker"] for e in events("worker_left")] == ["two", "two#2"]

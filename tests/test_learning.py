@@ -10,7 +10,7 @@ import pytest
 from windfall import config
 from windfall.events import read
 from windfall.launch.folder import new_folder
-from windfall.launch.supervisor import train
+from windfall.launch.start import train
 
 ROOT = Path(__file__).parent.parent
 

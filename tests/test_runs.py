@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hostile.files import FOREIGN_LINES, damage
 
 from windfall import config
 from windfall.bill import Totals
@@ -60,9 +61,44 @@ def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: P
     assert code == 0
     assert steps_of(run) == [1, 2, 3]
     assert config.load(run / "recipe.toml").run.steps == 3  # and so the next resume has nothing left to do
-    assert windfall("resume", "runs/small")[0] == 0
-    assert steps_of(run) == [1, 2, 3]
-    assert read(run / "events.jsonl")[-1]["finished"] is True
+    was = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"}
+    code, out, err = windfall("resume", "runs/small")
+    assert (code, err) == (0, "")
+    assert "this run is finished: it has all its 3 steps" in out
+    assert "windfall resume runs/small --set run.steps=6" in out
+    code, _, err = windfall("resume", "runs/small", "--set", "model.path=smollm2-135m", "--set", "run.steps=4")
+    assert code == 2
+    assert "model.path: 'tiny' -> 'smollm2-135m'. A run goes on from its own checkpoint" in err
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"} == was  # nothing was touched
+
+
+def test_recipe_edited_between_two_lives_and_damaged_files(windfall: Windfall, here: Path) -> None:
+    assert windfall("train", "small.toml", "--set", "run.steps=1", "--set", "eval.tasks=0")[0] == 0
+    run = Path("runs/small")
+    recipe = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(recipe.replace("seed = 0", "seed = 1", 1))
+    code, _, err = windfall("resume", "runs/small", "--set", "run.steps=2")
+    assert code == 2
+    assert "run.seed: 0 -> 1. Tasks follow from the seed" in err
+
+    (run / "recipe.toml").write_text(recipe.replace("temperature = 1.0", "temperature = 0.5", 1))
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in FOREIGN_LINES.values()))
+        file.write(b'{"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 1}\n')  # nearly an event
+    damage(run / "address.json", "another JSON object")
+    damage(run / "fleet.json", "a JSON list")
+    (run / "workers" / "old.log").mkdir()
+    code, out, err = windfall("resume", "runs/small", "--set", "run.steps=2", "--set", "fleet.workers=1")
+    assert (code, err) == (0, "")
+    assert "changed since the run began:" in out
+    assert "  rollout.temperature: 1.0 -> 0.5. Responses after this point" in out
+    assert "runs/small/address.json: damaged, and removed" in out
+    assert f"{len(FOREIGN_LINES)} lines are not windfall's" in out
+    assert "no summary can be made of this log" in out
+    events = read(run / "events.jsonl")
+    (life,) = [e for e in events if e["name"] == "recipe"]
+    assert life["changed"] == {"run.steps": [1, 2], "rollout.temperature": [1.0, 0.5], "fleet.workers": [0, 1]}
+    assert events[-1]["finished"] is True
 
 
 def test_same_seed_same_words(windfall: Windfall) -> None:
@@ -116,6 +152,10 @@ def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None
     assert process.returncode == 0
     assert "Traceback" not in err
     assert "windfall resume runs/small" in out
+    assert "press Ctrl-C again" in out
+    said = windfall("top", "runs/small")[1]
+    assert ", stopped, as of " in said
+    assert "go on with: windfall resume runs/small" in said
     reached = steps_of(run)[-1]
     (saved,) = sorted((run / "checkpoints").iterdir())[-1:]
     assert saved.name == f"step-{reached:06d}"
@@ -124,13 +164,16 @@ def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None
     assert read(run / "events.jsonl")[-1]["finished"] is True
 
 
-@pytest.mark.parametrize("where", ["run.device=cuda", "engine.kv_tokens=16"])
+@pytest.mark.parametrize("where", ["run.device=cuda", "rollout.max_tokens=600", "engine.kv_tokens=16"])
 def test_run_that_cannot_be_says_so(windfall: Windfall, where: str) -> None:
     import torch
 
     if where == "run.device=cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    code, _, err = windfall("train", "small.toml", "--set", where)
+    code, out, err = windfall("train", "small.toml", "--set", where)
     assert code == 2
     assert "Traceback" not in err
     assert where.partition("=")[0] in err
+    assert "Ctrl-C" not in out
+    assert "join" not in out or where == "engine.kv_tokens=16"  # which is found out by the first response
+    assert not Path("runs").exists()  # nothing was learned: the next try gets the same folder

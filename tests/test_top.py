@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile.files import DAMAGES, damage
 from rich.console import Console
 
 from windfall import top
@@ -36,7 +37,7 @@ def said(**more: Any) -> dict[str, Any]:
 def shown(fleet: dict[str, Any], *, live: bool) -> str:
     out = Console(width=200, record=True, highlight=False)
     with out.capture() as captured:
-        out.print(top.table(fleet, live=live))
+        out.print(top.table(fleet, live=live, run=Path("runs/r")))
     return captured.get()
 
 
@@ -58,13 +59,27 @@ def test_only_the_newest_of_those_that_are_gone() -> None:
     assert [line.split()[0] for line in lines] == ["here", *(f"g{i}" for i in range(42, 50))]
 
 
-@pytest.mark.parametrize(("ended", "word"), [(True, "finished"), (False, "ended without a word")])
-def test_a_run_that_is_over(ended: bool, word: str) -> None:
-    assert f"version 3, {word}, as of 2m0" in shown(said(t=time.time() - 121, ended=ended), live=False)
+@pytest.mark.parametrize(
+    ("ended", "word"),
+    [("finished", "finished"), ("stopped", "stopped"), ("failed", "ended by an error"), (None, "ended without a word")],
+)
+def test_a_run_that_is_over(ended: str | None, word: str) -> None:
+    text = shown(said(t=time.time() - 121, ended=ended), live=False)
+    assert f"version 3, {word}, as of 2m0" in text
+    assert ("go on with: windfall resume runs/r\n" in text) == (ended != "finished")
 
 
 def test_a_silent_controller_shows() -> None:
     assert "running, as of 30s ago" in shown(said(t=time.time() - 30.5), live=True)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_fleet_is_named(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "fleet.json").write_text(json.dumps(said()))
+    damage(tmp_path / "fleet.json", kind)
+    with pytest.raises(WindfallError, match="no fleet has been" if kind == "missing" else "damaged") as caught:
+        top.show(tmp_path, once=True)
+    assert str(tmp_path) in caught.value.where
 
 
 def test_reads_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,18 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The rec
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key.")]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for workers that dial https.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Its private key.")]
+TOKEN = "A file that holds the run's token"
+
+
+def _visible(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+    """Warns of a token that the process list shows."""
+    from windfall.link.auth import given
+
+    source = context.get_parameter_source(str(parameter.name))
+    if value is not None and source is not None and source.name == "COMMANDLINE" and isinstance(given(value), str):
+        said = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
+        print(f"warning: --token: {said}", file=sys.stderr)
+    return value
 
 
 def _version(asked: bool) -> None:
@@ -47,18 +60,23 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the recipe, do nothing.")] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_visible, help=f"{TOKEN}; default: a new one."),
+    ] = None,
 ) -> None:
     """Train by a recipe: starts controller, trainer and workers. Ctrl-C saves and says how to go on."""
-    from windfall.launch import supervisor
+    from windfall.launch import start, supervisor
     from windfall.launch.folder import new_folder
 
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
+    known = _token(token) if token is not None else None
     supervisor.check(parsed)
     if dry_run:
         print(config.dump(parsed))
         print("# all of the above is valid; nothing was started")
         return
-    supervisor.train(parsed, new_folder(parsed))
+    start.train(parsed, new_folder(parsed), token=known)
 
 
 @app.command(epilog="Example: windfall resume runs/demo --set run.steps=100")
@@ -69,16 +87,28 @@ def resume(
     tls_key: TlsKey = None,
 ) -> None:
     """Go on with a run that was stopped or killed: from its last checkpoint and its journal, with nothing lost."""
-    from windfall.launch import supervisor
+    from windfall.launch import start
 
-    parsed = config.load(_run_recipe(run), [*(set or []), *_tls(tls_cert, tls_key)])
-    supervisor.train(parsed, run, resume=True)
+    start.resume(config.load(_run_recipe(run), [*(set or []), *_tls(tls_cert, tls_key)]), run)
 
 
-@app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token ... --lease spot --price 2.63")
+@app.command(epilog="Example: windfall token demo.token")
+def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make.")]) -> None:
+    """Make a token, to start workers before their run: give the file to `windfall train` and `windfall worker`."""
+    from windfall.link.auth import make_token
+
+    if file.exists():
+        raise WindfallError("this file is there already", where=str(file), fix="Give another name, or use it as it is.")
+    make_token(file)
+    print(f"{file}: a token, readable by its owner only. Give this file as --token to the run and to its workers.")
+
+
+@app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63")
 def worker(
     join: Annotated[str, typer.Option(metavar="URL", help="The controller's address; the run shows it at its start.")],
-    token: Annotated[str, typer.Option(envvar="WINDFALL_TOKEN", help="The run's token, or a file that holds it.")],
+    token: Annotated[
+        str, typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_visible, help=f"{TOKEN}, or will.")
+    ],
     name: Annotated[str, typer.Option(help="What to call it; default: host and process number.")] = "",
     lease: Annotated[str, typer.Option(help="reserved, spot or borrowed.")] = "spot",
     price: Annotated[float, typer.Option(min=0.0, help="In $ per hour.")] = 0.0,
@@ -95,13 +125,8 @@ def worker(
     """Join a run from anywhere, at any time, and leave it in any way."""
     from windfall.launch import joining
 
-    path = Path(token)
-    if len(token) < 256 and path.is_file():
-        from windfall.link.auth import read_token
-
-        token = read_token(path)
     joining.main(
-        join, token, name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
+        join, _token(token, patience), name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
         device=_one_of(device, "--device", ("auto", "cpu", "cuda")), region=region, price_usd_per_h=price,
         threads=threads, share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
     )  # fmt: skip
@@ -241,6 +266,27 @@ def _tls(cert: Path | None, key: Path | None) -> list[str]:
     return [f"{name}={json.dumps(str(path.resolve()))}" for name, path in given.items() if path is not None]
 
 
+def _token(value: str, patience_s: float = 0.0) -> str:
+    """What a file holds, or the token itself. A file that is not there yet is waited for."""
+    from windfall.link import auth
+
+    found = auth.given(value)
+    if isinstance(found, str):
+        return found
+    if not value:
+        raise WindfallError("this is empty", where="--token", fix="Give the file that holds the run's token.")
+    give_up = time.monotonic() + patience_s
+    if patience_s and not found.exists():
+        print(f"waiting up to {patience_s:g} s for the token's file {found}", file=sys.stderr, flush=True)
+    while not found.exists() and time.monotonic() < give_up:
+        time.sleep(0.2)
+    if not found.exists():
+        waited = f"waited {patience_s:g} s for this token file" if patience_s else "no such token file"
+        fix = "`windfall token FILE` makes one; the token of a run is in its folder, such as runs/demo/token."
+        raise WindfallError(waited, where="--token " + value, fix=fix)
+    return auth.read_token(found)
+
+
 def _one_of(word: str, where: str, known: tuple[str, ...]) -> str:
     if word not in known:
         raise WindfallError(f"{word!r} is none of them", where=where, fix=nearest(word, known))
@@ -248,8 +294,13 @@ def _one_of(word: str, where: str, known: tuple[str, ...]) -> str:
 
 
 def _run_recipe(run: Path) -> Path:
+    if run.is_file():
+        raise WindfallError("this is a file, not a run", where=str(run), fix="Give a folder such as runs/demo.")
     if not run.is_dir():
-        near = nearest(run.name, [p.name for p in run.parent.iterdir() if p.is_dir()]) if run.parent.is_dir() else ""
+        try:
+            near = nearest(run.name, [p.name for p in run.parent.iterdir() if p.is_dir()])
+        except OSError:  # no such parent, or not for us to read
+            near = ""
         raise WindfallError("no such run", where=str(run), fix=near)
     if not (run / "recipe.toml").is_file():
         raise WindfallError("not a run: it has no recipe.toml", where=str(run), fix="Give a folder such as runs/demo.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from windfall.bill import Totals, reserved_only
-from windfall.config import Recipe
+from windfall.config import Change, Recipe
 from windfall.events import Event, read
 
 BARS = "▁▂▃▄▅▆▇█"
+LARGE = ("lengths", "replaced", "speeds")
+"""Fields of a step that grow with its responses; a summary needs none of them."""
+ADVISED = 64
+"""Kinds of workers of which it is remembered what was said."""
 
 
 def spark(values: list[float], width: int = 30) -> str:
@@ -108,6 +113,14 @@ class Console:
                 self._out.print(f"[red]the trainer is gone[/]: {escape(event['why'])}")
             case "refused":
                 self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}")
+            case "log_foreign":
+                self.say(
+                    f"{self._folder / 'events.jsonl'}: {event['lines']} lines are not windfall's and are skipped; the "
+                    f"first is line {event['first']}"
+                )
+            case "log_gap":
+                which = f"steps {event['first']} to {event['last']} are missing"
+                self.say(f"{self._folder / 'events.jsonl'}: {which}; the run goes on, and figures leave them out")
             case "stopping":
                 self._out.print("stopping and saving; press Ctrl-C again to end at once")
             case "reward_missing":
@@ -121,6 +134,8 @@ class Console:
         if e["count"] == e["now"] or self._advised.get(e["lease"]) == e["count"]:
             return
         self._advised[e["lease"]] = e["count"]
+        if len(self._advised) > ADVISED:
+            del self._advised[next(iter(self._advised))]
         gain = (e["tokens_per_usd_best"] or 0.0) / e["tokens_per_usd_now"] - 1 if e["tokens_per_usd_now"] else 0.0
         self._out.print(
             f"[cyan]advice[/]: {e['count']} of {escape(e['lease'])}, not {e['now']}: {escape(e['why'])}"
@@ -130,13 +145,29 @@ class Console:
     def say(self, line: str) -> None:
         self._out.print(f"[yellow]{escape(line)}[/]")
 
-    def join(self, url: str, token: str, *, everywhere: bool = False, ca: Path | None = None) -> None:
-        """Said once, at the start. `everywhere`: other machines may dial."""
+    def join(self, url: str, token: Path, *, everywhere: bool = False, ca: Path | None = None) -> None:
+        """Said once, at the start. `token`: the file that has it; a secret on a command line is in the process list.
+        `everywhere`: other machines may dial."""
         trust = f" --tls-ca {_argument(ca)}" if ca else ""
         said = f"{_command()} worker --join {escape(url)} --token {_argument(token)}{trust}"
         self._out.print(f"join from {'anywhere' if everywhere else 'this machine'}: {said}")
         if everywhere:
-            self._out.print("  (a worker must reach the weights' port, too: fleet.weights_port sets it)")
+            self._out.print("  (on another machine, --token names a copy of that file, readable by its owner only;")
+            self._out.print("  a worker must reach the weights' port, too: fleet.weights_port sets it)")
+
+    def is_finished(self, steps: int) -> None:
+        self._out.print(f"this run is finished: it has all its {steps} steps, and nothing was started")
+        more = f"{_command()} resume {_argument(self._folder)} --set run.steps={2 * steps}"
+        self._out.print(f"  to extend it               {more}")
+
+    def resuming(self, changes: Sequence[Change], warnings: Sequence[str]) -> None:
+        """Before a run goes on. `changes`: since it began."""
+        for line in warnings:
+            self.say(line)
+        if changes:
+            self._out.print("changed since the run began:")
+        for change in changes:
+            self._out.print(f"  {escape(str(change))}")
 
     def _line(self, e: Event) -> str:
         reward, entropy, grad = ("    -" if e[k] is None else f"{e[k]:.3f}" for k in ("reward", "entropy", "grad_norm"))
@@ -158,9 +189,15 @@ class Console:
 
     def summary(self, *, finished: bool) -> None:
         path = self._folder / "events.jsonl"
-        events = read(path) if path.is_file() else []  # it may have been stopped before there was anything to log
+        # It may have been stopped before there was anything to log.
+        events = read(path, without=LARGE) if path.is_file() else []
         prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
-        for line in summarise(events, self._folder, finished=finished, prompt=prompt):
+        try:
+            lines = summarise(events, self._folder, finished=finished, prompt=prompt)
+        except Exception as e:  # fault boundary: somebody wrote to the log, and a view of a run must never fail it
+            self.say(f"{path}: no summary can be made of this log: {type(e).__name__}: {e}")
+            lines = summarise([], self._folder, finished=finished, prompt=prompt)
+        for line in lines:
             self._out.print(line)
 
 

@@ -6,10 +6,12 @@ Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and
     {"t": ...,               "kind": "span",    "name": "rollout", "step": 3, "s": 1.92}
     {"t": ...,               "kind": "instant", "name": "stopped", "step": 10}
 
-A line is written whole and flushed at once, so a killed process leaves at most one torn line at the end: `read` skips
-it, and opening the log again starts on a fresh line. The first write that fails raises, and tells `failed`; after it
-the log is silent, because the run is ending. A run that was resumed from step k has an instant "resumed" with
-that step; `read` then leaves out what the lost steps after k had said.
+A line is written whole and flushed at once, so a killed process leaves at most one torn line at the end: `scan` skips
+it, and opening the log again starts on a fresh line. Lines that windfall did not write are skipped and counted.
+
+The first write that fails raises, and tells `failed`; after it the log is silent, because the run is ending. A run that
+was resumed from step k has an instant "resumed" with that step; `read` then leaves out what the lost steps after k had
+said.
 
 The log reads its clock from a `Clock`: a run in virtual time (windfall.sim) brings one of its own.
 """
@@ -21,7 +23,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +34,14 @@ from windfall.errors import WindfallError
 
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
+
+
+TORN = b'{"t":'
+"""How a line begins that a kill may have torn."""
+LONGEST = 1 << 26
+"""Bytes of a line. What is longer was not written by windfall."""
+TAIL = 1 << 20
+"""Bytes at the end of a log in which its last event is found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,18 +150,68 @@ def _plain(value: Any) -> Any:
     return _plain(value.item()) if getattr(value, "shape", None) == () else str(value)
 
 
-def read(path: Path) -> list[Event]:
-    """All whole lines, less what a later resume has made void; of a step that was, its bill is left, as `void`."""
+@dataclass(slots=True)
+class Foreign:
+    """Lines of a log that windfall did not write, and that no kill has torn."""
+
+    lines: int = 0
+    first: int = 0
+    """The number of the first such line, from 1."""
+
+
+def parse(line: bytes) -> Event | None:
+    """None: this line is no event, whole and written by windfall."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or type(event.get("step", 0)) is not int:
+        return None
+    times = all(type(event.get(key)) in (int, float) for key in ("t", "m"))
+    named = all(type(event.get(key)) is str for key in ("kind", "name"))
+    return event if times and named and (event["name"] != "resumed" or "step" in event) else None
+
+
+def scan(path: Path, foreign: Foreign | None = None) -> Iterator[Event]:
+    """Every event of a log, one at a time: a log of any size takes the memory of its longest line."""
+    with path.open("rb") as file:
+        number, whole = 0, True
+        while line := file.readline(LONGEST):
+            begins, whole = whole, line.endswith(b"\n")
+            number += begins
+            event = parse(line) if begins else None
+            if event is not None:
+                yield event
+            elif foreign is not None and begins and line.strip() and not _is_torn(line):
+                foreign.lines += 1
+                foreign.first = foreign.first or number
+
+
+def _is_torn(line: bytes) -> bool:
+    return line.startswith(TORN) and not line.rstrip().endswith(b"}")
+
+
+def last(path: Path) -> Event | None:
+    """The last event of a log, read from its end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    return next((e for e in map(parse, reversed(lines)) if e is not None), None)
+
+
+def read(path: Path, *, without: Collection[str] = (), foreign: Foreign | None = None) -> list[Event]:
+    """All events, less what a later resume has made void; of a step that was, its bill is left, as `void`. Fields in
+    `without` are left out."""
     events: list[Event] = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # torn by a kill
-            if event["name"] == "resumed":
-                events = [e for e in map(partial(_void, after=event["step"]), events) if e is not None]
-            events.append(event)
+    for event in scan(path, foreign):
+        if event["name"] == "resumed":
+            events = [e for e in map(partial(_void, after=event["step"]), events) if e is not None]
+        for key in without:
+            event.pop(key, None)
+        events.append(event)
     return events
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,40 @@ from windfall.launch import folder as folders
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "made", "moved", "age", "why")
 GONE_SHOWN = 8
+ENDS = {"finished": "finished", "stopped": "stopped", "failed": "ended by an error", True: "ended"}
+"""By `ended` of fleet.json; True was written by earlier versions."""
 
 
 def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
     """Until the run ends or Ctrl-C; `once`, or not on a terminal: one table."""
-    said = folders.read_json(run / "fleet.json")
-    if said is None:
-        raise WindfallError("no fleet has been written down here", where=str(run), fix="Has this run been started?")
     out = Console(highlight=False)
+    shown = view(run)
     if once or not out.is_terminal:
-        out.print(table(said, live=folders.held(run)))
+        out.print(shown)
         return
-    with Live(table(said, live=True), console=out, refresh_per_second=4) as screen:
+    with Live(shown, console=out, refresh_per_second=4) as screen:
         while folders.held(run):
-            said = folders.read_json(run / "fleet.json") or said
-            screen.update(table(said, live=True))
+            screen.update(view(run))
             time.sleep(every_s)
-        screen.update(table(folders.read_json(run / "fleet.json") or said, live=False))
+        screen.update(view(run))
 
 
-def table(said: dict[str, Any], *, live: bool) -> Group:
+def view(run: Path) -> Group:
+    """The run as its folder shows it now."""
+    path, live = run / "fleet.json", folders.held(run)
+    said = folders.read_json(path)
+    try:
+        if said is not None:
+            return table(said, live=live, run=run)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass  # it is JSON, and not what a controller writes
+    if not path.exists():
+        raise WindfallError("no fleet has been written down here", where=str(run), fix="Has this run been started?")
+    fix = "The next start of the run writes it anew." if not live else "The run writes it every second: look again."
+    raise WindfallError("this file is damaged, or cannot be read", where=str(path), fix=fix)
+
+
+def table(said: dict[str, Any], *, live: bool, run: Path) -> Group:
     """Those that are here, then the last few that are gone."""
     here = [w for w in said["workers"] if w["state"] != "gone"]
     gone = [w for w in said["workers"] if w["state"] == "gone"]
@@ -55,17 +70,18 @@ def table(said: dict[str, Any], *, live: bool) -> Group:
             escape(w["why"]),
         )  # fmt: skip
     advice = [f"worth having: {a['count']} of {a['lease']} ({a['why']})" for a in said.get("advice", [])]
-    return Group(Text("\n".join([_head(said, len(here), live), *advice])), out)
+    return Group(Text("\n".join([_head(said, len(here), live, run), *advice])), out)
 
 
-def _head(said: dict[str, Any], here: int, live: bool) -> str:
+def _head(said: dict[str, Any], here: int, live: bool, run: Path) -> str:
     c = said["counts"]
     ago = max(0.0, time.time() - said["t"])
-    when = "running" if live else "finished" if said["ended"] else "ended without a word"
+    when = "running" if live else ENDS.get(said["ended"], "ended without a word")
     if not live or ago > 5:
         when += f", as of {_age(ago)} ago"
+    onward = "" if live or said["ended"] == "finished" else f"go on with: windfall resume {shlex.quote(str(run))}\n"
     return (
-        f"{said['run']}: step {said['step']}/{said['steps']}, version {said['version']}, {when}\n"
+        f"{said['run']}: step {said['step']}/{said['steps']}, version {said['version']}, {when}\n{onward}"
         f"{here} workers here, {said['lost']} lost; {said['open']} responses open, {said['queued']} queued, "
         f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
     )

@@ -7,12 +7,14 @@ import errno
 import io
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hostile.files import DAMAGES, FOREIGN_LINES, damage
 
 from windfall import config
 from windfall.errors import WindfallError
@@ -20,6 +22,7 @@ from windfall.events import EventLog, read
 from windfall.launch import control
 from windfall.launch import folder as folders
 from windfall.launch.control import Control
+from windfall.launch.telling import look_back
 from windfall.link import auth
 from windfall.rollout.members import State as Stage
 from windfall.train.base import TrainerLost
@@ -55,7 +58,50 @@ def stop(it: Control) -> None:
 def test_stopped_before_there_was_a_trainer(tmp_path: Path) -> None:
     run(tmp_path, stop)
     assert [e["name"] for e in read(tmp_path / "events.jsonl")] == ["stopped", "end"]
-    assert json.loads((tmp_path / "fleet.json").read_text())["ended"]
+    assert json.loads((tmp_path / "fleet.json").read_text())["ended"] == "stopped"
+
+
+def test_life_before_is_looked_back_on_in_little_memory(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    for step in (50, 100, 150, 200):
+        log.scalar("eval", step=step, reward=0.5)
+    log.scalar("step", step=200, lengths=[list(range(1000, 3000))], bill={"holders": {}})
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(200 * (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)[-1])
+    log.instant("resumed", step=150)
+    log.close()
+    log = EventLog(tmp_path / "events.jsonl")
+    tracemalloc.start()
+    try:
+        before = look_back(log)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        log.close()
+    assert before.evaluated == {50, 100, 150}
+    assert before.billed_s == pytest.approx(time.monotonic(), abs=60.0)
+    assert peak < 500_000 < (tmp_path / "events.jsonl").stat().st_size / 4
+
+
+def test_log_with_foreign_lines_is_gone_on_with_and_named(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.scalar("eval", step=0, reward=0.5)
+    log.close()
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in FOREIGN_LINES.values()))
+    run(tmp_path, stop)
+    (said,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "log_foreign"]
+    assert (said["lines"], said["first"]) == (len(FOREIGN_LINES), 2)
+
+
+@pytest.mark.parametrize("name", ["address.json", "fleet.json"])
+@pytest.mark.parametrize("kind", DAMAGES.keys() - {"a directory"})
+def test_damaged_files_of_the_life_before_do_no_harm(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text(json.dumps({"url": "http://127.0.0.1:1", "port": 1, "pid": 1}))
+    damage(tmp_path / name, kind)
+    run(tmp_path, stop)
+    assert folders.address(tmp_path) is not None
+    assert json.loads((tmp_path / "fleet.json").read_text())["ended"] == "stopped"
 
 
 def test_watch_that_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from windfall import config
 from windfall.console import Console
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
-from windfall.launch import supervisor
+from windfall.launch import invitation, supervisor
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
 
@@ -33,10 +33,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return out
 
 
-def of(folder: Path, resumed: bool = False, **sections: Any) -> Supervisor:
+def of(folder: Path, **sections: Any) -> Supervisor:
     recipe = config.parse(sections, where="here")
     auth.make_token(folder / "token")
-    return Supervisor(recipe, folder, Console(recipe, folder), resumed=resumed)
+    return Supervisor(recipe, folder, Console(recipe, folder))
 
 
 def ends(*codes: int | OSError, then: Callable[[], None] = lambda: None) -> tuple[Callable[[], Any], list[int]]:
@@ -113,15 +113,15 @@ def test_how_to_join(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.Monk
     (tmp_path / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:81", "port": 81}))
     of(tmp_path)._tell_how_to_join()
     token = (tmp_path / "token").read_text()
-    assert f"join from this machine: windfall worker --join http://127.0.0.1:81 --token {token}" in said.getvalue()
+    command = f"windfall worker --join http://127.0.0.1:81 --token {tmp_path / 'token'}\n"
+    assert f"join from this machine: {command}" in said.getvalue()
     assert "weights" not in said.getvalue()
 
-    monkeypatch.setattr(supervisor, "own_address", lambda: "10.0.0.5")
-    said.truncate(0)
-    of(tmp_path, resumed=True, fleet={"host": "0.0.0.0"})._tell_how_to_join()
+    monkeypatch.setattr(invitation, "own_address", lambda: "10.0.0.5")
+    of(tmp_path, fleet={"host": "0.0.0.0"})._tell_how_to_join()
     assert f"--join http://10.0.0.5:81 --token {tmp_path / 'token'}" in said.getvalue()
     assert "fleet.weights_port" in said.getvalue()
-    assert token not in said.getvalue()  # it was shown when the run began
+    assert token not in said.getvalue()  # typed on a command line, it would be in the process list
 
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).touch()
@@ -131,7 +131,7 @@ def test_how_to_join(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.Monk
 
 
 def test_own_address_is_one() -> None:
-    assert supervisor.own_address() not in ("", "127.0.0.1", "0.0.0.0")
+    assert invitation.own_address() not in ("", "127.0.0.1", "0.0.0.0")
 
 
 # real runs

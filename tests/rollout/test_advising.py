@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from windfall import prices
 from windfall.events import EventLog
+from windfall.rollout import advising
 from windfall.rollout.advising import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import State
@@ -19,6 +21,9 @@ STEP = Measured(
     tokens=100_000, seed_s=2.0, local_tokens=20_000, train_s=5.0, train_wait_s=0.0, remote_wait_s=0.0, remote_s=5.0,
     workers=1.0,
 )  # fmt: skip
+
+
+KINDS = 4
 
 
 class Run:
@@ -56,6 +61,24 @@ def test_what_a_kind_is_worth_is_said_when_it_is_known_and_again_only_when_it_ch
     assert 3 <= count <= 8
     assert run.step() == {}
     assert kind in run.advisor.advice
+
+
+def test_prices_that_change_all_day_are_not_remembered_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advising, "KINDS", KINDS)
+    run = Run(tmp_path)
+    for n in range(3 * KINDS):
+        run.join(f"w{n}", replace(SPOT, price_usd_per_h=1.0 + n / 100), 4000)
+        run.step()
+        run.dispatch.members.move(f"w{n}", State.GONE, "killed")
+    assert len(run.advisor.advice) == len(run.advisor._seen) == KINDS
+    newest = replace(SPOT, price_usd_per_h=1.0 + (3 * KINDS - 1) / 100)
+    assert prices.kind(newest) in run.advisor.advice
+    for n in range(KINDS + 5):  # all that are here count, however many
+        run.join(f"x{n}", replace(SPOT, price_usd_per_h=100.0 + n), 4000)
+    run.step()
+    assert len(run.advisor.advice) == KINDS + 5
 
 
 def test_a_kind_that_is_gone_is_remembered(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from windfall.algorithms.base import Algorithm
+from windfall.algorithms.base import Algorithm, Outcome
 from windfall.algorithms.cispo import CISPO
 from windfall.algorithms.dapo import DAPO
 from windfall.algorithms.dr_grpo import DrGRPO
@@ -24,6 +24,17 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "gspo": GSPO,
     "cispo": CISPO,
 }
+
+
+def learns_alone(algorithm: Algorithm) -> bool:
+    """Does a response teach anything without siblings, in groups of one?
+
+    >>> [name for name in ALGORITHMS if learns_alone(make(name))]
+    ['reinforce_pp']
+    """
+    alone = [[Outcome(reward=reward, length=1, limit=2)] for reward in (0.0, 1.0)]
+    kept = [group for group in alone if algorithm.informative(group)]
+    return any(a != 0 for group in algorithm.advantages(kept) for a in group)
 
 
 def make(name: str, **options: Any) -> Algorithm:

@@ -1,5 +1,6 @@
 """The recipe: everything a run depends on, in one TOML file."""
 
+from windfall.config.changes import RULES, Change, changes
 from windfall.config.file import dump, load, parse
 from windfall.config.sections import (
     Algorithm,
@@ -26,8 +27,10 @@ from windfall.config.sections import (
 from windfall.config.sim_kind import SimKind
 
 __all__ = [
+    "RULES",
     "Algorithm",
     "ArithmeticEnv",
+    "Change",
     "Checkpoint",
     "CustomEnv",
     "Engine",
@@ -47,6 +50,7 @@ __all__ = [
     "Techniques",
     "Trace",
     "Train",
+    "changes",
     "dump",
     "load",
     "parse",

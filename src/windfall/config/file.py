@@ -23,16 +23,35 @@ _DATES = (datetime.date, datetime.time)  # a datetime is a date
 
 def load(path: Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe file, apply `a.b=value` overrides, and check the whole."""
-    if not path.is_file():
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise WindfallError("no such recipe file", where=str(path), fix=near or "Recipes are TOML files: see recipes/.")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise WindfallError(f"not valid TOML: {e}", where=str(path)) from e
+    data = _data(path)
+    if not data and not overrides:
+        fix = 'Name at least a model and an environment, such as [model] path = "tiny": see recipes/demo.toml.'
+        raise WindfallError("the recipe is empty", where=str(path), fix=fix)
     for text in overrides or []:
         _override(data, text)
     return parse(data, where=str(path))
+
+
+def _data(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as e:
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        fix = near or "Recipes are TOML files: see recipes/."
+        raise WindfallError("no such recipe file", where=str(path), fix=fix) from e
+    except IsADirectoryError as e:
+        inside = sorted(p.name for p in path.glob("*.toml"))
+        fix = f"It holds {', '.join(inside[:5])}: give one of these." if inside else "Give a TOML file: see recipes/."
+        raise WindfallError("this is a folder, not a recipe", where=str(path), fix=fix) from e
+    except OSError as e:
+        raise WindfallError(f"cannot read the recipe: {e.strerror or e}", where=str(path)) from e
+    except UnicodeDecodeError as e:
+        fix = f"The first wrong byte is at position {e.start}. Save the file as UTF-8 text."
+        raise WindfallError("not valid TOML: it is not text in UTF-8", where=str(path), fix=fix) from e
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise WindfallError(f"not valid TOML: {e}", where=str(path)) from e
 
 
 def parse(data: dict[str, Any], where: str) -> Recipe:

@@ -102,7 +102,7 @@ class Algorithm(Section):
     """grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
     options: dict[str, float | int | str] = Field(default={})
     """The algorithm's own parameters, such as clip_high: see windfall/algorithms."""
-    kl: float = Field(default=0.0, ge=0)
+    kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL term to the model that the run started from."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Truncated importance sampling where trainer and engine disagree on a log-prob."""
@@ -115,7 +115,7 @@ class Rollout(Section):
     """Responses to each task."""
     max_tokens: Count = 160
     """The most tokens of a response, the environment's words within it included."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Divides the logits before a token is drawn."""
     top_p: Share = 1.0
     """Draw from the likeliest tokens that make up this share; 1 cuts nothing."""
@@ -135,7 +135,7 @@ class Rollout(Section):
 
 
 class Train(Section):
-    lr: float = Field(default=1e-4, gt=0)
+    lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
     """The learning rate of AdamW."""
     warmup: int = Field(default=0, ge=0)
     """Updates over which the learning rate rises."""
@@ -143,7 +143,7 @@ class Train(Section):
     """How the learning rate goes on after the warm-up; linear and cosine end at 0."""
     clip_norm: float = Field(default=1.0, gt=0)
     """The gradient is scaled down to at most this norm."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """AdamW's."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """AdamW's."""
@@ -167,7 +167,7 @@ class Eval(Section):
     """Held-out tasks, one response each, before the first and after the last step; 0: no evaluation."""
     every: int = Field(default=0, ge=0)
     """Also after every so many steps."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """None: the same as rollout.temperature."""
 
 

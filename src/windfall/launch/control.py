@@ -33,6 +33,7 @@ from windfall.events import EventLog, tensorboard
 from windfall.launch import folder as folders
 from windfall.launch import security
 from windfall.launch.life import Life, first
+from windfall.launch.telling import Ended
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -99,7 +100,8 @@ class Control:
             await self._send_all_away()
             await port.close()
             with contextlib.suppress(OSError):  # the disk is full: that is being said already, or matters to nobody
-                self._snapshot(ended=True)
+                how = "failed" if self._end is None else "finished" if self._end["finished"] else "stopped"
+                self._snapshot(ended=how)
             self.journal.close()
             if self._end is not None:
                 now = asyncio.get_running_loop().time()
@@ -158,7 +160,7 @@ class Control:
                 attend=lambda link: self.gate.trainer(link, self._attend_trainer),
             ),
         }  # fmt: skip
-        before = (folders.read_json(self.folder / "address.json") or {}).get("port", 0)
+        before = (folders.address(self.folder) or {}).get("port", 0)
         port = Port(f.host, f.port or before, routes, context)
         try:
             await port.open()
@@ -196,7 +198,7 @@ class Control:
                     raise WindfallError(f"cannot write: {e.strerror or e}", where=str(path), fix=fix) from e
             await asyncio.sleep(SNAPSHOT_S)
 
-    def _snapshot(self, ended: bool = False) -> None:
+    def _snapshot(self, ended: Ended | None = None) -> None:
         now_s = asyncio.get_running_loop().time()
         said = self.life.telling.snapshot(step=self.life.state.step, now_s=now_s, ended=ended)
         folders.replace(self.folder / "fleet.json", json.dumps(said))

@@ -2,6 +2,7 @@
 
 runs/NAME/
   recipe.toml  events.jsonl  checkpoints/  journal/       what the run is, and all it knows
+  recipe.began.toml                                       the recipe that the run began with; never rewritten
   token  trainer.secret                                   for joining, as a worker or as the trainer; for its owner only
   address.json  fleet.json                                where the controller listens; the fleet as it was last
   controller.log  trainer.log  nursery.log  workers/*.log what the processes said
@@ -9,8 +10,10 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,13 +25,14 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 
+BEGAN = "recipe.began.toml"
 LOOK_S = 0.3
 """A lock is tried for so long at least: somebody may just be looking whether it is held, which takes microseconds."""
 
 
 def new_folder(recipe: Recipe) -> Path:
     """runs/name, or runs/name-2, -3, ... when that is taken: a run never writes into another."""
-    recipe = _anchored(recipe)
+    recipe = anchored(recipe)
     wanted = recipe.run.folder / recipe.run.name
     for n in range(1, 10_000):
         folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
@@ -38,9 +42,28 @@ def new_folder(recipe: Recipe) -> Path:
             continue
         except OSError as e:
             raise WindfallError(f"cannot make the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
-        write_recipe(recipe, folder)
+        try:
+            write_recipe(recipe, folder)
+            replace(folder / BEGAN, config.dump(recipe))
+        except OSError as e:
+            remove(folder)
+            fix = "Make room, or set run.folder."
+            raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder), fix=fix) from e
         return folder
     raise WindfallError("ten thousand runs of this name exist", where=str(wanted), fix="Set run.name.")
+
+
+def remove(folder: Path) -> None:
+    """Take back what `new_folder` made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other runs are in it
+        folder.parent.rmdir()
+
+
+def began(folder: Path) -> Recipe:
+    """The recipe that the run began with. A run that is older than this record has the one of its last life."""
+    path = folder / BEGAN
+    return config.load(path if path.exists() else folder / "recipe.toml")
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
@@ -55,7 +78,7 @@ def replace(path: Path, text: str) -> None:
     work.replace(path)
 
 
-def _anchored(recipe: Recipe) -> Recipe:
+def anchored(recipe: Recipe) -> Recipe:
     """Paths that exist made absolute: a run is resumed from any folder."""
     changes: dict[str, Any] = {}
     if Path(recipe.model.path).is_dir():
@@ -73,7 +96,12 @@ def _anchored(recipe: Recipe) -> Recipe:
 @contextmanager
 def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None]:
     """Only one process at a time may be this role of a run. The lock ends with the process, however it ends."""
-    with _lock(folder, role).open("w") as lock:
+    try:
+        opened = _lock(folder, role).open("w")
+    except OSError as e:
+        fix = "A run writes to its folder: make it writable, and move away what is in the way."
+        raise WindfallError(f"cannot lock the run: {e.strerror or e}", where=str(e.filename), fix=fix) from e
+    with opened as lock:
         give_up = time.monotonic() + max(LOOK_S, timeout_s)
         while True:
             try:
@@ -105,17 +133,27 @@ def _lock(folder: Path, role: str) -> Path:
 
 def keep_newest(folder: Path, most: int, spare: set[str]) -> None:
     """Of the files in it, without those to be spared, only the newest so many are kept."""
-    files = sorted((p for p in folder.iterdir() if p.name not in spare), key=lambda p: p.stat().st_mtime)
+    files = [p for p in folder.iterdir() if p.name not in spare and p.is_file()]
+    files.sort(key=lambda p: p.stat().st_mtime)
     for path in files[: max(0, len(files) - most)]:
         path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None: it is not there, or not yet."""
+    """None: it is not there, or not yet; or it is no JSON object."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+    return said if isinstance(said, dict) else None
+
+
+def address(folder: Path) -> dict[str, Any] | None:
+    """Where the controller listens, or listened last: `url`, `port` and `pid`. None: nothing that can be used."""
+    said = read_json(folder / "address.json") or {}
+    url, port = said.get("url"), said.get("port")
+    right = isinstance(url, str) and url.startswith(("http://", "https://"))
+    return said if right and type(port) is int and 0 < port < 1 << 16 else None
 
 
 def fail(folder: Path, role: str, error: WindfallError) -> None:

@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,11 +25,19 @@ from windfall.worker.agent import Agent
 from windfall.worker.boot import Boot, agree, glance
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
+
+
 def main(
     url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
     share: float, clouds: str, ca: Path | None, patience_s: float,
 ) -> int:  # fmt: skip
-    if not url.startswith(("http://", "https://")):
+    if not _is_address(url):
         raise WindfallError(f"{url!r} is not a controller's address", where="--join", fix="Give http://HOST:PORT.")
     pinned = os.environ.get("WINDFALL_TLS_PIN")
     context = security.dialling(url, ca=ca, pinned=Path(pinned) if pinned else None)

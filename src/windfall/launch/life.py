@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from itertools import count
 from typing import Any
@@ -21,8 +22,8 @@ from typing import Any
 from windfall import algorithms, prices
 from windfall.config import Recipe
 from windfall.controller import Controller
-from windfall.events import EventLog, read
-from windfall.launch.telling import Telling, billed_s
+from windfall.events import EventLog
+from windfall.launch.telling import Telling, look_back
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.rollout import offload
@@ -52,17 +53,15 @@ class Life:
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
         self._find = find or (lambda journal, step: asyncio.to_thread(journal.find, step))
-        log = read(events.path)
-        self._expected = Expected()
-        for event in log:
-            self._expected.hear(event)
-        events.attach(self._expected.hear)
-        self._told = {(e["name"], e["pid"]) for e in log if e["name"].startswith("checkpoint_")}
+        self._expected = Expected(checkpoints=recipe.checkpoint.keep)
+        self._told: set[tuple[str, int]] = set()
         """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
-        self._evaluated = {e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
+        before = look_back(events, self._recall)
+        events.attach(self._expected.hear)
+        self._evaluated, self._logged = before.evaluated, before.step
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
-            events=events, journal=journal, patience=patience, techniques=t, billed_s=billed_s(log, events.clock)
+            events=events, journal=journal, patience=patience, techniques=t, billed_s=before.billed_s
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
@@ -76,6 +75,12 @@ class Life:
         """Told of every trainer that the run goes on with, before any worker gets its weights."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
+
+    def _recall(self, event: dict[str, Any]) -> None:
+        """An event of an earlier life."""
+        self._expected.hear(event)
+        if event["name"].startswith("checkpoint_"):
+            self._told.add((event["name"], event.get("pid", 0)))
 
     async def steps(
         self, env: Any, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
@@ -108,7 +113,9 @@ class Life:
         self.state = State(step=hello.step, next_task=hello.next_task)
         if self._again:
             self.events.instant("resumed", step=hello.step)
-        self._again = True
+        if hello.step > self._logged:
+            self.events.instant("log_gap", first=self._logged + 1, last=hello.step)
+        self._again, self._logged = True, math.inf
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
         for name in ("checkpoint_damaged", "checkpoint_unchecked"):
             if name in hello.facts and (name, hello.facts["pid"]) not in self._told:

@@ -14,18 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from windfall import algorithms, envs, models
+from windfall import algorithms, envs, events, models
 from windfall.config import Recipe
 from windfall.console import Console
 from windfall.errors import WindfallError
@@ -35,7 +32,7 @@ from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
 from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
-from windfall.launch import security
+from windfall.launch import invitation, security
 from windfall.launch.following import Following
 from windfall.launch.vigil import FROZEN_S, LOOK_S, MISSING_S, Absent, Pulse, Troubles
 from windfall.launch.vigil import how as ended
@@ -61,12 +58,23 @@ def check(recipe: Recipe) -> None:
 
         devices.place("cuda", "auto", 0)
     envs.make(recipe.env, recipe.run.seed).task(0)
-    algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    _check_groups(recipe)
     security.serving(recipe.fleet)
     changes(recipe)
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+
+
+def _check_groups(recipe: Recipe) -> None:
+    name, algorithm = recipe.algorithm.name, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    if recipe.rollout.group_size == 1 and not algorithms.learns_alone(algorithm):
+        able = [n for n in algorithms.ALGORITHMS if algorithms.learns_alone(algorithms.make(n))]
+        what = (
+            f"{name} compares the responses of a group, and a group of one has nothing to compare: nothing is learned"
+        )
+        fix = f"Set it to 2 or more, or algorithm.name to one that works with single responses: {', '.join(able)}."
+        raise WindfallError(what, where="rollout.group_size = 1", fix=fix)
 
 
 def changes(recipe: Recipe) -> list[Any]:
@@ -86,32 +94,12 @@ def changes(recipe: Recipe) -> list[Any]:
     return trace.slots(trace.window(trace.read(t.file), t.start_s, TRACE_S * 365), t.nodes)
 
 
-def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
-    """Run, or go on with, the run in `folder`, to its end or until it is stopped."""
-    check(recipe)
-    with folders.owned(folder):
-        if resume:
-            folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
-        for left in (*folder.glob(".*.failure"), *folder.glob(FROZEN_TRAINER)):
-            left.unlink()
-        auth.make_token(folder / "token")
-        auth.make_token(folder / "trainer.secret")
-        console = None if quiet else Console(recipe, folder)
-        with console or contextlib.nullcontext():
-            try:
-                finished = asyncio.run(Supervisor(recipe, folder, console, resumed=resume).run())
-            except asyncio.CancelledError:  # by a second Ctrl-C
-                raise KeyboardInterrupt from None
-        if console is not None:
-            console.summary(finished=finished)
-
-
 class Supervisor:
-    def __init__(self, recipe: Recipe, folder: Path, console: Console | None, *, resumed: bool = False) -> None:
-        self.recipe, self.folder, self._console, self._resumed = recipe, folder, console, resumed
+    def __init__(self, recipe: Recipe, folder: Path, console: Console | None) -> None:
+        self.recipe, self.folder, self._console = recipe, folder, console
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
-        self._stopping = False
+        self._stopping = self._told = False
         self._controller: Handle | None = None
         self._trainer: Handle | None = None
         self._workers: dict[str, Handle] = {}
@@ -134,7 +122,7 @@ class Supervisor:
             await self._all(nursery, environment)
         if self._error is not None:
             raise self._error
-        return bool(self._end and self._end["finished"])
+        return bool(self._end and self._end.get("finished"))
 
     async def _all(self, nursery: Nursery, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.cli", "_controller", str(self.folder)]
@@ -217,7 +205,7 @@ class Supervisor:
                 self._say(f"worker {name} runs, but has not been in the fleet for {MISSING_S:g} s; it is killed")
                 self._workers[name].kill()
             self._kill_frozen_trainer()
-            self._follow(said)
+            self._follow(said if pulse.beats else None)
 
     def _follow(self, said: dict[str, Any] | None) -> None:
         """More workers of our own, or fewer, where that pays."""
@@ -269,8 +257,8 @@ class Supervisor:
 
     async def _url(self, timeout_s: float = 60.0) -> str:
         for _ in range(int(timeout_s * 20)):
-            said = folders.read_json(self.folder / "address.json")
-            if said and self._controller and self._controller.running:
+            said, controller = folders.address(self.folder), self._controller
+            if said is not None and controller and controller.running and said.get("pid") == controller.pid:
                 return said["url"]
             await asyncio.sleep(0.05)
         raise OSError(f"waited {timeout_s:g} s for the controller to listen")
@@ -296,7 +284,7 @@ class Supervisor:
 
     async def _show(self, path: Path, at: int) -> None:
         """Every line that is added to the event log."""
-        told, rest = False, b""
+        rest = b""
         while True:
             if path.is_file():
                 with path.open("rb") as file:
@@ -306,32 +294,30 @@ class Supervisor:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     self._take(line)
-            if not told and (self.folder / "address.json").is_file() and self._controller:
-                told = True
-                self._tell_how_to_join()
             await asyncio.sleep(0.1)
 
     def _take(self, line: bytes) -> None:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            return  # torn by a kill
-        if event.get("name") == "end":
+        event = events.parse(line)
+        if event is None:
+            return  # torn by a kill, or not windfall's
+        if event["name"] == "end":
             self._end = event
-        if self._console is not None:
+        if self._console is None or (event["name"] == "stopping" and not self._stopping):
+            return  # the controller is sent away because of an error, which is said at the end
+        try:
             self._console.show(event)
+        except (KeyError, TypeError, ValueError) as e:
+            self._say(f"an event '{event['name']}' cannot be shown: {type(e).__name__}: {e}")
+        if event["name"] == "trainer_ready" and not self._told:
+            self._told = True  # earlier, the run may still turn out to be impossible
+            self._tell_how_to_join()
 
     def _tell_how_to_join(self) -> None:
-        said, f = folders.read_json(self.folder / "address.json"), self.recipe.fleet
-        if said is None or self._console is None:
-            return
-        everywhere = f.host in ("0.0.0.0", "::", "")
-        url = said["url"]
-        if everywhere:
-            url = f"{urlsplit(url).scheme}://{own_address()}:{said['port']}"
-        # A secret belongs on a screen once. Later its file says it, which `--token` takes as well.
-        token = str(self.folder / "token") if self._resumed else self._token
-        self._console.join(url, token, everywhere=everywhere, ca=f.tls_cert)
+        said, f = folders.address(self.folder), self.recipe.fleet
+        if said is not None and self._console is not None:
+            everywhere = f.host in invitation.EVERYWHERE
+            where = self.folder / "token"
+            self._console.join(invitation.url(said, f), where, everywhere=everywhere, ca=f.tls_cert)
 
     def _say(self, line: str) -> None:
         if self._console is not None:
@@ -341,8 +327,8 @@ class Supervisor:
         """What one of the processes left word of."""
         for path in sorted(self.folder.glob(".*.failure")):
             said = folders.read_json(path)
-            if said:
-                return WindfallError(said["what"], where=said["where"], fix=said["fix"])
+            if said is not None and said.get("what"):
+                return WindfallError(str(said["what"]), where=str(said.get("where", "")), fix=str(said.get("fix", "")))
         return None
 
     @contextlib.asynccontextmanager
@@ -371,16 +357,6 @@ class Supervisor:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-
-
-def own_address() -> str:
-    """By which other machines may reach this one. Nothing is sent to find it, and no name is looked up."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        try:
-            s.connect(("192.0.2.1", 9))  # an address that nobody has: only the route to it is of interest
-            return s.getsockname()[0]
-        except OSError:  # no network
-            return socket.gethostname()
 
 
 def _tail(log: Path, lines: int = 8) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
 from windfall import algorithms, prices
 from windfall.config import Recipe
-from windfall.events import Clock, Event, EventLog
+from windfall.events import EventLog, Foreign, scan
 from windfall.rollout.advising import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import State as Stage
@@ -21,14 +21,42 @@ from windfall.types import LOCAL
 
 MOST = 64
 """Workers of one kind that advice speaks of."""
+Ended = Literal["finished", "stopped", "failed"]
 GONE_TOLD = 50
 """Of the workers that are gone, so many are in a snapshot."""
 
 
-def billed_s(log: Iterable[Event], clock: Clock) -> float:
+@dataclass(slots=True)
+class Before:
+    """What a controller must know of the lives before its own."""
+
+    billed_s: float = -math.inf
     """Until when a bill has been written, by this process's clock."""
-    bills = (e["t"] for e in log if e.get("bill"))
-    return clock.monotonic() + max(bills, default=-math.inf) - clock.wall()
+    evaluated: set[int] = field(default_factory=set)
+    """Steps whose evaluation still stands."""
+    step: int = 0
+    """The last one that the log has."""
+
+
+def look_back(events: EventLog, hear: Callable[[dict[str, Any]], None] = lambda event: None) -> Before:
+    """Reads the log event by event, each of which `hear` gets as well: a long log must not cost its size in memory.
+    Names lines that are not ours."""
+    out, foreign, billed_s = Before(), Foreign(), -math.inf
+    for e in scan(events.path, foreign):
+        hear(e)
+        if e.get("bill"):
+            billed_s = max(billed_s, e["t"])
+        if (e["kind"], e["name"]) == ("scalar", "eval"):
+            out.evaluated.add(e.get("step", 0))
+        elif (e["kind"], e["name"]) == ("scalar", "step"):
+            out.step = e.get("step", 0)
+        elif e["name"] == "resumed":
+            out.evaluated = {step for step in out.evaluated if step <= e["step"]}
+            out.step = min(out.step, e["step"])
+    if foreign.lines:
+        events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
+    out.billed_s = events.clock.monotonic() + billed_s - events.clock.wall()
+    return out
 
 
 def overlaps(recipe: Recipe) -> bool:
@@ -91,8 +119,8 @@ class Telling:
                 tokens_per_usd_best=a.tokens_per_usd_best,
             )  # fmt: skip
 
-    def snapshot(self, *, step: int, now_s: float, ended: bool) -> dict[str, Any]:
-        """The fleet as it is, for `windfall top`; and a sign of life for the supervisor."""
+    def snapshot(self, *, step: int, now_s: float, ended: Ended | None) -> dict[str, Any]:
+        """The fleet as it is, for `windfall top`; and a sign of life for the supervisor. `ended`: None: it runs."""
         ledger, offer = self._dispatch.ledger, self._dispatch.offer
         members = list(self._dispatch.members.all.values())
         told = {w.id for w in [w for w in members if w.state is Stage.GONE][-GONE_TOLD:]}

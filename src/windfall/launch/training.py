@@ -101,7 +101,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         )  # fmt: skip
 
     address = await _address(folder)
-    where = lambda: (folders.read_json(folder / "address.json") or {}).get("url", address)  # noqa: E731
+    where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialler = Dialler(
         address, "/trainer", m.ToTrainer, ssl=security.dialling(address, pinned=f.tls_cert),
         most=m.MAX_TRAINER_FRAME_BYTES,
@@ -195,8 +195,8 @@ async def _local(
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:
     for _ in range(int(timeout_s * 10)):
-        said = folders.read_json(folder / "address.json")
-        if said:
+        said = folders.address(folder)
+        if said is not None:
             return said["url"]
         await asyncio.sleep(0.1)
     raise WindfallError(f"waited {timeout_s:g} s for the controller to say where it listens", where=str(folder))

@@ -1,7 +1,8 @@
 """What `worth` needs to know, collected from a run: after every step, how many workers of each kind would pay.
 
 Workers of the same terms, device and price are one kind. A kind that is gone is remembered: its price and what its
-workers made are known, so that it can be said whether to have it back.
+workers made are known, so that it can be said whether to have it back. Spot prices change all day, and each is a kind:
+only the newest that are gone are remembered.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from windfall.rollout.speed import Profile
 from windfall.rollout.worth import Advice, Kind, Run, advise
 from windfall.types import LOCAL, Lease
 
+KINDS = 16
+"""Kinds that are remembered, unless more are here."""
 NEWEST = 0.5
 """How much of a figure is the newest step's."""
 
@@ -81,12 +84,16 @@ class Advisor:
         step_s = max(last.remote_s, last.seed_s, 1e-9)
         pulled = max(0.0, 1 - self._dispatch.members.pull_s / step_s)
         for member in here:
-            seen = self._seen.setdefault(prices.kind(member.lease), _Seen(lease=member.lease))
+            kind = prices.kind(member.lease)
+            seen = self._seen[kind] = self._seen.pop(kind, None) or _Seen(lease=member.lease)  # the newest come last
             seen.slots, seen.profile = member.slots, self._dispatch.giving.speeds.profile(member.id)
             if rate := self._dispatch.giving.rate(member, self._responses, len(here) + len(local)):
                 seen.tok_per_s = _mix(seen.tok_per_s, rate * pulled)
             if (boot_s := self._dispatch.accounts.of(member.id, now_s).seconds.get("booting")) is not None:
                 seen.boot_s = _mix(seen.boot_s, boot_s)
+        most = max(KINDS, len({prices.kind(member.lease) for member in here}))
+        for kind in list(self._seen)[: max(0, len(self._seen) - most)]:
+            del self._seen[kind]
 
     def _kind(self, name: str, seen: _Seen, now_s: float) -> Kind:
         """Losses are those of the workers that are remembered, per hour that these were there."""

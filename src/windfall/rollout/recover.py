@@ -6,6 +6,7 @@ the length of each. What was made of the step under way is known from the journa
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,10 @@ Event = dict[str, Any]
 class Expected:
     """A sink of the event log."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: int = 1) -> None:
+        """`checkpoints`: how many a run keeps, and so how far it may have to go back."""
+        self._saved: deque[int] = deque(maxlen=checkpoints + 1)
+        """Steps of the last checkpoints. What lies before the oldest is forgotten: a long log must not fill memory."""
         self._lengths: dict[int, list[list[int]]] = {}
         """By step since the last checkpoint: for every task drawn, the tokens of each response."""
         self._file = ""
@@ -27,9 +31,13 @@ class Expected:
     def hear(self, event: Event) -> None:
         match event["kind"], event["name"]:
             case "scalar", "step":
-                self._lengths[event["step"]] = event.get("lengths") or []
+                self._lengths[event.get("step", 0)] = event.get("lengths") or []
+            case "span", "checkpoint":
+                self._saved.append(event.get("step", 0))
+                if len(self._saved) == self._saved.maxlen:
+                    self._lengths = {s: rows for s, rows in self._lengths.items() if s > min(self._saved)}
             case "instant", "journal":
-                self._file = event["file"]
+                self._file = event.get("file", "")
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. May the journal begin anew? Not after a fall back, as long as it has

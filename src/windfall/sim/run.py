@@ -167,7 +167,7 @@ class Simulation:
 
         def counters() -> dict[str, Any]:
             told, now = life.counters(), asyncio.get_running_loop().time()
-            self.machines.follow(life.telling.snapshot(step=0, now_s=now, ended=False))
+            self.machines.follow(life.telling.snapshot(step=0, now_s=now, ended=None))
             return {**told, "real_tokens": self.book.real_tokens}
 
         try:

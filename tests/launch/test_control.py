@@ -196,7 +196,7 @@ def test_a_long_journal_is_read_while_others_are_heard(
         it = Control(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), again=False)
         it.life.rollout, it.trainer.hello = SimpleNamespace(remember=lambda past, next_task: told.append(past)), hello  # pyright: ignore
         find = it.journal.find
-        monkeypatch.setattr(it.journal, "find", lambda: time.sleep(0.3) or find())
+        monkeypatch.setattr(it.journal, "find", lambda step: time.sleep(0.3) or find(step))
         connecting = asyncio.create_task(it.life.connect())
         for turns in range(1, 1000):  # noqa: B007
             await asyncio.sleep(0.01)

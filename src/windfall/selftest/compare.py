@@ -4,7 +4,8 @@ how much; decides nothing."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,19 @@ class Apart:
     """Where it was that far, in words."""
 
 
-def engine_apart(small: Small, make: Make, *, longest: int) -> Apart:
+def engine_apart(small: Small, make: Make, *, longest: int, most: float = math.inf) -> Apart:
     """Log-probs of sampled tokens, in nats, the largest difference of all: prompts in pieces, decoding beyond any
-    window, siblings on shared pages, a response alone, one that is cut and resumed, and one that is preempted."""
+    window, siblings on shared pages, a response alone, one that is cut and resumed, and one that is preempted. Beyond
+    `most` it looks no further."""
+    worst = Apart(by=0.0, what="nothing")
+    for apart in _scenes(small, make, longest):
+        worst = max(worst, apart, key=lambda a: a.by)
+        if worst.by > most:
+            break
+    return worst
+
+
+def _scenes(small: Small, make: Make, longest: int) -> Iterator[Apart]:
     rng = np.random.default_rng(1)
 
     def prompt(n: int) -> tuple[int, ...]:
@@ -47,22 +58,20 @@ def engine_apart(small: Small, make: Make, *, longest: int) -> Apart:
         return Request(id=id, prompt=ids, seed=len(id) + made, max_tokens=made, sampling=Sampling(temperature=1.0))
 
     twice = prompt(34)
-    long, some = ask("long", prompt(4), 36), ask("one token", prompt(1), 6)
-    pair = [ask("sibling 1", twice, 8), ask("sibling 2", twice, 5)]
-    together = _drain(make(small.model, **ROOMY), [long, *pair, some])
-    alone = _drain(make(small.model, **ROOMY), [long])
-    cut = tuple(alone["long"][0][:19])
+    pair, one = [ask("sibling 1", twice, 8), ask("sibling 2", twice, 5)], ask("from one token", prompt(1), 6)
+    together = _drain(make(small.model, **ROOMY), [*pair, one])
+    yield from (_beside(small, f"{r.id}, among others", r, together[r.id]) for r in (*pair, one))
+    long = ask("long", prompt(4), 36)
+    alone = _drain(make(small.model, **ROOMY), [long])["long"]
+    yield _beside(small, "long, alone", long, alone)
+    cut = tuple(alone[0][:19])
     rest = replace(long, prompt=long.prompt + cut, position=len(cut), max_tokens=long.max_tokens - len(cut))
-    resumed = _drain(make(small.model, **ROOMY), [some, rest]) if rest.max_tokens > 0 else {}
+    if rest.max_tokens > 0:
+        resumed = _drain(make(small.model, **ROOMY), [one, rest])["long"]
+        yield _beside(small, "long, cut and resumed among others", rest, resumed)
     tight = [replace(ask(f"preempted {i}", prompt(6), 30), seed=i) for i in range(3)]
     crowded = _drain(make(small.model, **TIGHT), tight)
-    found = [
-        *(_beside(small, f"{r.id}, among others", r, together[r.id]) for r in (long, *pair, some)),
-        _beside(small, "long, alone", long, alone["long"]),
-        *(_beside(small, "long, cut and resumed", rest, resumed["long"]) for _ in resumed),
-        *(_beside(small, r.id, r, crowded[r.id]) for r in tight),
-    ]
-    return max(found, key=lambda a: a.by)
+    yield from (_beside(small, r.id, r, crowded[r.id]) for r in tight)
 
 
 ROOMY = {"kv_tokens": 512, "page_size": 16, "max_running": 8, "max_rows": 24}

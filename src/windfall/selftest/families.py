@@ -30,10 +30,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "gemma2, small final cap": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0}, 100),
     "granite, logits / 1.1": ("granite", {"logits_scaling": 1.1}, 100),
     "granite, logits / 16": ("granite", {"logits_scaling": 16.0, "embedding_multiplier": 12.0}, 100),
+    "lfm2, convolutions": ("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}, 100),
     "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, 100),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}, 100),
     "mistral, no window": ("mistral", {"sliding_window": None}, 100),
     "mixtral, window": ("mixtral", {"sliding_window": 4096}, 100),
+    "nemotron, 8 key heads": ("nemotron", {"num_key_value_heads": 8}, 100),
     "opt, no dropout": ("opt", {"dropout": 0.0, "attention_dropout": 0.0}, 100),
     "phi3, longrope, within 4096": (
         "phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 131072}, 4096

@@ -26,7 +26,9 @@ SHORT = 24
 WIDTH, RANK, HIDDEN = 48, 16, 64
 DEPTHS = (4, 6, 8, 12, 16)
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"depth", "width", "heads", "experts"}), frozenset({"depth", "width", "experts"}), frozenset({"depth"}),
+    frozenset({"depth", "width", "heads", "experts"}),
+    frozenset({"depth", "width", "heads", "more heads", "experts"}), frozenset({"depth", "width", "experts"}),
+    frozenset({"depth"}),
     frozenset(),
 )  # fmt: skip
 """What is made smaller beside vocabulary and windows, the first that can be built is used."""
@@ -59,7 +61,7 @@ def _fields(fields: dict[str, Any], config: Any, what: frozenset[str], depth: in
         if isinstance(value, dict) and hasattr(inner, "to_dict"):
             fields[name] = _fields(value, inner, what, depth, longest)
     if "heads" in what:
-        _heads(fields, getattr(config, "attribute_map", {}))
+        _heads(fields, getattr(config, "attribute_map", {}), 4 if "more heads" in what else 2)
     layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
     for name, value in fields.items():
         fields[name] = _size(name, value, what)
@@ -90,7 +92,7 @@ def _size(name: str, value: Any, what: frozenset[str]) -> Any:
     return value
 
 
-def _heads(fields: dict[str, Any], names: dict[str, str]) -> None:
+def _heads(fields: dict[str, Any], names: dict[str, str], few: int) -> None:
     """Fewer heads of the same size, as many to a key head as far as that goes (at most two)."""
     heads, kv, hidden = (names.get(n, n) for n in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     count, size = fields.get(heads), fields.get(hidden)
@@ -99,7 +101,7 @@ def _heads(fields: dict[str, Any], names: dict[str, str]) -> None:
     head = fields.get("head_dim") or size // count
     keys = fields.get(kv)
     share = min(2, count // keys) if type(keys) is int and keys else 1
-    fewer = min(count, 2 * share)
+    fewer = min(count, few * share)
     fields[heads] = fewer
     if type(keys) is int:
         fields[kv] = max(1, fewer // share) if keys > 1 else 1
@@ -154,6 +156,18 @@ def _straddle(fields: dict[str, Any], longest: int) -> None:
             fields["original_max_position_embeddings"] = SHORT
         if fields.get("max_position_embeddings"):
             fields["max_position_embeddings"] = max(256, fields["max_position_embeddings"] * SHORT // before)
+
+
+def unchanging(fields: Mapping[str, Any]) -> int | None:
+    """How many tokens a sequence may have before its rotary embedding changes; None: it does not."""
+    rope = fields.get("rope_parameters")
+    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
+    found = [
+        one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        for one in kinds
+        if isinstance(one, dict) and one.get("rope_type") == "longrope"
+    ]
+    return min((f for f in found if f), default=None)
 
 
 def straddles(fields: Mapping[str, Any], longest: int) -> bool:

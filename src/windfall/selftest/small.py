@@ -19,7 +19,7 @@ from windfall.engine import attention
 from windfall.errors import WindfallError
 from windfall.selftest import shrink
 
-MOST_NUMBERS = 40_000_000
+MOST_NUMBERS = 80_000_000
 """Weights of the small model: its test is to take seconds, and no memory to speak of."""
 SLOW_S = 5.0
 """For one forward pass of the small model: the test makes some fifty."""
@@ -45,26 +45,36 @@ class Small:
 
 def small(config: Any, names: Iterable[str] | None, *, longest: int, device: str, seed: int) -> Small:
     """`names`: of the full model's weights, if they are known. Raises WindfallError if no small model can be made."""
-    wanted, why = None if names is None else list(names), "its configuration has no layers to leave out"
+    wanted, why = list(names or _names(config)), ""
     for fields in shrink.shrunk(config, longest=longest):
         try:
             candidate = type(config).from_dict(fields)
             with torch.device("meta"):
                 blank = _build(candidate, "eager")
             if sum(p.numel() for p in blank.parameters()) > MOST_NUMBERS:
-                why = "it stays too large"
+                why = why or "it stays too large"
                 continue
-            if wanted is not None and not shrink.same_parts(wanted, blank.state_dict()):
-                why = "a smaller one has other parts"
+            if not shrink.same_parts(wanted, blank.state_dict()):
+                why = why or "a smaller one has other parts"
                 continue
             reference = _build(candidate, "eager")
             _draw(reference, seed)
-            return Small(candidate, reference, device)
+            break
         except WindfallError:
             raise
         except Exception as e:  # fault boundary: model code of any kind; another size may do, and else it is refused
-            why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-    raise WindfallError(f"no small model of this architecture could be made to test windfall with: {why}")
+            why = why or f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+    else:
+        raise WindfallError(f"no small model of this architecture could be made to test windfall with: {why}")
+    try:
+        return Small(candidate, reference, device)
+    except Exception as e:  # fault boundary: model code of any kind
+        raise WindfallError(f"it cannot be built with windfall's attention: {type(e).__name__}: {e}") from e
+
+
+def _names(config: Any) -> Iterable[str]:
+    with torch.device("meta"):
+        return _build(config, "eager").state_dict()
 
 
 def _build(config: Any, how: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 
 from windfall.train import layers
 from windfall.train.gradients import Gradients
@@ -143,10 +143,18 @@ class Head:
         return max(1, nbytes // (len(weight) * weight.element_size()))
 
 
+class _Said(BaseModelOutput):
+    """What a body returns: hidden states, and None for whatever else a head may look at."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
     """What the model makes of these hidden states (rows, size), by its own code: the body is told to return them."""
-    body, rows = model.base_model, torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-    said = MoeModelOutputWithPast(last_hidden_state=cast(Any, hidden[None]))  # has every field that a head may look at
+    body, rows = model.get_decoder(), torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    said = _Said(last_hidden_state=cast(Any, hidden[None]))
     body.forward = lambda *args, **kwargs: said
     try:
         return model(input_ids=rows, use_cache=False).logits[0]

@@ -13,10 +13,11 @@ import sys
 import time
 from typing import Any
 
+from windfall import models
 from windfall.devices import free_bytes, turn
 from windfall.errors import WindfallError
 from windfall.link.messages import Engine, Readied
-from windfall.selftest import verdict
+from windfall.selftest import shrink, verdict
 
 
 def model_for(spec: Engine, device: str) -> Any:
@@ -48,8 +49,10 @@ def whole(fields: dict[str, Any], dtype: str, device: str) -> Any:
         if model is None:
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, **how)
-    except (KeyError, ValueError) as e:
+    except ValueError as e:
         raise WindfallError(f"the run's model cannot be built here: {e}", fix="Install the run's transformers.") from e
+    except Exception as e:  # fault boundary: model code of any kind
+        raise models.unsupported(e, "model.path") from e
     return model.to(device).eval()
 
 
@@ -148,6 +151,8 @@ def _timed(spec: Engine, device: str, given: Any, share: float, version: int) ->
     if device.startswith("cuda"):
         print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
     slower = TorchEngine(model, **how, deterministic=spec.deterministic)
+    # What was tested holds up to there; a later prompt may be longer than those that the run has seen.
+    slower.limit = min(slower.limit, shrink.unchanging(json.loads(spec.model_config)) or slower.limit)
     return slower, running, Readied(build_s=time.monotonic() - began_s)
 
 

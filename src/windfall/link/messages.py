@@ -64,6 +64,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and response together."""
     wanted: int
     """Responses of one step: no worker needs room for more."""
+    checked: tuple[str, ...] = ()
+    """What the trainer has found right of this model: see selftest/verdict.py."""
 
 
 class Welcome(Message, frozen=True, tag=3):

@@ -5,17 +5,22 @@ from the log-probs, and are computed on the host. So rows are taken a tile at a 
 the device has the next one to compute; then the first one's logits, which are still there, become their own gradient.
 Three products with the head's matrix, no more: logits, gradient of the hidden states, gradient of the matrix. A tile
 ends where a response ends. A response too long for a tile is cut into several, whose logits are computed twice.
+
+That is for heads that are one linear map. A model that does more to its logits (a final soft cap, a scale) computes
+them with its own code, `own_logits`, and autograd finds the way back: one product more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from windfall.train import layers
 from windfall.train.gradients import Gradients
@@ -26,6 +31,7 @@ GPU_BYTES = (64 << 20, 3 << 29)
 """Of a tile: at least, and at most. Two are held at a time."""
 GPU_SHARE = 1 / 24
 """Of the free memory, for a tile."""
+Logits = Callable[[Tensor], Tensor]
 Weigh = Callable[[int, int, np.ndarray, np.ndarray], np.ndarray]
 """(first sample, sample after the last, log-probs, entropies) to weights, one per target."""
 
@@ -45,8 +51,12 @@ class Tile:
 
 
 class Head:
-    def __init__(self, linear: Any, gradients: Gradients | None = None, ops: Any = None) -> None:
-        self.linear, self.gradients = linear, gradients
+    def __init__(
+        self, linear: Any, gradients: Gradients | None = None, ops: Any = None, own: Logits | None = None
+    ) -> None:
+        """`own`: the model's code from hidden states to logits, where that is more than `linear`."""
+        self.linear, self.gradients, self.own = linear, gradients, own
+        self._logits: Logits = own or linear
         self._ops = ops or layers.for_device(linear.weight.device)
 
     @torch.no_grad()
@@ -54,7 +64,7 @@ class Head:
         """(3, n) float32; the first two are log-probs and entropies."""
         size = self._tile_rows()
         parts = [
-            self._ops.score(self.linear(hidden[i : i + size]), targets[i : i + size], temperature)
+            self._ops.score(self._logits(hidden[i : i + size]), targets[i : i + size], temperature)
             for i in range(0, len(hidden), size)
         ]
         return torch.cat(parts, 1) if parts else torch.empty(3, 0, device=hidden.device)
@@ -77,7 +87,7 @@ class Head:
     ) -> Tile:
         parts, logits = [], None
         for a, b in rows:
-            logits = self.linear(hidden[a:b])
+            logits = self._logits(hidden[a:b])
             parts.append(self._ops.score(logits, targets[a:b], temperature))
         numbers = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         on_host, there = numbers[:2].to("cpu", non_blocking=True), None
@@ -101,14 +111,28 @@ class Head:
         assert self.gradients is not None
         first = tile.rows[0][0]
         for a, b in tile.rows:
-            logits = self.linear(hidden[a:b]) if tile.logits is None else tile.logits
             here = slice(a - first, b - first)
             sums = tile.numbers[2, here]
+            if self.own is not None:
+                back[a:b] = self._own_back(hidden[a:b], targets[a:b], sums, weights[here], temperature)
+                continue
+            logits = self.linear(hidden[a:b]) if tile.logits is None else tile.logits
             grad = self._ops.score_back(logits, targets[a:b], sums, weights[here], temperature)
             torch.mm(grad, self.linear.weight, out=back[a:b])
             self.gradients.add_product([self.linear.weight], grad, hidden[a:b])
             if getattr(self.linear, "bias", None) is not None:
                 self.gradients.add(self.linear.bias, grad.float().sum(0))
+
+    def _own_back(self, hidden: Tensor, targets: Tensor, sums: Tensor, weights: Tensor, temperature: float) -> Tensor:
+        """The gradient of the hidden states; those of the head's weights are added by autograd."""
+        assert self.own is not None
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_()
+            logits = self.own(hidden)
+        grad = self._ops.score_back(logits.detach().clone(), targets, sums, weights, temperature)
+        logits.backward(grad)
+        assert hidden.grad is not None
+        return hidden.grad
 
     def _tile_rows(self) -> int:
         weight = self.linear.weight
@@ -117,6 +141,36 @@ class Head:
         least, most = GPU_BYTES
         nbytes = min(max(least, int(GPU_SHARE * free_bytes(weight.device))), most)
         return max(1, nbytes // (len(weight) * weight.element_size()))
+
+
+class _Said(BaseModelOutput):
+    """What a body returns: hidden states, and None for whatever else a head may look at."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+def own_logits(model: Any, hidden: Tensor) -> Tensor:
+    """What the model makes of these hidden states (rows, size), by its own code: the body is told to return them."""
+    body, rows = model.get_decoder(), torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    said = _Said(last_hidden_state=cast(Any, hidden[None]))
+    body.forward = lambda *args, **kwargs: said
+    try:
+        return model(input_ids=rows, use_cache=False).logits[0]
+    finally:
+        del body.forward
+
+
+@torch.no_grad()
+def own_head(model: Any) -> Logits | None:
+    """None: the model's logits are one linear map of its hidden states. Found out by trying, with hidden states large
+    enough for any cap to show."""
+    linear, draw = model.get_output_embeddings(), torch.Generator().manual_seed(0)
+    hidden = 100 * torch.randn(4, linear.weight.shape[1], generator=draw).to(linear.weight)
+    plain, own = linear(hidden).float(), own_logits(model, hidden).float()
+    same = plain.shape == own.shape and bool((plain - own).norm() <= 1e-3 * plain.norm())
+    return None if same else partial(own_logits, model)
 
 
 def tiles(sizes: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from windfall.engine.packed import Packed
-from windfall.errors import WindfallError
 from windfall.train.blocks import Blocks, Rows, Unfit
 from windfall.train.gradients import Gradients
-from windfall.train.head import Head, Weigh
+from windfall.train.head import Head, Weigh, own_head
 from windfall.train.memory import ALL, LEAST
 from windfall.train.sample import Sample
 
@@ -29,13 +28,19 @@ KEEP = {True: LEAST, False: ALL, "auto": "auto"}
 
 
 class Autograd:
-    """The module itself."""
+    """The module itself, as it is in rollout: no module is in training mode, where it might drop out or draw numbers,
+    but those that keep or recompute activations, which ask whether they are."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self._recomputing = [x for x in model.modules() if hasattr(x, "gradient_checkpointing")]
+
+    def _learning(self, yes: bool) -> None:
+        for module in self._recomputing:
+            module.training = yes and module.gradient_checkpointing
 
     def forward(self, rows: Rows, *, learning: bool) -> tuple[Tensor, Any]:
-        self.model.train(learning)
+        self._learning(learning)
         with torch.set_grad_enabled(learning):
             hidden = self.model.base_model(
                 input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, batch=rows.batch
@@ -45,7 +50,7 @@ class Autograd:
 
     def backward(self, tape: Any, grad: Tensor) -> None:
         tape.backward(grad)
-        self.model.eval()
+        self._learning(False)
 
 
 class Learner:
@@ -53,7 +58,8 @@ class Learner:
         self, model: Any, gradients: Gradients | None = None, *, checkpoint_activations: bool | str = "auto",
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
-        self.model, self.head = model, Head(model.get_output_embeddings(), gradients)
+        self.model = model
+        self.head = Head(model.get_output_embeddings(), gradients, own=own_head(model))
         self.body: Any = Autograd(model)
         self.pads = Packed.pads(model.device, model.dtype)
         """Whether a pack costs its rows times its longest row, and not its tokens."""
@@ -131,39 +137,3 @@ def _alike(what: str, ours: Tensor, theirs: Tensor) -> None:
     apart = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-20))
     if not apart < 0.1:  # bfloat16 rounds by percents; what is computed otherwise is off by the size of the values
         raise Unfit(f"{what} differ by {apart:.2g}")
-
-
-@torch.no_grad()
-def check_model(model: Any) -> None:
-    """Find out now, with two short sequences, not by training on wrong log-probs: a model whose rows see each other
-    other than through attention, that drops out in training, or that does more between hidden states and logits than
-    one linear map."""
-    name, fix = type(model).__name__, "Llama, Qwen, Mistral and SmolLM shapes can be used."
-    try:
-        alone = [_hidden(model, [ids]) for ids in ((2, 3, 4, 5), (5, 4, 3))]
-        together = _hidden(model, [(2, 3, 4, 5), (5, 4, 3)])
-        model.train()
-        training = _hidden(model, [(2, 3, 4, 5), (5, 4, 3)])
-    except RuntimeError as e:
-        raise WindfallError(f"{name} does not fit windfall's attention: {e}", where="model.path", fix=fix) from e
-    finally:
-        model.eval()
-    ids, positions = (torch.tensor([x], device=model.device) for x in ((2, 3, 4, 5), (0, 1, 2, 3)))
-    whole = model(input_ids=ids, position_ids=positions, use_cache=False, batch=Packed.of([4], model.device)).logits[0]
-    checks = {
-        "mixes sequences other than by attention": (torch.cat(alone), together),
-        "has dropout, which makes training differ from rollout": (together, training),
-        "scales or caps its logits after the output head": (model.get_output_embeddings()(alone[0]), whole),
-    }
-    for what, (a, b) in checks.items():
-        # Rounding may differ by shape (bfloat16: by percents); these faults are of the size of the values themselves.
-        if (a.float() - b.float()).norm() > 0.1 * b.float().norm():
-            raise WindfallError(f"{name} {what}", where="model.path", fix=fix)
-
-
-def _hidden(model: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
-    lengths = [len(s) for s in sequences]
-    ids = torch.tensor([[t for s in sequences for t in s]], device=model.device)
-    positions = torch.tensor([[p for n in lengths for p in range(n)]], device=model.device)
-    batch = Packed.of(lengths, model.device)
-    return model.base_model(input_ids=ids, position_ids=positions, use_cache=False, batch=batch).last_hidden_state[0]

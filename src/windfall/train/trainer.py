@@ -22,7 +22,7 @@ from windfall.algorithms.importance import truncated_importance
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.config import Recipe
 from windfall.train.base import Report
-from windfall.train.logprobs import Learner, check_model
+from windfall.train.logprobs import Learner
 from windfall.train.optimizer import Optimizer
 from windfall.train.sample import Sample, packs
 
@@ -31,7 +31,6 @@ class TorchTrainer:
     def __init__(
         self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None
     ) -> None:
-        check_model(model)
         self.model, self.algorithm, self.micro_tokens = model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl, self.importance_cap = recipe.algorithm.kl, recipe.algorithm.importance_cap

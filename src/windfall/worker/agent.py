@@ -35,6 +35,8 @@ from windfall.worker.host import Host
 from windfall.worker.session import Session, Stalled, Weights
 
 SHAKE_S = 10.0
+TELL_S = 0.5
+"""For the controller to hear why a worker refuses the run's model."""
 LEAVE_S = 10.0
 """After a warning, the controller has so long to send it away."""
 
@@ -73,7 +75,7 @@ class Agent:
         self._boot, self._told = boot, False
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
-        self._leaving = False
+        self._leaving = self._refused = False
         """Warned: another link would only bring work that it cannot finish."""
         self._end: asyncio.Future[int]
 
@@ -145,7 +147,7 @@ class Agent:
             except LinkClosed as e:
                 if self._leaving:
                     self._say(f"no link: {e}; leaving")
-                    return 0
+                    return 3 if self._refused else 0
                 if str(e) != said:  # the same again and again is said once
                     said = str(e)
                     self._say(f"no link: {e}; dialling again for {self._patience_s:g} s")
@@ -226,7 +228,10 @@ class Agent:
             self._finish(1)
         elif isinstance(error, WindfallError):
             self._say(f"refused: {error}")
-            self._finish(3)
+            self._refused = self._leaving = True
+            if self._session is not None:  # the run must hear of it: nobody reads the log of a worker that is gone
+                self._session.say(m.Left(why=f"refused: {error}"))
+            asyncio.get_running_loop().call_later(TELL_S, self._finish, 3)
         elif error is not None and not self._end.done():
             self._end.set_exception(error)  # nobody expected it
 

@@ -13,9 +13,11 @@ import sys
 import time
 from typing import Any
 
+from windfall import models
 from windfall.devices import free_bytes, turn
 from windfall.errors import WindfallError
 from windfall.link.messages import Engine, Readied
+from windfall.selftest import shrink, verdict
 
 
 def model_for(spec: Engine, device: str) -> Any:
@@ -47,8 +49,10 @@ def whole(fields: dict[str, Any], dtype: str, device: str) -> Any:
         if model is None:
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, **how)
-    except (KeyError, ValueError) as e:
+    except ValueError as e:
         raise WindfallError(f"the run's model cannot be built here: {e}", fix="Install the run's transformers.") from e
+    except Exception as e:  # fault boundary: model code of any kind
+        raise models.unsupported(e, "model.path") from e
     return model.to(device).eval()
 
 
@@ -71,11 +75,20 @@ def hollow(config: Any, device: str, **how: Any) -> Any:
     return model
 
 
-def sizes(spec: Engine, config: Any, value_bytes: int, device: str, share: float) -> tuple[int, int]:
+def token_bytes(model: Any) -> int:
+    """What the KV cache holds of one token."""
+    from windfall.engine.gpu import bare
+
+    config = model.config
+    if isinstance(model, bare.Bare):
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    from windfall.engine.attention import cache_shapes
+
+    return sum(s.numbers for s in cache_shapes(model)) * model.dtype.itemsize
+
+
+def sizes(spec: Engine, token_bytes: int, device: str, share: float) -> tuple[int, int]:
     """(responses at once, tokens in the KV cache), from what was asked for or from this machine's memory."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * heads * head * value_bytes
     running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
     if spec.kv_tokens:
         return running, spec.kv_tokens
@@ -115,10 +128,11 @@ def timed(
 def _timed(spec: Engine, device: str, given: Any, share: float, version: int) -> tuple[Any, int, Readied]:
     began_s = time.monotonic()
     model = model_for(spec, device) if given is None else given
+    check(spec, device, model)
     why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
     # One at a time looks how much is free, and takes its part of it.
     with turn(device):
-        running, kv_tokens = sizes(spec, model.config, model.dtype.itemsize, device, share)
+        running, kv_tokens = sizes(spec, token_bytes(model), device, share)
         how: dict[str, Any] = {
             "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
             "version": version,
@@ -137,7 +151,28 @@ def _timed(spec: Engine, device: str, given: Any, share: float, version: int) ->
     if device.startswith("cuda"):
         print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
     slower = TorchEngine(model, **how, deterministic=spec.deterministic)
+    # What was tested holds up to there; a later prompt may be longer than those that the run has seen.
+    slower.limit = min(slower.limit, shrink.unchanging(json.loads(spec.model_config)) or slower.limit)
     return slower, running, Readied(build_s=time.monotonic() - began_s)
+
+
+def check(spec: Engine, device: str, model: Any) -> str:
+    """Raise WindfallError unless the engine that runs this model here computes what transformers computes: see
+    selftest. Returns what to tell workers, who need not find it out again where they have the same code and device."""
+
+    def make(small: Any, **how: Any) -> Any:
+        if device.startswith("cuda") and unfit(spec, small) is None:
+            from windfall.engine.gpu.engine import GraphEngine
+
+            return GraphEngine(small, **how)
+        from windfall.engine.engine import TorchEngine
+
+        return TorchEngine(small, **how, deterministic=spec.deterministic)
+
+    return verdict.check_engine(
+        json.loads(spec.model_config), make, device=device, longest=spec.longest, deterministic=spec.deterministic,
+        names=model.state_dict(), checked=spec.checked,
+    )  # fmt: skip
 
 
 def _graph_engine(spec: Engine, model: Any, how: dict[str, Any]) -> Any:

@@ -1,0 +1,269 @@
+"""Print the table of model families: what windfall's self-test says of each, and whether that is so.
+
+    python scripts/families.py                      # all of transformers' decoders, and variants; some ten minutes
+    python scripts/families.py gemma2 granite       # these families and their variants alone
+    python scripts/families.py --verify             # also a longer test of its own; ends with status 1 if it finds
+                                                    # a family that is accepted and wrong
+    python scripts/families.py --out docs/models.md # write the table into this file, between its two marks
+
+The self-test (windfall.selftest) draws one small model per family. `--verify` draws others and compares more slowly:
+greedy tokens with a full forward pass at every length, siblings, cut and preempted responses, and every weight's
+gradient with finite differences of the loss in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from windfall.engine import attention
+from windfall.engine.engine import TorchEngine
+from windfall.errors import WindfallError
+from windfall.selftest import compare, verdict
+from windfall.selftest.families import configuration, families
+from windfall.selftest.small import small
+from windfall.train.gradients import Gradients
+from windfall.train.logprobs import Learner
+from windfall.types import Request, Sampling
+
+BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+NATS, GRADIENT, TIE = 1e-3, 3e-2, 1e-3
+STEPS = (1e-3, 1e-4, 1e-2)
+"""Of a finite difference. Norms round to float32 even in a float64 model, so smaller ones say nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Row:
+    name: str
+    engine: str = ""
+    trainer: str = ""
+    deterministic: str = ""
+    verified: str = ""
+    engine_ok: bool = False
+    trainer_ok: bool = False
+
+    def cells(self) -> list[str]:
+        return [self.name, self.engine, self.trainer, self.deterministic, self.verified]
+
+
+def judge(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
+    """By the very functions that commands call."""
+    row = Row(name=name)
+    try:
+        config = configuration(kind, fields)
+        row.engine = f"{verdict.judge_engine(config, TorchEngine, device='cpu', longest=longest).nats:.0e}"
+        row.engine_ok = True
+    except WindfallError as e:
+        row.engine = said(e)
+    try:
+        found = verdict.judge_trainer(configuration(kind, fields), device="cpu", longest=longest)
+        row.trainer, row.trainer_ok = f"{found.nats:.0e}, {found.gradient:.0e}", True
+    except WindfallError as e:
+        row.trainer = said(e)
+    if row.engine_ok:
+        make = lambda model, **how: TorchEngine(model, **how, deterministic=True)  # noqa: E731
+        try:
+            verdict.judge_engine(config, make, device="cpu", longest=longest, deterministic=True)
+            row.deterministic = "yes"
+        except WindfallError as e:
+            row.deterministic = said(e)
+    return row
+
+
+def said(e: WindfallError) -> str:
+    """The reason, short enough for a table."""
+    what = e.what.partition(" as transformers does: ")[2] or e.what.partition(": ")[2]
+    return f"refused: {what.partition('; rounding')[0].partition(', which is not')[0][:100]}"
+
+
+# The longer test. It shares nothing with the self-test but the small configuration.
+
+
+def verify(config: Any, row: Row, longest: int) -> str:
+    torch.manual_seed(11)
+    how: dict[str, Any] = {"dtype": torch.float32}
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", **how).eval()
+    for p in plain.parameters():
+        p.data.add_(torch.randn_like(p) * (0.12 if p.dim() > 1 else 0.2))
+    ours: Any = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=attention.NAME, **how
+    ).eval()  # fmt: skip
+    ours.load_state_dict(plain.state_dict())
+    wrong = [*(engine_faults(plain, ours, longest) if row.engine_ok else ())]
+    wrong += gradient_faults(plain, ours) if row.trainer_ok else ()
+    return f"WRONG: {'; '.join(wrong)}" if wrong else "exact"
+
+
+@torch.no_grad()
+def engine_faults(plain: Any, ours: Any, longest: int) -> list[str]:
+    rng, vocabulary = np.random.default_rng(5), plain.get_input_embeddings().num_embeddings
+    prompts = [tuple(int(t) for t in rng.integers(3, vocabulary, n)) for n in (1, 9, 30, 30, 47, 3)]
+    prompts[3] = prompts[2]
+    asked = [
+        Request(id=str(i), prompt=p, seed=i, max_tokens=28, sampling=Sampling(temperature=0.0 if i % 2 else 0.7))
+        for i, p in enumerate(prompts)
+    ]
+    made = drain(TorchEngine(ours, kv_tokens=1024, max_running=8, max_rows=32), asked)
+    crowded = drain(TorchEngine(ours, kv_tokens=96, max_running=8, max_rows=64), asked[:2] + asked[5:])
+    found: list[str] = []
+    for r in asked:
+        for label, (tokens, logprobs) in (("together", made[r.id]), ("preempted", crowded.get(r.id, ([], [])))):
+            found += at_every_length(plain, r, tokens, logprobs, label)
+        for cut in (1, 13, 22) if r.id in "02" else ():
+            so_far = tuple(made[r.id][0][:cut])
+            rest = replace(r, prompt=r.prompt + so_far, position=cut, max_tokens=28 - cut)
+            tokens, logprobs = drain(TorchEngine(ours, kv_tokens=256, max_rows=16), [rest])[r.id]
+            found += at_every_length(plain, rest, tokens[:2], logprobs[:2], f"cut at {cut}")
+    return found[:1]
+
+
+def at_every_length(plain: Any, r: Request, tokens: list[int], logprobs: list[float], label: str) -> list[str]:
+    """What transformers says at each length, with nothing kept from the one before."""
+    t = r.sampling.temperature or 1.0
+    for n in range(0, len(tokens), 3):
+        token, logprob = tokens[n], logprobs[n]
+        ids = torch.tensor([[*r.prompt, *tokens[:n]]])
+        theirs = torch.log_softmax(plain(input_ids=ids, use_cache=False).logits[0, -1].float() / t, -1)
+        if not abs(float(theirs[token]) - logprob) < NATS:
+            return [f"{label}: token {n} of {len(ids[0])} off by {abs(float(theirs[token]) - logprob):.2g} nats"]
+        if r.sampling.temperature == 0.0 and float(theirs.max() - theirs[token]) > TIE:
+            return [f"{label}: token {n} is not the likeliest"]
+    return []
+
+
+def drain(engine: Any, asked: list[Request]) -> dict[str, tuple[list[int], list[float]]]:
+    out: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in asked}
+    for r in asked:
+        engine.add(r)
+    while len(engine):
+        for chunk in engine.step():
+            out[chunk.id][0].extend(chunk.tokens)
+            out[chunk.id][1].extend(chunk.logprobs)
+        engine.check()
+    return out
+
+
+def gradient_faults(plain: Any, ours: Any) -> list[str]:
+    """The trainer's gradient along a random direction in each weight, beside the loss's difference in float64."""
+    rng, vocabulary = np.random.default_rng(6), plain.get_input_embeddings().num_embeddings
+    samples = [compare._sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
+    weights = [rng.normal(size=len(s.targets)) for s in samples]
+    gradients = Gradients(ours)
+    learner = Learner(ours, gradients, say=lambda line: None)
+    gradients.zero()
+    learner.learn(samples, 1.0, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
+    exact = plain.double()
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # the others know no float64
+
+    @torch.no_grad()
+    def loss() -> float:
+        total = 0.0
+        for s, w in zip(samples, weights, strict=True):
+            logits = exact(input_ids=torch.tensor([s.ids]), use_cache=False).logits[0].double()
+            at = torch.tensor(s.targets)
+            logp = torch.log_softmax(logits[at - 1], -1).gather(-1, torch.tensor(s.ids)[at][:, None])[:, 0]
+            total -= float((torch.tensor(w) * logp).sum())
+        return total
+
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
+    whole = float(torch.stack([g.norm() for g in grads.values()]).norm())
+    found: list[tuple[float, str]] = []
+    for name, p in exact.named_parameters():
+        g = grads[name].double()
+        along = g / g.norm() if float(g.norm()) > 1e-6 * whole else torch.randn_like(p)
+        along = along + 0.5 * torch.randn_like(along) * float(along.norm()) / along.numel() ** 0.5
+        mine, off = float((g * along).sum()), float("inf")
+        for step in STEPS:  # one that sends a token to another expert is no slope
+            p.data.add_(step * along)
+            high = loss()
+            p.data.sub_(2 * step * along)
+            slope = (high - loss()) / (2 * step)
+            p.data.add_(step * along)
+            size = max(abs(mine), abs(slope), 1e-3 * whole * float(along.norm()))
+            off = min(off, abs(mine - slope) / size)
+            if off < GRADIENT:
+                break
+        found.append((off, name))
+    by, name = max(found)
+    if not by < GRADIENT and routes(ours):
+        by, name = autograd_apart(exact, samples, weights, grads, whole)
+    return [f"gradient of {name} off by {by:.2g}"] if not by < GRADIENT else []
+
+
+def routes(model: Any) -> bool:
+    """Then the loss jumps where a token goes to another expert, and no difference need be a slope."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return compare.depends_on_neighbors(SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")) is not None
+
+
+def autograd_apart(exact: Any, samples: Any, weights: Any, grads: dict[str, Any], whole: float) -> tuple[float, str]:
+    """Each weight's gradient beside transformers' own in float64."""
+    exact.zero_grad()
+    for s, w in zip(samples, weights, strict=True):
+        at = torch.tensor(s.targets)
+        logp = torch.log_softmax(exact(input_ids=torch.tensor([s.ids]), use_cache=False).logits[0].double()[at - 1], -1)
+        (-(torch.tensor(w) * logp.gather(-1, torch.tensor(s.ids)[at][:, None])[:, 0]).sum()).backward()
+    both = [(n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in exact.named_parameters()]
+    return max((float((grads[n] - g).norm()) / max(float(g.norm()), 1e-3 * whole), n) for n, g in both)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="FAMILY")
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for name, kind, fields, longest in families():
+        if options.names and not {name, kind} & set(options.names):
+            continue
+        began = time.monotonic()
+        row = judge(name, kind, fields, longest)
+        if options.verify and (row.engine_ok or row.trainer_ok):
+            made = small(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
+            try:
+                row.verified = verify(made.config, row, longest)
+            except Exception as e:  # fault boundary: a model's code; what cannot be verified is not called exact
+                row.verified = f"WRONG: {type(e).__name__}: {str(e).partition(chr(10))[0][:80]}"
+        rows.append(row)
+        print(f"{time.monotonic() - began:5.1f} s  " + " | ".join(row.cells()), flush=True)
+    if options.names and not rows:
+        raise SystemExit(f"no such family: {', '.join(options.names)}")
+    table = markdown(rows)
+    print(table)
+    if options.out:
+        text = options.out.read_text()
+        head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+        options.out.write_text(f"{head}\n{table}\n{tail}")
+    wrong = [r.name for r in rows if r.verified.startswith("WRONG")]
+    both = sum(r.engine_ok and r.trainer_ok for r in rows)
+    print(f"{len(rows)} families: {both} can be trained, {len(wrong)} accepted and wrong {wrong or ''}")
+    return 1 if wrong else 0
+
+
+def markdown(rows: list[Row]) -> str:
+    head = ["family", "engine: nats", "trainer: nats, gradient", "deterministic", "verified"]
+    lines = [f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *(r.cells() for r in rows))]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

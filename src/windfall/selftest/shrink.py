@@ -1,0 +1,183 @@
+"""A model of the same architecture, small enough to be tested in a second: the same configuration class, smaller sizes.
+
+What a model computes does not depend on how large it is, so windfall's engine and trainer are tested on a small random
+one. Sizes are found by the names that configurations give them; everything else (rotary embeddings, caps, scales,
+norms, biases, activation functions, sizes of heads) stays as it is. Windows shrink below the length of the test.
+
+Rules:
+- every kind of layer that the full model has is in the small one: `same_parts` compares the names of their weights, and
+  lists with one entry per layer keep all of their values;
+- a configuration that cannot be made small in one way is tried in others (LEVELS), down to fewer tokens alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+VOCABULARY = 128
+WINDOW = 20
+"""Tokens. The test's sequences are longer, and so must notice every window."""
+SHORT = 24
+"""Where a rotary embedding that changes with the length changes in the test, if the run is long enough for it to."""
+WIDTH, RANK, HIDDEN = 48, 16, 64
+DEPTHS = (4, 6, 8, 12, 16)
+LEVELS: tuple[frozenset[str], ...] = (
+    frozenset({"depth", "width", "heads", "experts"}),
+    frozenset({"depth", "width", "heads", "more heads", "experts"}), frozenset({"depth", "width", "experts"}),
+    frozenset({"depth"}),
+    frozenset(),
+)  # fmt: skip
+"""What is made smaller beside vocabulary and windows, the first that can be built is used."""
+
+_VOCABULARY = re.compile(r"vocab_size")
+_TOKEN = re.compile(r"token_ids?$|token_index$")
+_WIDTH = re.compile(r"intermediate|ffn|n_inner|inner_dim|feed_forward_dim|shared_expert_size|expert_hidden")
+_RANK = re.compile(r"_rank$")
+_WINDOW = re.compile(r"sliding_window(_size)?$|attention_chunk_size$|^window_size$|attention_window|local_window")
+_DEPTH = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|num_decoder_layers|decoder_layers)$")
+_EXPERTS = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)$")
+_CHOSEN = re.compile(r"experts_per_tok|top_?k$|moe_k$")
+_GROUPS = re.compile(r"^n_group$|^num_expert_groups?$")
+
+
+def shrunk(config: Any, *, longest: int) -> Iterator[dict[str, Any]]:
+    """The fields of smaller configurations, smallest first. `longest`: of the run's sequences, in tokens."""
+    for what in LEVELS:
+        for depth in DEPTHS if "depth" in what else (None,):
+            fields = copy.deepcopy(config.to_dict())
+            if depth is not None and not _covers(fields, depth):
+                continue
+            yield _fields(fields, config, what, depth, longest)
+
+
+def _fields(fields: dict[str, Any], config: Any, what: frozenset[str], depth: int | None, longest: int) -> Any:
+    """In place. Follows configurations inside configurations."""
+    for name, value in fields.items():
+        inner = getattr(config, name, None)
+        if isinstance(value, dict) and hasattr(inner, "to_dict"):
+            fields[name] = _fields(value, inner, what, depth, longest)
+    if "heads" in what:
+        _heads(fields, getattr(config, "attribute_map", {}), 4 if "more heads" in what else 2)
+    layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
+    for name, value in fields.items():
+        fields[name] = _size(name, value, what)
+    if "experts" in what:
+        _experts(fields)
+    if depth is not None and layers is not None:
+        _cut(fields, layers, min(depth, layers))
+    _straddle(fields, longest)
+    return fields
+
+
+def _size(name: str, value: Any, what: frozenset[str]) -> Any:
+    many = isinstance(value, list) and all(type(v) is int for v in value)
+    if many and (_TOKEN.search(name) or _WIDTH.search(name) or _WINDOW.search(name)):
+        return [_size(name, v, what) for v in value]
+    if type(value) is not int or value <= 0:
+        return value
+    if _VOCABULARY.search(name):
+        return min(value, VOCABULARY)
+    if _TOKEN.search(name):
+        return value if value < VOCABULARY else 0
+    if _WINDOW.search(name):
+        return min(value, WINDOW)
+    if "width" in what and _WIDTH.search(name):
+        return min(value, WIDTH)
+    if "width" in what and _RANK.search(name):
+        return min(value, RANK)
+    return value
+
+
+def _heads(fields: dict[str, Any], names: dict[str, str], few: int) -> None:
+    """Fewer heads of the same size, as many to a key head as far as that goes (at most two)."""
+    heads, kv, hidden = (names.get(n, n) for n in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    count, size = fields.get(heads), fields.get(hidden)
+    if type(count) is not int or type(size) is not int:
+        return
+    head = fields.get("head_dim") or size // count
+    keys = fields.get(kv)
+    share = min(2, count // keys) if type(keys) is int and keys else 1
+    fewer = min(count, few * share)
+    fields[heads] = fewer
+    if type(keys) is int:
+        fields[kv] = max(1, fewer // share) if keys > 1 else 1
+    fields[hidden] = fewer * head if head * count == size else min(size, HIDDEN)
+
+
+def _experts(fields: dict[str, Any]) -> None:
+    chosen = max([v for n, v in fields.items() if _CHOSEN.search(n) and type(v) is int], default=1)
+    groups = max([v for n, v in fields.items() if _GROUPS.match(n) and type(v) is int], default=1)
+    for name, value in fields.items():
+        if _EXPERTS.match(name) and type(value) is int and value > 0:
+            least = max(4, 2 * chosen, 2 * groups)
+            fields[name] = min(value, -(-least // groups) * groups)
+
+
+def _covers(fields: dict[str, Any], depth: int) -> bool:
+    """Whether the first `depth` layers have every value of every list that has one entry per layer."""
+    layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
+    if layers is None:
+        return all(_covers(v, depth) for v in fields.values() if isinstance(v, dict))
+    lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers and not _indices(v)]
+    return all({str(x) for x in v} == {str(x) for x in v[:depth]} for v in lists)
+
+
+def _indices(value: list[Any]) -> bool:
+    """A list of layers' numbers, not of one value per layer."""
+    return len(value) > 1 and all(type(v) is int for v in value) and all(a < b for a, b in pairwise(value))
+
+
+def _cut(fields: dict[str, Any], layers: int, depth: int) -> None:
+    for name, value in fields.items():
+        if _DEPTH.match(name) and value == layers:
+            fields[name] = depth
+        elif isinstance(value, list) and _indices(value) and max(value) < layers:
+            fields[name] = [v for v in value if v < depth]
+        elif isinstance(value, list) and len(value) == layers:
+            fields[name] = value[:depth]
+        elif type(value) is int and "shared_layers" in name:
+            fields[name] = min(value, depth // 2)
+
+
+def _straddle(fields: dict[str, Any], longest: int) -> None:
+    """A rotary embedding that changes at some length changes within the test, if it does so within the run."""
+    rope = fields.get("rope_parameters")
+    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
+    for one in (k for k in kinds if isinstance(k, dict) and k.get("rope_type") == "longrope"):
+        before = one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        if not before or longest <= before:
+            continue
+        one["original_max_position_embeddings"] = SHORT
+        if fields.get("original_max_position_embeddings"):
+            fields["original_max_position_embeddings"] = SHORT
+        if fields.get("max_position_embeddings"):
+            fields["max_position_embeddings"] = max(256, fields["max_position_embeddings"] * SHORT // before)
+
+
+def unchanging(fields: Mapping[str, Any]) -> int | None:
+    """How many tokens a sequence may have before its rotary embedding changes; None: it does not."""
+    rope = fields.get("rope_parameters")
+    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
+    found = [
+        one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        for one in kinds
+        if isinstance(one, dict) and one.get("rope_type") == "longrope"
+    ]
+    return min((f for f in found if f), default=None)
+
+
+def straddles(fields: Mapping[str, Any], longest: int) -> bool:
+    """Whether some rotary embedding changes within the run's lengths, and not only beyond them."""
+    after = copy.deepcopy(dict(fields))
+    _straddle(after, longest)
+    return after != fields
+
+
+def same_parts(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether two models have the same kinds of weights, whatever the number of layers and experts."""
+    a, b = ({re.sub(r"\.\d+(?=\.|$)", ".*", n) for n in each} for each in (names, others))
+    return a == b

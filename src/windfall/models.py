@@ -64,8 +64,8 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
         )
-    except (OSError, ValueError) as e:
-        raise WindfallError(f"cannot load the model: {e}", where=str(where)) from e
+    except Exception as e:  # fault boundary: a damaged folder raises whatever its reader happens to trip over
+        raise _unreadable("model", where, e) from e
     return model.to(device).eval()
 
 
@@ -75,8 +75,14 @@ def load_tokenizer(name: str) -> Any:
     where = fetch(name)
     try:
         return AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError) as e:
-        raise WindfallError(f"cannot load the tokenizer: {e}", where=str(where)) from e
+    except Exception as e:  # fault boundary: as for the model
+        raise _unreadable("tokenizer", where, e) from e
+
+
+def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
+    said = f"cannot load the {what}: {type(error).__name__}: {error}"
+    fix = "Is the folder whole? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
+    return WindfallError(said, where=str(where), fix=fix)
 
 
 def fetch(name: str) -> Path | str:

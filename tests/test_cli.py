@@ -96,6 +96,7 @@ def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
         (["resume", "short.token"], "short.token: this is a file, not a run"),
         (["top", "short.token"], "short.token: this is a file, not a run"),
         (["resume", "x" * 300], "File name too long"),
+        (["bench", "engine", "--max-tokens", "600"], "Give at most 488."),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )

@@ -14,12 +14,13 @@ any work starts. This page is written by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 
-`runs/NAME/recipe.began.toml` keeps the recipe that the run began with. `windfall resume` compares it with `recipe.toml` and
-`--set`, lists every key that differs, on the console and in the event log (`recipe`), and refuses the fixed ones. Whoever
-wants another model, seed or environment starts a new run from a checkpoint: `--set model.path=RUN/checkpoints/step-...`.
+`runs/NAME/recipe.began.toml` keeps the recipe that the run began with. `windfall resume` compares it with `recipe.toml`
+and `--set`, lists every key that differs, on the console and in the event log (`recipe`), and refuses the fixed ones.
+Another model, seed or environment needs a new run, which may start from a checkpoint of this one:
+`windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
 
-A key beats its section. Keys and sections that are not listed are free: fleets, devices, engines, traces and checkpoints may
-change from one life to the next.
+A key beats its section. Keys and sections that are not listed are free: fleets, devices, engines, traces and
+checkpoints may change from one life to the next.
 
 | key or section | may it change? | why |
 |---|---|---|

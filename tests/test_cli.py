@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from hostile.files import DAMAGES, damage
 from typer.testing import CliRunner
 
-from windfall import __version__, cli, config
+from windfall import __version__, cli, config, models
 from windfall.errors import WindfallError
-from windfall.launch import start, training
+from windfall.launch import invitation, start, training
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -75,18 +76,89 @@ def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
         (["eval", "tiny"], "tiny: no recipe beside this checkpoint\nGive one with --recipe."),
         (["eval", "started"], "no checkpoint in this run"),
         (["generate", "tinny", "--prompt", "x"], "Did you mean 'tiny'?"),
+        (["train", "empty.toml"], "empty.toml: the recipe is empty"),
+        (["train", "small"], "small: this is a folder, not a recipe"),
+        (["train", "binary.toml"], "binary.toml: not valid TOML: it is not text in UTF-8"),
+        (["train", "small.toml", "--set", "train.lr=1e400"], "'train.lr' = inf"),
+        (["train", "small.toml", "--set", "rollout.temperature=inf"], "'rollout.temperature' = inf"),
+        (["train", "small.toml", "--set", "rollout.group_size=1"], "works with single responses: reinforce_pp."),
+        (["train", "small.toml", "--set", "rollout.group_size=1", "--set", "algorithm.name=dapo"], "dapo compares the"),
+        (["train", "small.toml", "--token", "no.such"], "--token no.such: no such token file"),
+        (["train", "small.toml", "--token", "short.token"], "short.token: this is no token"),
+        (["train", "small.toml", "--token", "binary.toml"], "binary.toml: this is no token"),
+        (["train", "small.toml", "--token", "small"], "small: the run's token cannot be read"),
+        (["train", "small.toml", "--token", ""], "--token: this is empty"),
+        (["token", "small.toml"], "small.toml: this file is there already"),
+        (["token", "nowhere/x"], "nowhere/x: cannot write the token"),
+        (["worker", "--join", "http://", "--token", "x"], "'http://' is not a controller's address"),
+        (["worker", "--join", "http://h:99999", "--token", "x"], "'http://h:99999' is not a controller's address"),
+        (["worker", "--join", "http://h:1", "--token", "no.such", "--patience", "1"], "waited 1 s for this token file"),
+        (["resume", "short.token"], "short.token: this is a file, not a run"),
+        (["top", "short.token"], "short.token: this is a file, not a run"),
+        (["resume", "x" * 300], "File name too long"),
+        (["bench", "engine", "--max-tokens", "600"], "Give at most 488."),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
 def test_mistake_is_refused_with_the_way_out(windfall: Windfall, here: Path, args: list[str], said: str) -> None:
     (here / "small").mkdir()
     (here / "started").mkdir()
+    (here / "empty.toml").write_text("# nothing yet\n")
+    (here / "binary.toml").write_bytes(bytes(range(128, 256)))
+    (here / "short.token").write_text("abc\n")
     shutil.copy("small.toml", "started/recipe.toml")
     code, _, err = windfall(*args)
     assert code == 2
     assert said in err
     assert "Traceback" not in err
     assert not (here / "runs").exists()
+
+
+def test_a_group_of_one_is_enough_for_an_algorithm_without_a_group(windfall: Windfall) -> None:
+    one = ["--set", "rollout.group_size=1", "--set", "algorithm.name=reinforce_pp"]
+    assert windfall("train", "small.toml", "--dry-run", *one)[0] == 0
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGES))
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_damaged_model_is_named(windfall: Windfall, here: Path, file: str, kind: str) -> None:
+    shutil.copytree(models.TINY, here / "model")
+    damage(here / "model" / file, kind)
+    code, _, err = windfall("generate", "model", "--prompt", "1+1=")
+    assert code == 2
+    assert "error model: " in err
+    assert "Traceback" not in err
+
+
+def test_prompt_that_is_too_long_is_refused(windfall: Windfall) -> None:
+    code, _, err = windfall("generate", "tiny", "--prompt", "1+" * 600)
+    assert code == 2
+    assert "the model's context of 512" in err
+    assert "rollout.max_tokens" not in err  # there is no recipe
+
+
+def test_token_made_ahead_is_for_its_owner_only(windfall: Windfall, here: Path) -> None:
+    code, out, _ = windfall("token", "my.token")
+    assert code == 0
+    assert (here / "my.token").stat().st_mode & 0o777 == 0o600
+    assert (here / "my.token").read_text() not in out
+
+
+@pytest.mark.parametrize("by", ["option", "variable", "file"])
+def test_only_a_token_in_the_process_list_is_warned_of(
+    windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    monkeypatch.setattr("windfall.launch.joining.main", lambda url, token, **_: used.append(token))
+    used: list[str] = []
+    secret = "0123456789-abcdef"
+    (here / "my.token").write_text(secret + "\n")
+    if by == "variable":
+        monkeypatch.setenv("WINDFALL_TOKEN", secret)
+    given = {"option": ["--token", secret], "variable": [], "file": ["--token", "my.token"]}[by]
+    code, _, err = windfall("worker", "--join", "http://127.0.0.1:1", *given)
+    assert code == 0
+    assert invitation.token(*used) == secret
+    assert ("every user of this machine can read this token" in err) == (by == "option")
 
 
 @pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "small.toml", "--sett", "a=1"], ["generate", "tiny"]])
@@ -115,8 +187,6 @@ def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch
 
 
 def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
-    from windfall import models
-
     recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
         training.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", 20)

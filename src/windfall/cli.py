@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +26,8 @@ RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The rec
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=value", help="Override a recipe key.")]
 TlsCert = Annotated[Path | None, typer.Option(help="Certificate chain (PEM) for workers that dial https.")]
 TlsKey = Annotated[Path | None, typer.Option(help="Its private key.")]
+OUTSIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP}
+"""What the file system refuses a command, at whatever file: no fault of the program."""
 TOKEN = "A file that holds the run's token"
 
 
@@ -66,11 +68,11 @@ def train(
     ] = None,
 ) -> None:
     """Train by a recipe: starts controller, trainer and workers. Ctrl-C saves and says how to go on."""
-    from windfall.launch import start, supervisor
+    from windfall.launch import invitation, start, supervisor
     from windfall.launch.folder import new_folder
 
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
-    known = _token(token) if token is not None else None
+    known = invitation.token(token) if token is not None else None
     supervisor.check(parsed)
     if dry_run:
         print(config.dump(parsed))
@@ -126,7 +128,7 @@ def worker(
     from windfall.launch import joining
 
     joining.main(
-        join, _token(token, patience), name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
+        join, token, name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
         device=_one_of(device, "--device", ("auto", "cpu", "cuda")), region=region, price_usd_per_h=price,
         threads=threads, share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
     )  # fmt: skip
@@ -266,27 +268,6 @@ def _tls(cert: Path | None, key: Path | None) -> list[str]:
     return [f"{name}={json.dumps(str(path.resolve()))}" for name, path in given.items() if path is not None]
 
 
-def _token(value: str, patience_s: float = 0.0) -> str:
-    """What a file holds, or the token itself. A file that is not there yet is waited for."""
-    from windfall.link import auth
-
-    found = auth.given(value)
-    if isinstance(found, str):
-        return found
-    if not value:
-        raise WindfallError("this is empty", where="--token", fix="Give the file that holds the run's token.")
-    give_up = time.monotonic() + patience_s
-    if patience_s and not found.exists():
-        print(f"waiting up to {patience_s:g} s for the token's file {found}", file=sys.stderr, flush=True)
-    while not found.exists() and time.monotonic() < give_up:
-        time.sleep(0.2)
-    if not found.exists():
-        waited = f"waited {patience_s:g} s for this token file" if patience_s else "no such token file"
-        fix = "`windfall token FILE` makes one; the token of a run is in its folder, such as runs/demo/token."
-        raise WindfallError(waited, where="--token " + value, fix=fix)
-    return auth.read_token(found)
-
-
 def _one_of(word: str, where: str, known: tuple[str, ...]) -> str:
     if word not in known:
         raise WindfallError(f"{word!r} is none of them", where=where, fix=nearest(word, known))
@@ -307,13 +288,21 @@ def _run_recipe(run: Path) -> Path:
     return run / "recipe.toml"
 
 
+def _refuse(error: WindfallError) -> None:
+    Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    sys.exit(2)
+
+
 def main() -> None:
     """The entry point: an error that a person can put right is shown without a traceback."""
     try:
         app()
     except WindfallError as e:
-        Console(stderr=True).print(f"[bold red]error[/] {escape(str(e))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _refuse(e)
+    except OSError as e:
+        if e.errno not in OUTSIDE or not e.filename:
+            raise  # unexpected: whoever mends it needs the traceback
+        _refuse(WindfallError(str(e.strerror), where=str(e.filename)))
     except KeyboardInterrupt:
         sys.exit(130)
 

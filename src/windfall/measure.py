@@ -11,14 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 from windfall import devices, models
+from windfall.errors import WindfallError
 from windfall.types import Request
 
 Rows = list[Request]
+PROMPT = 24
+"""Tokens of every prompt."""
 
 
 def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
     device, dtype = devices.place("auto", "auto", threads)
     model = models.load(name, dtype=dtype, device=device)
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context and PROMPT + max_tokens > context:
+        what = f"prompts of {PROMPT} tokens and responses of {max_tokens} exceed the model's context of {context}"
+        raise WindfallError(what, where="--max-tokens", fix=f"Give at most {context - PROMPT}.")
     out = Console(highlight=False)
     table = Table(title=f"{name}, {dtype} on {device}, {requests} requests: useful tokens/s")
     for column in ("lengths", "engine", "deterministic", "transformers generate", "engine / generate", "changed"):
@@ -41,7 +48,7 @@ def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
 
 
 def _work(vocabulary: int, requests: int, max_tokens: int, kind: str, rng: random.Random) -> Rows:
-    prompts = [tuple(rng.randrange(3, vocabulary) for _ in range(24)) for _ in range(-(-requests // 8))]
+    prompts = [tuple(rng.randrange(3, vocabulary) for _ in range(PROMPT)) for _ in range(-(-requests // 8))]
     uneven = [min(max_tokens, 4 + int(rng.expovariate(3 / max_tokens))) for _ in range(requests)]
     return [
         Request(id=str(i), prompt=prompts[i // 8], seed=i, max_tokens=max_tokens // 2 if kind == "equal" else uneven[i])
@@ -56,7 +63,7 @@ def _engine(model: Any, work: Rows, max_tokens: int, *, deterministic: bool) -> 
     model.set_attn_implementation(NAME)
     best, said = 0.0, {}
     for _ in range(2):  # the first warms up
-        e = TorchEngine(model, kv_tokens=len(work) * (24 + max_tokens) + 64, deterministic=deterministic)
+        e = TorchEngine(model, kv_tokens=len(work) * (PROMPT + max_tokens) + 64, deterministic=deterministic)
         said = {r.id: [] for r in work}
         started = time.perf_counter()
         for r in work:

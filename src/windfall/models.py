@@ -53,6 +53,7 @@ def resolve(name: str) -> Path | str:
 def load(name: str, *, dtype: str, device: str) -> Any:
     """The transformers module with windfall's attention, in eval mode."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -64,8 +65,8 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
         )
-    except (OSError, ValueError) as e:
-        raise WindfallError(f"cannot load the model: {e}", where=str(where)) from e
+    except (OSError, ValueError, SafetensorError) as e:
+        raise _unreadable("model", where, e) from e
     except Exception as e:  # fault boundary: model code of any kind, some of which knows its own attention only
         raise unsupported(e, str(where)) from e
     return model.to(device).eval()
@@ -83,8 +84,14 @@ def load_tokenizer(name: str) -> Any:
     where = fetch(name)
     try:
         return AutoTokenizer.from_pretrained(where)
-    except (OSError, ValueError) as e:
-        raise WindfallError(f"cannot load the tokenizer: {e}", where=str(where)) from e
+    except Exception as e:  # fault boundary: as for the model
+        raise _unreadable("tokenizer", where, e) from e
+
+
+def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
+    said = f"cannot load the {what}: {type(error).__name__}: {error}"
+    fix = "Is the folder whole? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
+    return WindfallError(said, where=str(where), fix=fix)
 
 
 def fetch(name: str) -> Path | str:

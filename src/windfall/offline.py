@@ -14,6 +14,7 @@ from rich.markup import escape
 from windfall import devices, envs, models
 from windfall.config import Recipe, parse
 from windfall.envs.base import HELD_OUT
+from windfall.errors import WindfallError
 from windfall.events import EventLog
 from windfall.launch.training import derive, longest_prompt, spec, text_for
 from windfall.rollout.dispatch import Dispatch
@@ -88,7 +89,13 @@ def generate(
     model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
 ) -> None:
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
-    text, engine, _ = _ready(model_path, recipe, lambda text: max(len(text.prompt(p)) for p in prompts))
+    try:
+        text, engine, _ = _ready(model_path, recipe, lambda text: max(len(text.prompt(p)) for p in prompts))
+    except WindfallError as e:
+        if e.where != "rollout.max_tokens":
+            raise
+        what, fix = e.what.replace(e.where, "--max-tokens"), "Shorten the prompt, or give a smaller --max-tokens."
+        raise WindfallError(what, where="--prompt", fix=fix) from e
     ids = [text.prompt(p) for p in prompts]
     tokens: dict[str, list[int]] = {}
     for p, prompt in enumerate(ids):

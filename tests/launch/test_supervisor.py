@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
 from windfall import config
@@ -132,6 +133,34 @@ def test_how_to_join(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.Monk
 
 def test_own_address_is_one() -> None:
     assert invitation.own_address() not in ("", "127.0.0.1", "0.0.0.0")
+
+
+def test_lines_of_the_log_that_cannot_be_shown_end_nothing(tmp_path: Path, said: io.StringIO) -> None:
+    it = of(tmp_path)
+    for line in FOREIGN_LINES.values():
+        it._take(line)
+    assert said.getvalue() == ""
+    it._take(b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost"}')
+    assert "an event 'worker_lost' cannot be shown: KeyError" in said.getvalue()
+
+
+def test_only_who_pressed_ctrl_c_is_told_of_the_second(tmp_path: Path, said: io.StringIO) -> None:
+    it = of(tmp_path)
+    line = b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "stopping"}'
+    it._take(line)
+    assert said.getvalue() == ""
+    it._stopping = True
+    it._take(line)
+    assert "press Ctrl-C again" in said.getvalue()
+
+
+@pytest.mark.parametrize("kind", DAMAGES.keys() - {"missing", "a directory"})
+def test_damaged_word_of_a_process_is_no_word(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / ".trainer.failure"
+    path.write_text(json.dumps({"what": "it broke", "where": "here", "fix": "Mend it."}))
+    assert str(of(tmp_path)._failure()) == "here: it broke\nMend it."
+    damage(path, kind)
+    assert of(tmp_path)._failure() is None
 
 
 # real runs

@@ -63,7 +63,13 @@ def remove(folder: Path) -> None:
 def began(folder: Path) -> Recipe:
     """The recipe that the run began with. A run that is older than this record has the one of its last life."""
     path = folder / BEGAN
-    return config.load(path if path.exists() else folder / "recipe.toml")
+    if not path.exists():
+        return config.load(folder / "recipe.toml")
+    try:
+        return config.load(path)
+    except WindfallError as e:
+        fix = "This is the recipe that the run began with. Put it back; without this file, recipe.toml is taken for it."
+        raise WindfallError(e.what, where=e.where, fix=fix) from e
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:

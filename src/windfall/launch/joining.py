@@ -15,7 +15,7 @@ import msgspec
 
 from windfall.devices import describe
 from windfall.errors import WindfallError
-from windfall.launch import security
+from windfall.launch import invitation, security
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.types import Lease
@@ -37,10 +37,12 @@ def main(
     url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
     share: float, clouds: str, ca: Path | None, patience_s: float,
 ) -> int:  # fmt: skip
+    """`token`: the run's, or the file that has it."""
     if not _is_address(url):
         raise WindfallError(f"{url!r} is not a controller's address", where="--join", fix="Give http://HOST:PORT.")
     pinned = os.environ.get("WINDFALL_TLS_PIN")
     context = security.dialling(url, ca=ca, pinned=Path(pinned) if pinned else None)
+    token = invitation.token(token, patience_s)
     start = Boot(device, threads)  # takes seconds: what can be refused was refused before
     glanced = glance(device)
     lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.found()), region=region,

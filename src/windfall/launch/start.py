@@ -24,7 +24,7 @@ def train(recipe: Recipe, folder: Path, *, token: str | None = None, quiet: bool
             _run(recipe, folder, Console(recipe, folder) if not quiet else None)
         except WindfallError as e:
             # Nothing was learned. The folder is kept only if the message sends its reader there.
-            if not _steps(folder) and str(folder) not in str(e):
+            if not _steps(folder) and not any(said in str(e) for said in (str(folder), ".log", "windfall resume")):
                 folders.remove(folder)
             raise
 

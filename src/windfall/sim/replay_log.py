@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from windfall import config, prices
 from windfall.config import Recipe
 from windfall.errors import WindfallError
-from windfall.events import Event, read
+from windfall.events import Event, Foreign, read
 from windfall.types import LOCAL, Lease
 
 FEWEST = 2
@@ -78,10 +78,12 @@ def record(folder: Path) -> Record:
     for file in (log, said):
         if not file.is_file():
             raise WindfallError(f"no {file.name} in it", where=str(folder), fix=fix)
-    recipe = config.load(said)
+    recipe, foreign = config.load(said), Foreign()
     try:
-        return _record(recipe, read(log), str(folder))
-    except (KeyError, TypeError) as e:
+        found = _record(recipe, read(log, foreign=foreign), str(folder))
+        skipped = (f"{foreign.lines} lines of its log are not windfall's and were skipped",) if foreign.lines else ()
+        return replace(found, remarks=(*found.remarks, *skipped))
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
         what = f"its log lacks what a simulation needs: {type(e).__name__}: {e}"
         raise WindfallError(what, where=str(log), fix="Was it written by an older windfall? Run it again.") from e
 

@@ -1,0 +1,74 @@
+"""A start that fails: what is left of it, and what is not. No processes."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from windfall import config
+from windfall.config import Recipe
+from windfall.errors import WindfallError
+from windfall.events import EventLog
+from windfall.launch import folder as folders
+from windfall.launch import start
+
+
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: WindfallError, steps: int = 0) -> Path:
+    """The folder of a run that ended with this error, after so many steps."""
+    recipe = Recipe(run=config.Run(folder=tmp_path / "runs"))
+    folder = folders.new_folder(recipe)
+
+    def run(*_: object) -> None:
+        log = EventLog(folder / "events.jsonl")
+        for step in range(1, steps + 1):
+            log.scalar("step", step=step)
+        log.close()
+        raise error
+
+    monkeypatch.setattr(start, "_run", run)
+    with pytest.raises(WindfallError) as caught:
+        start.train(recipe, folder, quiet=True)
+    assert caught.value is error
+    return folder
+
+
+def test_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(tmp_path, monkeypatch, WindfallError("no such thing", where="model.path", fix="Name another."))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_runs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = folders.new_folder(Recipe(run=config.Run(folder=tmp_path / "runs")))
+    folder = failing(tmp_path, monkeypatch, WindfallError("no such thing"))
+    assert folder.name == "run-2"
+    assert [p.name for p in other.parent.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("fix", ["See trainer.log in the run's folder.", "Make room; then `windfall resume` it."])
+def test_what_the_message_refers_to_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fix: str) -> None:
+    assert failing(tmp_path, monkeypatch, WindfallError("it broke", fix=fix)).is_dir()
+
+
+def test_what_was_learned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failing(tmp_path, monkeypatch, WindfallError("it broke"), steps=1).is_dir()
+
+
+def test_folder_that_cannot_be_filled_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folders, "replace", full)
+    with pytest.raises(WindfallError, match="cannot write the recipe: No space left on device"):
+        folders.new_folder(Recipe(run=config.Run(folder=tmp_path / "runs")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_chosen_token_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe(run=config.Run(folder=tmp_path / "runs"))
+    folder = folders.new_folder(recipe)
+    monkeypatch.setattr(start, "_run", lambda *_: None)
+    start.train(recipe, folder, token="chosen-before-the-run", quiet=True)
+    assert (folder / "token").read_text() == "chosen-before-the-run"
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600

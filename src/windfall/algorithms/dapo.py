@@ -6,9 +6,9 @@
     w_t   = A_i r_t, or 0 where the clip holds
 
 n_i counts all tokens of the response, the environment's as well, because the limit does: a response that was cut has
-n_i = limit and the whole penalty. |y_i| counts sampled tokens only. Every token counts the same, whichever response it is
-in; the sum of lengths is that of the mini-batch. A group whose
-rewards are all equal is replaced by another (dynamic sampling). The paper's overlong_cache is 4096 of a limit of 20480.
+n_i = limit and the whole penalty. |y_i| counts sampled tokens only. Every token counts the same, whichever response it
+is in; the sum of lengths is that of the mini-batch. A group whose rewards are all equal is replaced by another (dynamic
+sampling). The paper's overlong_cache is 4096 of a limit of 20480.
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from windfall import algorithms, envs, models
-from windfall.config import Recipe
+from windfall.config import JsonLinesEnv, Recipe
 from windfall.console import Console
+from windfall.envs.jsonl import check_answers
 from windfall.errors import WindfallError
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
@@ -61,6 +62,8 @@ def check(recipe: Recipe) -> None:
 
         devices.place("cuda", "auto", 0)
     envs.make(recipe.env, recipe.run.seed).task(0)
+    if isinstance(recipe.env, JsonLinesEnv):
+        check_answers(recipe.env)
     algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     security.serving(recipe.fleet)
     changes(recipe)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from windfall.errors import WindfallError
 from windfall.launch.training import text_for
 from windfall.models import load_tokenizer
 from windfall.text import Text
@@ -117,3 +118,20 @@ def test_stop_ids(eos: str | None, extra: list[str], stop: set[str]) -> None:
 def test_stop_ids_of_the_model_count_too(configured: Any, stop: set[int]) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
     assert text_for(load_tokenizer("tiny"), model).stop == stop
+
+
+def test_a_list_of_messages_goes_through_the_chat_template() -> None:
+    tok = CHATS["chatml"][0]
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12"}]
+    whole = tok.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert list(Text(tok).prompt(said)) == tok.encode(whole, add_special_tokens=False)
+    assert Text(tok).prompt(said[1:]) == Text(tok).prompt("12")
+
+
+def test_messages_that_a_model_cannot_take_are_refused() -> None:
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12"}]
+    with pytest.raises(WindfallError, match="no chat template"):
+        Text(tokenizer(None, "<eos>")).prompt(said)
+    picky = tokenizer("{{ raise_exception('no system role') if messages[0].role == 'system' }}", "<eos>")
+    with pytest.raises(WindfallError, match=r"cannot render these messages: no system role\nRoles were: system, user"):
+        Text(picky).prompt(said)

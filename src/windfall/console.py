@@ -69,7 +69,10 @@ class Console:
                 self._out.print(f"going on after step {event['step']}")
             case "eval":
                 if event["kind"] == "scalar" and event["reward"] is not None:
-                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}")
+                    on = f" on {escape(event['on'])}" if event.get("on") else ""
+                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{on}")
+            case "eval_warning":
+                self._out.print(f"[yellow]warning[/]: {escape(event['why'])}")
             case "step":
                 self._out.print(self._line(event))
                 if self._task is not None:
@@ -208,7 +211,9 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     rewards = [e["reward"] for e in steps if e["reward"] is not None]
     out = ["", "[bold green]done[/]" if finished else "[bold yellow]stopped; everything up to here is saved[/]"]
     if len(evals) > 1:
-        out.append(f"  reward on held-out tasks   {evals[0]['reward']:.3f} before, {evals[-1]['reward']:.3f} after")
+        on = f", on {escape(evals[-1]['on'])}" if evals[-1].get("on") else ""
+        before, after = evals[0]["reward"], evals[-1]["reward"]
+        out.append(f"  reward in evaluation       {before:.3f} before, {after:.3f} after{on}")
     if rewards:
         out.append(f"  reward in training         {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
     if steps:

@@ -35,6 +35,7 @@ from typing import Any, Protocol
 from windfall.algorithms.base import Algorithm
 from windfall.config import Recipe
 from windfall.envs.base import HELD_OUT
+from windfall.envs.held_out import HeldOut
 from windfall.events import EventLog
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
@@ -118,6 +119,8 @@ class Controller:
     """What happened to the fleet since the last call."""
     evaluated: set[int] = field(default_factory=set)
     """Steps whose evaluation is in the log already."""
+    held_out: HeldOut | None = None
+    """What is evaluated on; None: as many tasks from HELD_OUT on as the recipe says."""
     micro_tokens: int = 0
     state: State = field(default_factory=lambda: State(step=0, next_task=0))
 
@@ -272,22 +275,25 @@ class Controller:
 
     async def _evaluate_if_due(self) -> None:
         o, step = self.recipe.eval, self.state.step
+        held_out = self.held_out or HeldOut(tasks=o.tasks, what=f"{o.tasks} held-out tasks")
         due = step == 0 or step >= self.recipe.run.steps or (o.every and step % o.every == 0)
-        if o.tasks == 0 or not due or step in self.evaluated:
+        if held_out.tasks == 0 or not due or step in self.evaluated:
             return
         sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
         lengths: dict[int, int] = {}
         self.pace.everybody()
         with self.events.span("eval", step=step):
-            tasks = range(HELD_OUT, HELD_OUT + o.tasks)
+            tasks = range(HELD_OUT, HELD_OUT + held_out.tasks)
             made = self.rollout.groups(tasks, size=1, sampling=sampling, scope=f"eval-{step}:")
             async with aclosing(made):
                 async for group in made:
                     rewards += group.rewards
                     lengths[group.index] = group.responses[0].made
         in_order = [lengths[index] for index in tasks]
-        self.events.scalar("eval", step=step, reward=_mean(rewards), tasks=len(rewards), lengths=in_order)
+        self.events.scalar(
+            "eval", step=step, reward=_mean(rewards), tasks=len(rewards), on=held_out.what, lengths=in_order
+        )
         self.evaluated.add(step)
 
     async def _save(self) -> None:

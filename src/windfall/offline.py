@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import devices, envs, models
-from windfall.config import Recipe, parse
+from windfall.config import JsonLinesEnv, Recipe, parse
+from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
+from windfall.envs.jsonl import check_answers
 from windfall.errors import WindfallError
 from windfall.events import EventLog
 from windfall.launch.training import derive, longest_prompt, spec, text_for
@@ -22,7 +24,7 @@ from windfall.rollout.manager import Rollout, seed_of
 from windfall.rollout.work import Offer
 from windfall.text import Text
 from windfall.train import checkpoint
-from windfall.types import Request, Sampling
+from windfall.types import Prompt, Request, Sampling
 from windfall.worker.build import engine_for
 from windfall.worker.inside import inside
 
@@ -49,7 +51,12 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    env = envs.make(recipe.env, recipe.run.seed)
+    env, on = envs.make(recipe.env, recipe.run.seed), held_out.describe(recipe.env, tasks)
+    tasks = on.tasks
+    for warning in on.warnings:
+        _warn(warning)
+    if isinstance(recipe.env, JsonLinesEnv):
+        check_answers(recipe.env)
     text, engine, slots = _ready(
         model_path, recipe, lambda text: longest_prompt(recipe, text, HELD_OUT, min(64, tasks))
     )
@@ -73,15 +80,15 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if done <= show:
                         said = escape(text.decode(group.responses[0].tokens))
-                        out.print(f"[bold]{escape(group.task.prompt)}[/]\n{said}\n-> {group.responses[0].reward}\n")
+                        out.print(
+                            f"[bold]{escape(_said(group.task.prompt))}[/]\n{said}\n-> {group.responses[0].reward}\n"
+                        )
         return rollout.missing
 
     missing = asyncio.run(run())
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
-    out.print(
-        f"reward {mean:.3f} +- {error:.3f} (standard error) on {len(rewards)} held-out tasks of {recipe.env.name}"
-    )
+    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(on.what)}")
     out.print(f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; missing {missing}")
 
 
@@ -129,6 +136,10 @@ def _ready(model_path: str, recipe: Recipe, longest: Callable[[Text], int]) -> t
     derived = derive(recipe, model, device, dtype, longest(text))
     engine, slots = engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
     return text, engine, slots
+
+
+def _said(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from jinja2 import TemplateError
+
+from windfall.errors import WindfallError
+from windfall.types import Prompt
 
 _MARK = "\u2402reply\u2403"
 
@@ -15,17 +20,25 @@ class Text:
         eos = tokenizer.eos_token_id
         self.stop: frozenset[int] = frozenset([*([] if eos is None else [eos]), *extra_stops])
 
-    def prompt(self, words: str) -> tuple[int, ...]:
-        """The ids of a task's prompt, up to where the policy begins to speak."""
+    def prompt(self, prompt: Prompt) -> tuple[int, ...]:
+        """The ids of a task's prompt, up to where the policy begins to speak. Text is a user's only message."""
+        if not isinstance(prompt, str):
+            if not self._chat:
+                raise WindfallError(
+                    "a prompt is a list of messages, and the model's tokenizer has no chat template",
+                    where="env",
+                    fix="Use a model with a chat template, or make every prompt one text.",
+                )
+            return self._encode(self._render(prompt))
         if not self._chat:
-            return tuple(self._tokenizer.encode(words))
-        return self._encode(self._render([("user", words)]))
+            return tuple(self._tokenizer.encode(prompt))
+        return self._encode(self._render([_message("user", prompt)]))
 
     def observation(self, words: str) -> tuple[int, ...]:
         """The ids that follow a turn which ended with a stop token: the environment's words, then the policy's cue."""
         if not self._chat:
             return self._encode(words)
-        whole = self._render([("user", "."), ("assistant", _MARK), ("user", words)])
+        whole = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", words)])
         ids = self._encode(whole.rpartition(_MARK)[2])
         # The template closes the turn with a stop token, which the turn has already.
         return ids[1:] if ids and ids[0] in self.stop else ids
@@ -33,12 +46,20 @@ class Text:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _render(self, messages: Sequence[tuple[str, str]]) -> str:
-        return self._tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as e:
+            roles = ", ".join(message["role"] for message in messages)
+            raise WindfallError(
+                f"the chat template cannot render these messages: {e}", where="env", fix=f"Roles were: {roles}."
+            ) from e
 
     def _encode(self, words: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(words, add_special_tokens=False))
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

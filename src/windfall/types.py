@@ -7,11 +7,14 @@ The life of a token in these words:
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
 Terms = Literal["reserved", "spot", "borrowed"]
+Prompt = str | Sequence[Mapping[str, str]]
+"""Text, or a conversation: messages with "role" and "content", for the model's chat template."""
 LOCAL = "local"
 """The worker that is the trainer's own engine, and nobody else."""
 
@@ -35,7 +38,7 @@ class Task:
     """
 
     id: str
-    prompt: str
+    prompt: Prompt
     answer: Any = None
     """Whatever the environment needs to judge a response: plain JSON data."""
 

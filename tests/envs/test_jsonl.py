@@ -3,11 +3,20 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hostile.datasets import FILES, MATHEMATICS, NOT_MATHEMATICS, messages
+from hostile.datasets import write as write_hostile
 
-from windfall.envs.jsonl import JsonLines
+from windfall import config
+from windfall.config import JsonLinesEnv
+from windfall.envs.base import HELD_OUT
+from windfall.envs.held_out import describe
+from windfall.envs.jsonl import JsonLines, check_answers
 from windfall.errors import WindfallError
 from windfall.types import Task, Turn
 
@@ -31,7 +40,7 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}'
     [
         ([GOOD, "{"], ["data.jsonl:2", "not JSON"]),
         ([GOOD, "", b'{"prompt": "\xff", "answer": 1}'], ["data.jsonl:3", "not UTF-8"]),
-        (["[1]"], ["data.jsonl:1", "a JSON list"]),
+        ([GOOD, "[1]"], ["data.jsonl:2", "a JSON list"]),
         (['{"promt": "1+1=", "answer": "2"}'], ["data.jsonl:1", "no field 'prompt'", "Did you mean 'promt'?"]),
         (['{"prompt": "1+1="}'], ["no field 'answer'", "Known: prompt."]),
         (['{"prompt": 3, "answer": "2"}'], ["'prompt' is 3", "must be text"]),
@@ -107,7 +116,143 @@ def test_math(tmp_path: Path, gold: str, text: str, right: bool) -> None:
 
 
 @NEEDS_MATH
-def test_a_gold_answer_that_is_no_mathematics_is_an_error_not_a_zero(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gold", list(NOT_MATHEMATICS), ids=lambda gold: gold[:12])
+def test_a_gold_answer_that_is_no_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
+    lines = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
+    with pytest.raises(WindfallError) as caught:
+        check_answers(section(write(tmp_path, *lines)), cpu_s=1.0)
+    said = str(caught.value)
+    assert "1 of 2 right answers cannot be scored as mathematics" in said
+    assert f"data.jsonl:3: {gold[:60]!r}: " in said
+    assert NOT_MATHEMATICS[gold] in said
+    assert 'env.scoring = "exact"' in said
+    assert check_answers(section(tmp_path / "data.jsonl", scoring="exact")) == 0
+
+
+@NEEDS_MATH
+def test_a_gold_answer_is_right(tmp_path: Path) -> None:
+    """However the policy marks it, or if it says nothing else."""
+    path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": g}) for n, g in enumerate([*MATHEMATICS, "12"])))
+    assert check_answers(section(path)) == len(MATHEMATICS)
+    env = JsonLines(path)
+    for gold in MATHEMATICS:
+        for text in (gold, f"<answer>{gold}</answer>", f"so \\boxed{{{gold}}}"):
+            feedback = asyncio.run(env.feedback(Task(id="x", prompt="", answer=gold), [Turn(text=text)]))
+            assert feedback.reward == 1.0, (gold, text)
+
+
+@NEEDS_MATH
+def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": "abc" + "xyz" * n}) for n in range(9)))
+    with pytest.raises(WindfallError) as caught:
+        check_answers(section(path))
+    assert "9 of 9" in str(caught.value)
+    assert [f"data.jsonl:{n}:" in str(caught.value) for n in range(1, 10)] == [True] * 5 + [False] * 4
+    assert "and 4 more" in str(caught.value)
+
+
+@NEEDS_MATH
+def test_what_was_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
     env = JsonLines(write(tmp_path, GOOD))
     with pytest.raises(RuntimeError, match="use scoring 'exact'"):
         asyncio.run(env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")]))
+
+
+@pytest.mark.parametrize("kind", list(FILES))
+def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(WindfallError) as caught:
+        JsonLines(write_hostile(tmp_path, kind), scoring="exact")
+    for part in FILES[kind][2]:
+        assert part in str(caught.value)
+
+
+def test_the_commands_that_convert_a_file_do_so(tmp_path: Path) -> None:
+    for kind in ("an array", "a compressed file"):
+        with pytest.raises(WindfallError) as caught:
+            JsonLines(write_hostile(tmp_path, kind), scoring="exact")
+        command = caught.value.fix.removeprefix("Convert it: ").replace("python ", f"{sys.executable} ")
+        subprocess.run(["bash", "-c", command], check=True, timeout=60)
+        assert JsonLines(tmp_path / "train.jsonl", scoring="exact").task(0).prompt == "1+1="
+        (tmp_path / "train.jsonl").unlink()
+
+
+def test_a_conversation_is_a_prompt(tmp_path: Path) -> None:
+    said = messages(("system", "Be brief."), ("user", "1+1="))
+    path = write(tmp_path, json.dumps({"prompt": said, "answer": 2}))
+    task = JsonLines(path, scoring="exact").task(0)
+    assert task.prompt == said
+    assert asyncio.run(JsonLines(path, scoring="exact").feedback(task, [Turn(text="2")])).reward == 1.0
+
+
+def section(path: Path, **keys: Any) -> JsonLinesEnv:
+    env = {"name": "jsonl", "path": str(path)} | keys
+    parsed = config.parse({"env": env}, where="test").env
+    assert isinstance(parsed, JsonLinesEnv)
+    return parsed
+
+
+def prompts(env: JsonLines, first: int, count: int) -> list[Any]:
+    return [env.task(first + n).prompt for n in range(count)]
+
+
+def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
+    path = write(tmp_path, *rows(200), *rows(50))
+    env = JsonLines(path, scoring="exact", held_out=0.2)
+    on = describe(section(path, scoring="exact", held_out=0.2), 1000)
+    held_out = prompts(env, HELD_OUT, on.tasks)
+    assert len(set(held_out)) == on.tasks, "no prompt counts twice, though a quarter of the rows is there twice"
+    assert 20 <= on.tasks <= 60
+    trained = prompts(env, 0, 250 - on.tasks)
+    assert not set(trained) & set(held_out)
+    assert set(trained) | set(held_out) == {f"say {n}" for n in range(200)}
+    assert on.what == f"{on.tasks} held-out rows of data.jsonl"
+    assert "each is used once" in on.warnings[0]
+    assert (
+        describe(section(path, scoring="exact", held_out=0.2), 10).what
+        == f"10 of {on.tasks} held-out rows of data.jsonl"
+    )
+
+
+def test_rows_stay_on_their_side_when_others_are_added(tmp_path: Path) -> None:
+    before = JsonLines(write(tmp_path, *rows(100)), scoring="exact", held_out=0.2)
+    count = describe(section(tmp_path / "data.jsonl", held_out=0.2, scoring="exact"), 1000).tasks
+    held_out = set(prompts(before, HELD_OUT, count))
+    more = JsonLines(write(tmp_path, *reversed(rows(300))), scoring="exact", held_out=0.2, seed=9)
+    assert not held_out & set(prompts(more, 0, 250))
+    wider = JsonLines(tmp_path / "data.jsonl", scoring="exact", held_out=0.4)
+    assert held_out <= set(prompts(wider, HELD_OUT, 300)), "a larger share adds to it"
+
+
+def test_an_evaluation_file_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path, *rows(20))
+    own = tmp_path / "test.jsonl"
+    own.write_text("".join(json.dumps({"prompt": f"ask {n}", "answer": n}) + "\n" for n in range(8)))
+    keys = {"eval_path": str(own), "scoring": "exact"}
+    env = JsonLines(path, scoring="exact", eval_path=own)
+    assert set(prompts(env, HELD_OUT, 8)) == {f"ask {n}" for n in range(8)}
+    assert set(prompts(env, 0, 20)) == {f"say {n}" for n in range(20)}
+    assert env.task(HELD_OUT).id.startswith("test.jsonl:")
+    on = describe(section(path, **keys), 8)
+    assert (on.tasks, on.what, on.warnings) == (8, "8 rows of test.jsonl", ())
+    own.write_text(own.read_text() + rows(1)[0] + "\n")
+    on = describe(section(path, **keys), 64)
+    assert on.what == "9 rows of test.jsonl (1 of the 9 are trained on, too)"
+    assert any("1 of 9 prompts of test.jsonl are in data.jsonl, too" in warning for warning in on.warnings)
+
+
+def test_an_evaluation_on_training_rows_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, *rows(20), *rows(20))
+    on = describe(section(path, scoring="exact"), 64)
+    assert (on.tasks, on.what) == (20, "20 training rows of data.jsonl (no held-out set given)")
+    assert "env.eval_path" in on.warnings[-1]
+    env = JsonLines(path, scoring="exact")
+    assert len(set(prompts(env, HELD_OUT, 20))) == 20
+
+
+def test_impossible_splits_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="set eval_path or held_out, not both"):
+        section(tmp_path / "a", eval_path="b", held_out=0.1)
+    with pytest.raises(WindfallError, match="of 1 different prompts leaves none"):
+        JsonLines(write(tmp_path, GOOD, GOOD), scoring="exact", held_out=0.5)
+    with pytest.raises(WindfallError, match="no such file"):
+        JsonLines(write(tmp_path, GOOD), scoring="exact", eval_path=tmp_path / "missing.jsonl")

@@ -66,11 +66,21 @@ class JsonLinesEnv(Section):
     path: FilePath
     """One JSON object per line."""
     prompt_field: str = "prompt"
-    """Where the prompt is in each object."""
+    """Where the prompt is in each object: text, or a list of messages with "role" and "content"."""
     answer_field: str = "answer"
     """Where the right answer is."""
     scoring: Literal["math", "exact"] = "math"
     """math: equal as mathematics, by math-verify; exact: equal as text."""
+    eval_path: FilePath | None = None
+    """A file with rows to evaluate on, none of them trained on."""
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the rows of `path` to evaluate on and not to train on, chosen by a hash of the prompt."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> JsonLinesEnv:
+        if self.eval_path is not None and self.held_out:
+            raise ValueError("set eval_path or held_out, not both")
+        return self
 
 
 class GuessEnv(Section):
@@ -164,7 +174,8 @@ class Checkpoint(Section):
 
 class Eval(Section):
     tasks: int = Field(default=64, ge=0)
-    """Held-out tasks, one response each, before the first and after the last step; 0: no evaluation."""
+    """Held-out tasks, one response each, before the first and after the last step; 0: no evaluation. A JSONL file has
+    held-out rows with env.eval_path or env.held_out."""
     every: int = Field(default=0, ge=0)
     """Also after every so many steps."""
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from windfall.envs import apart
-from windfall.envs.extract import extract
+from windfall.envs.base import HELD_OUT
+from windfall.envs.extract import extract, is_number
+from windfall.envs.held_out import split
+from windfall.envs.rows import Row, read
 from windfall.errors import WindfallError, nearest
 from windfall.types import Feedback, Task, Turn
 
 Scoring = Literal["math", "exact"]
+CHECK_S = 20.0
+"""Right answers are checked at the start of a run for at most this long. Each of them takes milliseconds."""
+CHUNK = 32
+NAMED = 5
 
 
 class JsonLines:
@@ -23,6 +30,7 @@ class JsonLines:
 
     Scoring `math` asks whether the answer means the same as the one in the file (math-verify: 0.5 is 1/2); `exact`
     whether it is the same text, or the same number. Every epoch has an order of its own, which follows from `seed`.
+    Tasks from HELD_OUT on are the rows to evaluate on, in an order that is always the same (see held_out.py).
     """
 
     def __init__(
@@ -32,6 +40,8 @@ class JsonLines:
         answer_field: str = "answer",
         scoring: Scoring = "math",
         *,
+        eval_path: str | Path | None = None,
+        held_out: float = 0.0,
         seed: int = 0,
         cpu_s: float = 5.0,
     ) -> None:
@@ -40,14 +50,20 @@ class JsonLines:
         if scoring == "math" and importlib.util.find_spec("math_verify") is None:
             raise WindfallError("math-verify is not installed", fix="Install it: pip install 'windfall[math]'")
         self._path, self._scoring, self._seed, self._cpu_s = Path(path), scoring, seed, cpu_s
-        self._rows = _read(self._path, prompt_field, answer_field)
+        own = Path(eval_path) if eval_path is not None else None
+        self._split = split(self._path, prompt_field, answer_field, eval_path=own, held_out=held_out)
         # Two epochs: responses of the one that ends are still under way when the next begins.
         self._order = functools.lru_cache(maxsize=2)(self._order_of)
 
     def task(self, index: int) -> Task:
-        epoch, at = divmod(index, len(self._rows))
-        prompt, answer = self._rows[self._order(epoch)[at]]
-        return Task(id=f"{self._path.stem}/{self._seed}/{index}", prompt=prompt, answer=answer)
+        rows, file = self._split.train, self._path
+        if index >= HELD_OUT:
+            rows, file = self._split.evaluation, self._split.file
+            row = rows[(index - HELD_OUT) % len(rows)]
+        else:
+            epoch, at = divmod(index, len(rows))
+            row = rows[self._order(epoch)[at]]
+        return Task(id=f"{file.name}:{row.line}/{self._seed}/{index}", prompt=row.prompt, answer=row.answer)
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         text, gold = turns[-1].text, task.answer
@@ -63,46 +79,51 @@ class JsonLines:
         def key(row: int) -> bytes:
             return hashlib.blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=8).digest()
 
-        return sorted(range(len(self._rows)), key=key)
+        return sorted(range(len(self._split.train)), key=key)
 
 
-def _read(path: Path, prompt_field: str, answer_field: str) -> list[tuple[str, str]]:
-    if not path.is_file():
-        what = "not a file" if path.exists() else "no such file"
-        raise WindfallError(what, where=str(path), fix="Name a JSONL file.")
-    rows: list[tuple[str, str]] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            row = _parse(line, where)
-            prompt, answer = (_field(row, name, where) for name in (prompt_field, answer_field))
-            if not isinstance(prompt, str) or not prompt:
-                raise WindfallError(f"'{prompt_field}' is {json.dumps(prompt)}", where=where, fix="It must be text.")
-            if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-                raise WindfallError(
-                    f"'{answer_field}' is {json.dumps(answer)}", where=where, fix="It must be text or a number."
-                )
-            rows.append((prompt, str(answer).strip()))
-    if not rows:
-        raise WindfallError("the file is empty", where=str(path), fix="Write one JSON object per line.")
-    return rows
+def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) -> int:
+    """Refuse right answers that math-verify cannot compare with anything: every response to them would be wrong.
+
+    `section` is a JSONL section of windfall.config. Distinct answers are checked for up to `limit_s`; what is left is
+    checked when it is scored, where it is an error, never a zero. Returns how many were checked.
+    """
+    if section.scoring != "math":
+        return 0
+    files = [section.path] if section.eval_path is None else [section.path, section.eval_path]
+    places: dict[str, tuple[Path, Row]] = {}
+    for path in files:
+        for row in read(path, section.prompt_field, section.answer_field):
+            if not is_number(row.answer):
+                places.setdefault(row.answer, (path, row))
+    # In the order of a hash: where time does not suffice, a fair sample.
+    golds = sorted(places, key=lambda gold: hashlib.blake2b(gold.encode(), digest_size=8).digest())
+    bad, checked, began = dict[str, str](), 0, time.monotonic()
+    while checked < len(golds) and time.monotonic() - began < limit_s:
+        chunk = golds[checked : checked + CHUNK]
+        bad |= _faults(chunk, cpu_s)
+        checked += len(chunk)
+    if bad:
+        raise _refusal(bad, places, checked)
+    return checked
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _faults(golds: list[str], cpu_s: float) -> dict[str, str]:
     try:
-        row = json.loads(line)
-    except UnicodeDecodeError as e:
-        raise WindfallError(f"not UTF-8: {e}", where=where, fix="Save the file as UTF-8.") from None
-    except json.JSONDecodeError as e:
-        raise WindfallError(f"not JSON: {e}", where=where, fix="Every line must be one JSON object.") from None
-    if not isinstance(row, dict):
-        raise WindfallError(f"a JSON {type(row).__name__}", where=where, fix="Every line must be one JSON object.")
-    return row
+        said = apart.MAKING.call("windfall.envs.math_answer:faults", golds, cpu_s)
+    except apart.TooCostly as e:
+        if len(golds) == 1:
+            return {golds[0]: f"comparing it goes {e}"}
+        return {gold: why for one in golds for gold, why in _faults([one], cpu_s).items()}
+    return {gold: why for gold, why in zip(golds, said, strict=True) if why}
 
 
-def _field(row: dict[str, Any], name: str, where: str) -> Any:
-    if name not in row:
-        raise WindfallError(f"no field '{name}'", where=where, fix=nearest(name, row) or "The object is empty.")
-    return row[name]
+def _refusal(bad: dict[str, str], places: dict[str, tuple[Path, Row]], checked: int) -> WindfallError:
+    found = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0][0]), b[0][1].line))
+    named = [f"{path}:{row.line}: {gold[:60]!r}: {why}" for (path, row), gold, why in found[:NAMED]]
+    more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
+    return WindfallError(
+        "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *named, *more]),
+        where="env.scoring",
+        fix='Set env.scoring = "exact" to compare text, or correct or remove these lines.',
+    )

@@ -7,6 +7,7 @@ outside the main thread. They are switched off (0); the child's limit on CPU tim
 from __future__ import annotations
 
 import logging
+import re
 
 import math_verify
 
@@ -14,17 +15,41 @@ from windfall.envs.apart import cpu_limit
 from windfall.envs.extract import marked
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+_WORD, _MATHEMATICS = re.compile(r"[^\W\d_]{3,}"), re.compile(r"[\d\\$=+*/^<>{}()\[\]|_]")
 
 
 def same(gold: str, text: str, cpu_s: float) -> bool:
     """Whether the answer in the text (what it marks as such, else what math-verify finds) means the same as `gold`."""
-    want = _parse(gold)
-    if not want:
-        raise ValueError(f"math-verify cannot read the right answer {gold!r}: use scoring 'exact'")
     with cpu_limit(cpu_s):
+        want, why = _read(gold)
+        if why:
+            raise ValueError(f"the right answer {gold!r} cannot be scored as mathematics: {why}: use scoring 'exact'")
         answer = marked(text)
+        if gold == (text.strip() if answer is None else answer):
+            return True
         got = math_verify.parse(text, parsing_timeout=0) if answer is None else _parse(answer)
         return bool(got) and math_verify.verify(want, got, timeout_seconds=0)
+
+
+def faults(golds: list[str], cpu_s: float) -> list[str]:
+    """Why each of these right answers cannot be scored; '' if it can."""
+    out: list[str] = []
+    for gold in golds:
+        with cpu_limit(cpu_s):
+            want, why = _read(gold)
+            if not why and not math_verify.verify(want, _parse(gold), timeout_seconds=0):
+                why = "math-verify does not take it as equal to itself"
+            out.append(why)
+    return out
+
+
+def _read(gold: str) -> tuple[list, str]:
+    """As math-verify has it; and why that is of no use, or ''."""
+    if _WORD.search(gold) and not _MATHEMATICS.search(gold):
+        # It would be the product of its letters, and equal to any other order of them.
+        return [], "it is words, not mathematics"
+    want = _parse(gold)
+    return want, "" if want else "math-verify cannot read it"
 
 
 def _parse(answer: str) -> list:

@@ -28,6 +28,7 @@ import xxhash
 
 from windfall import config, envs, listening, tokenizer
 from windfall.config import Recipe
+from windfall.envs import held_out
 from windfall.errors import WindfallError
 from windfall.events import EventLog, tensorboard
 from windfall.launch import folder as folders
@@ -84,6 +85,9 @@ class Control:
             most_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
         )  # fmt: skip
         self.life.connected = self._set_terms
+        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks)
+        for warning in self.life.held_out.warnings if recipe.eval.tasks and not again else ():
+            events.instant("eval_warning", why=warning)
         self._error: WindfallError | None = None
         self._failed = asyncio.Event()
         self.journal.failed = events.failed = self._fail

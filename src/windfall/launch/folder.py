@@ -90,7 +90,8 @@ def anchored(recipe: Recipe) -> Recipe:
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
     if isinstance(recipe.env, config.JsonLinesEnv):
-        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve()})
+        own = recipe.env.eval_path.resolve() if recipe.env.eval_path is not None else None
+        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve(), "eval_path": own})
     if recipe.trace.file is not None:
         changes["trace"] = recipe.trace.model_copy(update={"file": recipe.trace.file.resolve()})
     if recipe.fleet.tls_cert is not None and recipe.fleet.tls_key is not None:

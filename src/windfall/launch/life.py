@@ -22,6 +22,7 @@ from typing import Any
 from windfall import algorithms, prices
 from windfall.config import Recipe
 from windfall.controller import Controller
+from windfall.envs.held_out import HeldOut
 from windfall.events import EventLog
 from windfall.launch.telling import Telling, look_back
 from windfall.link import messages as m
@@ -69,6 +70,8 @@ class Life:
         self.telling = Telling(recipe, self.dispatch, events)
         self.rollout: Rollout | None = None
         self.state = State(step=0, next_task=0)
+        self.held_out: HeldOut | None = None
+        """What is evaluated on, where the environment can say."""
         self.stop = asyncio.Event()
         """Set: the run is to stop, and save."""
         self.connected: Callable[[m.TrainerHello], None] = lambda hello: None
@@ -93,7 +96,7 @@ class Life:
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
             trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
             connect=self.connect, offer=self._offer, saved=self._saved, counters=counters or self.counters,
-            micro_tokens=hello.micro_tokens, evaluated=self._evaluated,
+            micro_tokens=hello.micro_tokens, evaluated=self._evaluated, held_out=self.held_out,
         )  # fmt: skip
         try:
             return await controller.run()

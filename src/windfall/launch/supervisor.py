@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from windfall import algorithms, envs, events, models
-from windfall.config import Recipe
+from windfall.config import JsonLinesEnv, Recipe
 from windfall.console import Console
+from windfall.envs.jsonl import check_answers
 from windfall.errors import WindfallError
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
@@ -58,6 +59,8 @@ def check(recipe: Recipe) -> None:
 
         devices.place("cuda", "auto", 0)
     envs.make(recipe.env, recipe.run.seed).task(0)
+    if isinstance(recipe.env, JsonLinesEnv):
+        check_answers(recipe.env)
     _check_groups(recipe)
     security.serving(recipe.fleet)
     changes(recipe)

@@ -68,7 +68,7 @@ class RecordedEnv(SimEnv):
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         await super().feedback(task, turns)
-        index = int(task.prompt)
+        index = int(str(task.prompt))
         first = FIRST_TAG + seed_of(self._run_seed, index, 0) % TAGS
         return Feedback(reward=float(index not in self._replaced and turns[-1].text == str(first)))
 

@@ -1,0 +1,122 @@
+"""Rows of a JSONL file: read and checked once. A file of another kind is refused with the command that converts it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError, nearest
+from windfall.types import Prompt
+
+_PANDAS = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2], orient='records', lines=True)"
+_LINES = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
+_KINDS = {
+    b"PAR1": ("a parquet file", f'python -c "{_PANDAS}" {{0}} {{1}}'),
+    b"\x1f\x8b": ("compressed with gzip", "gunzip -c {0} > {1}"),
+    b"(\xb5/\xfd": ("compressed with zstd", "zstd -dc {0} > {1}"),
+    b"\xfd7zXZ": ("compressed with xz", "xz -dc {0} > {1}"),
+    b"BZh": ("compressed with bzip2", "bunzip2 -c {0} > {1}"),
+    b"PK\x03\x04": ("a zip archive", "unzip -p {0} > {1}"),
+    b"[": ("one JSON array, not a JSON object per line", f'python -c "{_LINES}" < {{0}} > {{1}}'),
+}
+"""What a file begins with, what it is then, and how to make a JSONL file of it."""
+_COMPRESSED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    prompt: Prompt
+    answer: str
+    line: int
+
+    @property
+    def key(self) -> int:
+        """A number that follows from the prompt alone, from 0 up to 2^64: the same for rows that ask the same."""
+        said = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
+        return int.from_bytes(blake2b(" ".join(said.split()).encode(), digest_size=8).digest(), "big")
+
+
+def read(path: Path, prompt_field: str, answer_field: str) -> list[Row]:
+    if not path.is_file():
+        what = "not a file" if path.exists() else "no such file"
+        raise WindfallError(what, where=str(path), fix="Name a JSONL file.")
+    rows: list[Row] = []
+    try:
+        with path.open("rb") as file:
+            _refuse_other_kinds(path, file.read(64))
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    rows.append(_row(line, f"{path}:{number}", number, prompt_field, answer_field))
+    except OSError as e:
+        raise WindfallError(f"cannot be read: {e.strerror or e}", where=str(path), fix="Make it readable.") from e
+    if not rows:
+        raise WindfallError("the file is empty", where=str(path), fix="Write one JSON object per line.")
+    return rows
+
+
+def _refuse_other_kinds(path: Path, begins: bytes) -> None:
+    begins = begins.lstrip() if begins.lstrip().startswith(b"[") else begins
+    for magic, (what, command) in _KINDS.items():
+        if begins.startswith(magic):
+            stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
+            target = stem if stem != path and stem.suffix == ".jsonl" else stem.with_suffix(".jsonl")
+            if target == path:
+                target = path.with_name(f"{path.stem}-lines.jsonl")
+            fix = "Convert it: " + command.format(*(shlex.quote(str(p)) for p in (path, target)))
+            raise WindfallError(f"this is {what}", where=str(path), fix=fix)
+
+
+def _row(line: bytes, where: str, number: int, prompt_field: str, answer_field: str) -> Row:
+    row = _parse(line, where)
+    prompt, answer = (_field(row, name, where) for name in (prompt_field, answer_field))
+    if isinstance(prompt, list):
+        _check_messages(prompt, prompt_field, where)
+    elif not isinstance(prompt, str) or not prompt:
+        fix = 'It must be text, or a list of messages such as {"role": "user", "content": "..."}.'
+        raise WindfallError(f"'{prompt_field}' is {_short(prompt)}", where=where, fix=fix)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise WindfallError(f"'{answer_field}' is {_short(answer)}", where=where, fix="It must be text or a number.")
+    return Row(prompt, str(answer).strip(), number)
+
+
+def _check_messages(messages: list[Any], name: str, where: str) -> None:
+    """A conversation that the policy is to go on with."""
+    fix = 'Every message is an object with text as "role" and "content".'
+    if not messages:
+        raise WindfallError(f"'{name}' is an empty list", where=where, fix=fix)
+    for n, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise WindfallError(f"'{name}[{n}]' is {_short(message)}", where=where, fix=fix)
+    if messages[-1]["role"] == "assistant":
+        fix = "End with what the policy is to answer; a right answer belongs into the answer's field."
+        raise WindfallError(f"the last message of '{name}' is the assistant's", where=where, fix=fix)
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as e:
+        raise WindfallError(f"not UTF-8: {e}", where=where, fix="Save the file as UTF-8.") from None
+    except json.JSONDecodeError as e:
+        raise WindfallError(f"not JSON: {e}", where=where, fix="Every line must be one JSON object.") from None
+    except RecursionError:
+        raise WindfallError("nested too deeply", where=where, fix="Every line must be one flat JSON object.") from None
+    if not isinstance(row, dict):
+        raise WindfallError(f"a JSON {type(row).__name__}", where=where, fix="Every line must be one JSON object.")
+    return row
+
+
+def _field(row: dict[str, Any], name: str, where: str) -> Any:
+    if name not in row:
+        raise WindfallError(f"no field '{name}'", where=where, fix=nearest(name, row) or "The object is empty.")
+    return row[name]
+
+
+def _short(value: Any, most: int = 120) -> str:
+    said = json.dumps(value)
+    return said if len(said) <= most else f"{said[:most]}..."

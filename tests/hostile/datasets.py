@@ -1,0 +1,77 @@
+"""Files that somebody gives as a JSONL file of prompts and answers, and what they are told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+LINE = json.dumps(ROW).encode()
+
+
+def messages(*said: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in said]
+
+
+def _prompt(prompt: object) -> bytes:
+    return json.dumps({"prompt": prompt, "answer": "2"}).encode()
+
+
+FILES: dict[str, tuple[str, bytes, list[str]]] = {
+    "a parquet file": (
+        "train.parquet", b"PAR1\x15\x04\x15\x10" + b"\x00" * 80 + b"PAR1",
+        ["this is a parquet file", "pandas.read_parquet", "train.jsonl"],
+    ),
+    "a parquet file by another name": ("train.jsonl", b"PAR1\x15\x04\x15", ["a parquet file", "train-lines.jsonl"]),
+    "a compressed file": ("train.jsonl.gz", gzip.compress(LINE), ["compressed with gzip", "gunzip -c", "train.jsonl"]),
+    "an array": (
+        "train.json", json.dumps([ROW, ROW], indent=1).encode(),
+        ["one JSON array", "json.load(sys.stdin)", "train.jsonl"],
+    ),
+    "an array on one line": ("train.jsonl", json.dumps([ROW]).encode(), ["one JSON array", "train-lines.jsonl"]),
+    "another encoding": ("train.jsonl", '{"prompt": "\u00fc"}'.encode("latin-1"), ["train.jsonl:1", "not UTF-8"]),
+    "nesting without end": ("train.jsonl", b'{"prompt": ' + b"[" * 100_000, ["train.jsonl:1", "nested too deeply"]),
+    "no messages": ("train.jsonl", _prompt([]), ["train.jsonl:1", "'prompt' is an empty list"]),
+    "messages of text": ("train.jsonl", _prompt(["hello"]), ["'prompt[0]' is", '"role" and "content"']),
+    "a message without a role": ("train.jsonl", _prompt([{"content": "hello"}]), ["'prompt[0]' is"]),
+    "a message of parts": (
+        "train.jsonl", _prompt([{"role": "user", "content": [{"type": "image", "url": "x"}]}]), ["'prompt[0]' is"],
+    ),
+    "a conversation that has its answer": (
+        "train.jsonl", _prompt(messages(("user", "1+1="), ("assistant", "2"))),
+        ["the last message of 'prompt' is the assistant's"],
+    ),
+}  # fmt: skip
+"""What the file is: its name, what is in it, and what the refusal must say."""
+
+NOT_MATHEMATICS = {
+    "Paris": "words",
+    "no solution": "words",
+    "yes": "words",
+    "$$": "cannot read",
+    "1+" * 20_000 + "1": "CPU time",
+}
+"""Right answers that math-verify reads as something else, or not at all; and why."""
+
+MATHEMATICS = [
+    "1/2",
+    r"\frac{1}{2}",
+    "(1,2)",
+    "A",
+    "x=3",
+    "50%",
+    "9^{9^{9}}",
+    r"\text{no solution}",
+    "$18",
+    "3,4",
+    "1.5e3",
+]
+"""Right answers that look odd, and are not."""
+
+
+def write(folder: Path, kind: str) -> Path:
+    name, data, _ = FILES[kind]
+    path = folder / name
+    path.write_bytes(data)
+    return path

@@ -157,9 +157,28 @@ class Course:
                 known[n] += weight * (value - known[n])
             before = mark
 
+    def total(self, rates: Rates, start: Mark) -> float:
+        """How many tokens this step comes to. Responses tell: when so few are left open, so much is usually made. The
+        more of them are finished, the more that counts beside what steps before came to."""
+        open = start.open / rates.responses
+        if not self.steps or not start.made or open >= 1:
+            return rates.tokens
+        before = (1.0, 0.0)  # open, made
+        for n in range(PARTS):
+            point = (self.open[n], (self.made[n] + (self.made[n - 1] if n else 0.0)) / 2)
+            if point[0] <= open:
+                break
+            before = point
+        else:
+            point = (0.0, 1.0)
+        share = (before[0] - open) / (before[0] - point[0]) if before[0] > point[0] else 1.0
+        usual = before[1] + min(1.0, share) * (point[1] - before[1])
+        return max(start.made, open * rates.tokens + (1 - open) * start.made / max(1e-9, usual))
+
     def left(self, rates: Rates, start: Mark) -> list[Part]:
         """What is still to be made. If fewer or more groups are whole by now than usual, the rest catches up evenly."""
-        total, made, out = rates.tokens, min(1.0, start.made / rates.tokens), list[Part]()
+        total = self.total(rates, start)
+        made, out = min(1.0, start.made / total), list[Part]()
         before, usual, share = 0.0, 0.0, 1.0
         both = rates.local + rates.others
         for n in range(PARTS):

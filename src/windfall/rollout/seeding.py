@@ -22,9 +22,7 @@ from windfall.types import LOCAL
 
 AGAIN_S = 0.05
 REVIEW_S = 0.5
-"""At least so long between two looks at a plan."""
-TELL = 0.1
-"""A plan that changes by more than this share is worth an event."""
+"""Between two looks at what has been measured, where a plan waits for that."""
 
 
 class Seeding:
@@ -66,7 +64,6 @@ class Seeding:
         self._marks, self._makers = [], []
         self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
         self._go(plan)
-        self._review(now)
         self._tell(plan, found)
 
     def _tell(self, plan: Plan, found: Others) -> None:
@@ -85,28 +82,24 @@ class Seeding:
         )  # fmt: skip
 
     def _replan(self, now: float) -> None:
-        """Who is there has changed while local generates: until when should it?"""
+        """While local generates, who is there has changed, or is better known: until when should it?"""
         if self._found is None or self._since_s is None or self._due or self._missing or self.over.is_set():
             return
-        changed = len(self._others()) != self._found.workers
-        if not changed and now < self._review_s:
+        before, changed = self._plan, len(self._others()) != self._found.workers
+        measures = before is not None and math.isinf(before.seed_s) and self._found.workers > 0
+        if not changed and not (measures and now >= self._review_s):
             return
-        self._found = found = self._find()
-        before, plan = self._plan, self._policy.again(found, self._stands(now))
+        found = self._found = self._find()
+        self._review_s = now + REVIEW_S
+        plan = self._policy.again(found, self._stands(now))
         if plan is not None and before is not None:
             self._cancel()
             self._plan = plan
             if math.isfinite(plan.seed_s):
                 left_s = max(0.0, self._began_s + plan.seed_s - now)
                 self._timer = asyncio.get_running_loop().call_later(left_s, self._enough)
-            if changed or not math.isclose(plan.seed_s, before.seed_s, rel_tol=TELL):
+            if changed or plan.seed_s != before.seed_s:
                 self._tell(plan, found)
-        self._review(now)
-
-    def _review(self, now: float) -> None:
-        """Look at the plan again when half of the time until its end is over."""
-        left_s = self._began_s + self._plan.seed_s - now if self._plan is not None else math.inf
-        self._review_s = now + max(REVIEW_S, left_s / 2 if math.isfinite(left_s) else 0.0)
 
     def everybody(self) -> None:
         """For work that nothing is trained on meanwhile, such as an evaluation."""
@@ -256,7 +249,7 @@ class Seeding:
         self._area += len(self._others()) * (now - self._looked_s)
         self._looked_s = now
         makers = tuple(m.id for m in self._working())
-        if not self._makers or makers != self._makers[-1][1]:
+        if len(self._dispatch.ledger) and (not self._makers or makers != self._makers[-1][1]):
             self._marks.append(self._stands(now))
             self._makers.append((now - self._began_s, makers))
 

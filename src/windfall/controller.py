@@ -299,6 +299,9 @@ class Controller:
         last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
         if any(r.skipped for r in reports):
             self.events.instant("update_skipped", step=step, why="the gradient was not finite")
+        gap, widest, alarm = last["engine_gap"], last["engine_gap_max"], self.recipe.train.engine_gap_alarm
+        if gap > alarm:
+            self.events.instant("engine_gap", step=step, mean=gap, max=widest, alarm=alarm)
         self.events.scalar(
             "step",
             step=step,

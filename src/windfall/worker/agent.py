@@ -5,13 +5,15 @@
                               └───▶ Refused: end (or later, again)
 
 It ends when the controller sends it away or refuses it, when its machine is about to be taken (Notice), or when no
-controller has answered for `patience_s`. Weights and engine outlive a link: after a glitch it is ready again at once.
+controller has answered for `patience_s`. Weights and engine outlive a link: after a glitch it is ready again at once,
+also when it was warned: it works until its last seconds, and tells every controller how many are left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import ssl as tls
 import sys
@@ -73,8 +75,10 @@ class Agent:
         self._boot, self._told = boot, False
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
-        self._leaving = False
-        """Warned: another link would only bring work that it cannot finish."""
+        self._notice: m.Notice | None = None
+        """What it was warned of, with the least time left,"""
+        self._taken_s = math.inf
+        """and when that comes to pass (monotonic clock)."""
         self._end: asyncio.Future[int]
 
     async def run(self, clouds: Any = ()) -> int:
@@ -109,9 +113,11 @@ class Agent:
         if self._session is None or not self._session.host.built:
             self._finish(0)  # nobody to tell, nothing to hand over
             return
-        self._leaving = True
-        self._session.say(m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail))
-        loop.call_later((notice.left_s or 0.0) + LEAVE_S, self._finish, 0)
+        told, left_s = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail), notice.left_s or 0.0
+        if time.monotonic() + left_s < self._taken_s:
+            self._notice, self._taken_s = told, time.monotonic() + left_s
+        self._session.say(told)
+        loop.call_later(left_s + LEAVE_S, self._finish, 0)
 
     def _finish(self, code: int) -> None:
         if not self._end.done():
@@ -143,7 +149,7 @@ class Agent:
                 self._say(str(e))
                 return 1
             except LinkClosed as e:
-                if self._leaving:
+                if time.monotonic() + LEAVE_S > self._taken_s:
                     self._say(f"no link: {e}; leaving")
                     return 0
                 if str(e) != said:  # the same again and again is said once
@@ -194,9 +200,12 @@ class Agent:
     async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
         host = self._host or self._make_host(welcome)
         session = self._session = Session(
-            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s, boot=self._started
-        )
+            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s, boot=self._started,
+            pulled=lambda: getattr(self._puller, "bytes_received", 0),
+        )  # fmt: skip
         session.held = self._held
+        if self._notice is not None:
+            session.say(msgspec.structs.replace(self._notice, left_s=max(0.0, self._taken_s - time.monotonic())))
         self._say(f"joined as {welcome.worker}")
         try:
             return await session.serve()

@@ -55,6 +55,16 @@ class Host:
         assert self._engine is not None, "orders wait until the engine is there"
         return self._engine
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of one response, its prompt included, that the engine has room for; 0: it does not say."""
+        return getattr(self._engine, "limit", 0)
+
+    @property
+    def excused(self) -> bool:
+        """The engine waits for whoever shares its weights, which may take any time."""
+        return bool(getattr(self._engine, "waiting", False))
+
     # orders; each takes effect between two steps
 
     def attach(self, emit: Emit) -> None:
@@ -125,7 +135,7 @@ class Host:
         """Safe from any thread; the numbers may be a step old."""
         engine = self._engine
         running = 0 if engine is None else len(engine)
-        waits = running > 0 and not self._paused and not getattr(engine, "waiting", False)
+        waits = running > 0 and not self._paused and not self.excused
         counters = getattr(engine, "counters", None)
         return Stats(
             running=running,

@@ -93,8 +93,8 @@ class Console:
                 if event["worker"] not in self._small:
                     self._small.add(event["worker"])
                     self._out.print(
-                        f"[yellow]![/] {escape(event['worker'])} is too small for responses of {event['tokens']} tokens, "
-                        f"which go to others: {escape(event['why'])}"
+                        f"[yellow]![/] {escape(event['worker'])} cannot take responses of {event['tokens']} tokens; "
+                        f"others make them: {escape(event['why'])}"
                     )
             case "no_room":
                 self._out.print(
@@ -106,8 +106,8 @@ class Console:
                     self._gap = event["mean"]
                     self._out.print(
                         f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
-                        f"{event['mean']:.3g} nats on average (at most {event['max']:.3g}); said again when it has doubled, "
-                        f"and the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g}"
+                        f"{event['mean']:.3g} nats on average, {event['max']:.3g} at most (said again when it doubles; "
+                        f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
                     )
             case "worker_suspect":
                 self._out.print(f"[yellow]?[/] {escape(event['worker'])} is {event['why']}")

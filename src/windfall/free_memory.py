@@ -1,6 +1,6 @@
 """How much main memory this process may still take: the machine's figure, or what its control groups leave if less.
 
-A container's limit is that of a control group (cgroup), its own or one above it; /proc/meminfo knows only of the machine.
+A container's limit is that of a control group (cgroup), its own or one above it; /proc/meminfo knows only the machine.
 Whoever takes more than the group leaves is killed, without a word. Files are read when asked: a limit may change.
 
     /proc/self/cgroup     which groups this process is in, by hierarchy: version 2 has one, version 1 one for memory

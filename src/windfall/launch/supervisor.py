@@ -191,9 +191,9 @@ class Supervisor:
                     return
                 if code > 0 and code not in (restart_on or set()):
                     wait_s = failures.again_s(self._reached) if role == "trainer" and code != 2 else None
-                    error = self._failure(role, code, failures.count)
+                    error = folders.failure(self.folder, role, code)
                     if wait_s is None:
-                        raise error
+                        raise failures.last(error)
                     often = f"failure {failures.count} of {FAILURES}"
                     self._say(f"{error.what}; starting it again in {wait_s:g} s ({often})")
                     (self.folder / f".{role}.failure").unlink(missing_ok=True)
@@ -208,15 +208,6 @@ class Supervisor:
         finally:
             if handle is not None and handle.running:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
-
-    def _failure(self, role: str, code: int, failures: int) -> WindfallError:
-        """What a process that ended with this status left word of; else the end of its log."""
-        log = self.folder / f"{role}.log"
-        said = folders.read_json(self.folder / f".{role}.failure")
-        if said is None:
-            return WindfallError(f"the {role} ended with status {code}", where=str(log), fix=_tail(log))
-        often = f" ({failures} times in a row, and no new step in between)" if failures >= FAILURES else ""
-        return WindfallError(said["what"] + often, where=said["where"], fix=said["fix"])
 
     async def _thaw(self) -> None:
         """A controller, trainer or worker that stands still is as bad as a dead one."""
@@ -392,10 +383,3 @@ def own_address() -> str:
             return s.getsockname()[0]
         except OSError:  # no network
             return socket.gethostname()
-
-
-def _tail(log: Path, lines: int = 8) -> str:
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""

@@ -10,6 +10,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.errors import WindfallError
+
 LOOK_S = 1.0
 FROZEN_S = 30.0
 """A controller that gives no sign of life for so long is killed, and so started again."""
@@ -85,6 +87,11 @@ class Failures:
         self.count = 1 if reached > self._reached else self.count + 1
         self._reached = max(reached, self._reached)
         return FIRST_WAIT_S * 5 ** (self.count - 1) if self.count < FAILURES else None
+
+    def last(self, error: WindfallError) -> WindfallError:
+        """The one that ends the run."""
+        often = f" ({self.count} times in a row, and no new step in between)" if self.count > 1 else ""
+        return WindfallError(error.what + often, where=error.where, fix=error.fix)
 
 
 @dataclass(kw_only=True)

@@ -195,6 +195,7 @@ class SimWorker:
         if wire is self._wire:
             d, now = self._decode, self._loop.time()
             left = self.kit.network.left_bytes(self._pull) if self.kit.network is not None else 0.0
+            building = self._first is not None and now < self._built_s
             self._say(
                 m.Stats(
                     running=len(d),
@@ -203,11 +204,7 @@ class SimWorker:
                     idle_s=0.0,
                     preemptions=d.preemptions,
                     waiting=len(d.waiting),
-                    loading="build"
-                    if self._first and now < self._built_s
-                    else "pull"
-                    if self._pull is not None
-                    else "",
+                    loading="build" if building else "pull" if self._pull is not None else "",
                     pulled_bytes=round(self._pulled_bytes - left),
                 )
             )

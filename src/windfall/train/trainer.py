@@ -118,11 +118,11 @@ class TorchTrainer:
 def too_far(gap: float, widest: float, limit: float) -> WindfallError:
     """The policy that made the responses is not the one that is trained: an update would follow a wrong gradient."""
     return WindfallError(
-        f"engine and trainer disagree on this model: their log-probs of the same tokens differ by {gap:.3g} nats on average "
-        f"(at most {widest:.3g}), and the limit is {limit:g}; the update was not made",
+        f"engine and trainer disagree on this model: their log-probs of the same tokens differ by {gap:.3g} nats on "
+        f"average ({widest:.3g} at most), and the limit is {limit:g}; the update was not made",
         where="train.engine_gap_limit",
         fix="Likely causes: the engine does not compute this architecture as transformers does, another version of "
         "transformers or torch on a worker, damaged weights, or a dtype too narrow for this model. Try model.dtype = "
-        "'float32', or workers on a CPU, to find which. `windfall resume` goes on from the last checkpoint; raise the limit "
-        "only if you know that importance_cap makes up for the gap.",
+        "'float32', or workers on a CPU, to find which. `windfall resume` goes on from the last checkpoint. Raise the "
+        "limit only if you know where the gap comes from.",
     )

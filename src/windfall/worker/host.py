@@ -138,14 +138,11 @@ class Host:
         waits = running > 0 and not self._paused and not self.excused
         counters = getattr(engine, "counters", None)
         return Stats(
-            running=running,
-            made=self._made,
-            steps=self._steps,
+            running=running, made=self._made, steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if waits else 0.0,
-            preemptions=getattr(counters, "preemptions", 0),
-            waiting=getattr(counters, "waiting", 0),
+            preemptions=getattr(counters, "preemptions", 0), waiting=getattr(counters, "waiting", 0),
             reused_tokens=getattr(counters, "reused_tokens", 0),
-        )
+        )  # fmt: skip
 
     # in the thread
 
@@ -185,15 +182,10 @@ class Host:
         try:
             self.engine.add(
                 Request(
-                    id=str(work.handle),
-                    prompt=tuple(array("I", work.prompt)),
-                    seed=work.seed,
-                    max_tokens=work.max_tokens,
-                    position=work.position,
-                    sampling=work.sampling,
-                    stop=frozenset(work.stop),
+                    id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
+                    max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop),
                 )
-            )
+            )  # fmt: skip
             self._running.add(work.handle)
         except WindfallError as e:
             self._emit(Rejected(handle=work.handle, why=str(e)))

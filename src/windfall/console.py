@@ -47,6 +47,10 @@ class Console:
         self._bar = Progress(*columns, TimeRemainingColumn(), console=self._out, disable=not self._out.is_terminal)
         self._task: Any = None
         self._advised: dict[str, int] = {}
+        self._small: set[str] = set()
+        """Workers that were said to be too small."""
+        self._gap = 0.0
+        """The widest gap between engine and trainer that was shown."""
 
     def __enter__(self) -> Console:
         self._bar.start()
@@ -91,6 +95,28 @@ class Console:
                 self._out.print(f"[yellow]-[/] {escape(event['worker'])} left{went}")
             case "worker_warned":
                 self._out.print(f"[yellow]![/] {escape(event['worker'])} will be taken ({event['source']})")
+            case "worker_stuck":
+                self._out.print(f"[red]-[/] {escape(event['worker'])} is sent away: {escape(event['why'])}")
+            case "work_rejected":
+                if event["worker"] not in self._small:
+                    self._small.add(event["worker"])
+                    self._out.print(
+                        f"[yellow]![/] {escape(event['worker'])} cannot take responses of {event['tokens']} tokens; "
+                        f"others make them: {escape(event['why'])}"
+                    )
+            case "no_room":
+                self._out.print(
+                    f"[yellow]no worker is large enough[/] for response {event['response']}: it needs room for "
+                    f"{event['tokens']} tokens, and none has more than {event['most']:g}; waiting for another worker"
+                )
+            case "engine_gap":
+                if event["mean"] > 2 * self._gap:  # the same again is no news
+                    self._gap = event["mean"]
+                    self._out.print(
+                        f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
+                        f"{event['mean']:.3g} nats on average, {event['max']:.3g} at most (said again when it doubles; "
+                        f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
+                    )
             case "worker_suspect":
                 self._out.print(f"[yellow]?[/] {escape(event['worker'])} is {event['why']}")
             case "no_workers":

@@ -313,6 +313,9 @@ class Controller:
             self.events.instant(
                 "update_skipped", step=step, why=WHY_SKIPPED[why], updates=skipped.count(why), of=len(reports)
             )
+        gap, widest, alarm = last["engine_gap"], last["engine_gap_max"], self.recipe.train.engine_gap_alarm
+        if gap > alarm:
+            self.events.instant("engine_gap", step=step, mean=gap, max=widest, alarm=alarm)
         self.events.scalar(
             "step",
             step=step,

@@ -11,7 +11,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from windfall import free_memory
 from windfall.errors import WindfallError
 
 TURN_S = 120.0
@@ -43,18 +45,15 @@ def describe(device: str) -> str:
     return device
 
 
-def free_bytes(device: str) -> int:
-    """What Linux says is available; elsewhere, half of what there is."""
-    if device == "cuda":
+def free_bytes(device: Any) -> int:
+    """Memory that this process may still take on a device ("cpu", "cuda" or a torch.device). Of a GPU: what its driver
+    has left, and what this process holds there and does not use. Else see free_memory.py."""
+    if str(device).startswith("cuda"):
         import torch
 
-        return torch.cuda.mem_get_info()[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        found = [line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
-        if found:
-            return int(found[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    return free_memory.free_bytes()
 
 
 @contextlib.contextmanager

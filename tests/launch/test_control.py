@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 
-from windfall import config
+from windfall import config, unhandled
 from windfall.errors import WindfallError
 from windfall.events import EventLog, read
 from windfall.launch import control
@@ -28,6 +28,7 @@ from windfall.rollout.members import State as Stage
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import State
 from windfall.types import Lease
+from windfall.worker.agent import Agent
 
 
 class FullDisk(io.BytesIO):
@@ -44,7 +45,7 @@ def run(folder: Path, disturb: Callable[[Control], Any], *, soon_s: float = 0.1)
         it = Control(config.Recipe(), folder, events, again=False)
         asyncio.get_running_loop().call_later(soon_s, disturb, it)
         async with asyncio.timeout(10):
-            await it.run()
+            await unhandled.guard(it.run())
         events.close()
         return it
 
@@ -112,6 +113,47 @@ def test_watch_that_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("windfall.rollout.dispatch.Dispatch.watch", watch)
     with pytest.raises(OSError, match="a word"):
         run(tmp_path, lambda it: None)
+
+
+def test_an_error_in_a_callback_ends_the_controller_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was only logged before, and the run stood still, or did it again and again."""
+
+    async def tick(self: object) -> None:
+        asyncio.get_running_loop().call_later(0.05, lambda: {}["nobody expected it"])
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("windfall.launch.life.Life.tick", tick)
+    auth.make_token(tmp_path / "token")
+    folders.write_recipe(config.Recipe(), tmp_path)
+    assert control.main(tmp_path) == 1
+    said = folders.read_json(tmp_path / ".controller.failure")
+    assert said is not None
+    assert said["what"] == "the controller failed: KeyError: 'nobody expected it'"
+    assert said["where"] == str(tmp_path / "controller.log")
+    assert "Traceback (most recent call last)" in capfd.readouterr().err
+    assert json.loads((tmp_path / "fleet.json").read_text())["ended"]
+
+
+def test_an_error_while_attending_to_a_worker_ends_the_controller(tmp_path: Path) -> None:
+    """The web server would only log it."""
+
+    async def worker(link: object, attend: object) -> None:
+        raise AssertionError("a rule is broken")
+
+    def dials(it: Control) -> None:
+        monkey(it)
+        url = json.loads((tmp_path / "address.json").read_text())["url"]
+        agent = Agent(url, "t", name="w", lease=Lease(), build=lambda spec: (None, 1), puller=None, say=print)
+        tasks.append(asyncio.get_running_loop().create_task(agent.run()))
+
+    def monkey(it: Control) -> None:
+        it.gate.worker = worker  # type: ignore[method-assign]
+
+    tasks: list[Any] = []
+    with pytest.raises(AssertionError, match="a rule is broken"):
+        run(tmp_path, dials)
 
 
 @pytest.mark.parametrize("failures", [5, 1000])

@@ -22,7 +22,8 @@ from windfall import config
 from windfall.console import Console
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
-from windfall.launch import invitation, supervisor
+from windfall.launch import folder as folders
+from windfall.launch import invitation, supervisor, vigil
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
 
@@ -85,7 +86,47 @@ def test_asked_to_stop_before_anything_was_started(tmp_path: Path) -> None:
 def test_error_is_shown_with_the_end_of_the_log(tmp_path: Path) -> None:
     (tmp_path / "trainer.log").write_text("much\n" * 50 + "ValueError: last word\n")
     with pytest.raises(WindfallError, match="last word"):
-        asyncio.run(of(tmp_path)._keep("trainer", ends(1)[0], restart_on={4}))
+        asyncio.run(of(tmp_path)._keep("trainer", ends(2)[0], restart_on={4}))
+
+
+def crash(folder: Path, what: str = "the trainer failed: OutOfMemoryError: CUDA out of memory") -> None:
+    error = WindfallError(what, where="trainer.log", fix="Lower train.micro_tokens.")
+    folders.fail(folder, "trainer", error)
+
+
+def test_a_trainer_that_fails_is_started_again_and_the_cause_is_said(
+    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vigil, "FIRST_WAIT_S", 0.001)
+    it = of(tmp_path)
+
+    def happens() -> None:
+        crash(tmp_path)
+        if started[0] == 3:  # a step was completed since the last failure
+            it._take(json.dumps({"kind": "scalar", "name": "step", "step": 3}).encode())
+
+    monkeypatch.setattr(it._console, "show", lambda event: None)
+    start, started = ends(*[1] * 9, then=happens)
+    with pytest.raises(WindfallError, match=r"out of memory \(4 times in a row, and no new step") as failed:
+        asyncio.run(it._keep("trainer", start, restart_on={4}))
+    assert started == [2 + vigil.FAILURES]
+    assert failed.value.fix == "Lower train.micro_tokens."
+    assert said.getvalue().count("CUDA out of memory; starting it again in ") == 1 + vigil.FAILURES
+    assert "(failure 1 of 4)" in said.getvalue()
+
+
+def test_what_a_person_has_to_put_right_ends_the_run_at_once(tmp_path: Path) -> None:
+    start, started = ends(2, 0, then=lambda: crash(tmp_path, "no such model"))
+    with pytest.raises(WindfallError, match="no such model"):
+        asyncio.run(of(tmp_path)._keep("trainer", start, restart_on={4}))
+    assert started == [1]
+
+
+def test_a_controller_that_fails_is_not_started_again(tmp_path: Path) -> None:
+    start, started = ends(1, 0)
+    with pytest.raises(WindfallError, match="the controller ended with status 1"):
+        asyncio.run(of(tmp_path)._keep("controller", start))
+    assert started == [1]
 
 
 @pytest.mark.parametrize("pid", [1234, 999])

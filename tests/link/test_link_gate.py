@@ -90,7 +90,10 @@ STRANGERS: dict[str, tuple[Callable[[Door], Awaitable[str]], str]] = {
     "the challenge as its own nonce": (lambda d: says(d, lambda c: d.hello(c, nonce=c.nonce)), "wrong token"),
     "replayed": (replayed, "another challenge"),
     "a long region": (lambda d: says(d, lambda c: d.hello(c, lease=Lease(region="r" * 129))), "128 characters"),
-    "wrong protocol": (lambda d: says(d, lambda c: d.hello(c, protocol=99)), "protocol 99, this run speaks 2"),
+    "wrong protocol": (
+        lambda d: says(d, lambda c: d.hello(c, protocol=99)),
+        f"99, this run speaks {m.PROTOCOL}: ins",
+    ),
     "wrong model": (lambda d: says(d, lambda c: d.hello(c, model="model-2")), "trains model model-1, this worker has"),
     "no name": (lambda d: says(d, lambda c: d.hello(c, name="")), "name is 1 to 64"),
     "long name": (lambda d: says(d, lambda c: d.hello(c, name="n" * 65)), "name is 1 to 64"),

@@ -7,7 +7,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import pytest
@@ -42,6 +42,8 @@ def _field(type_: Any) -> st.SearchStrategy[Any]:
         return BY_TYPE[type_]
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
         return of(type_)
+    if getattr(type_, "__origin__", None) is Literal:
+        return st.sampled_from(args)
     if getattr(type_, "__origin__", None) is tuple:
         return st.lists(_field(args[0]), max_size=3).map(tuple)
     if getattr(type_, "__origin__", None) is dict:

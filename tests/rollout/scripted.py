@@ -109,7 +109,9 @@ async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> Async
     rollout = Rollout(dispatch, env, text, Options(**options), seed=SEED, events=events)
     async with inside(dispatch, engine, slots=256, on_failure=rollout.interrupt):
         dispatch.set_offer(Offer(version=engine.version, digest="as it is", url=""))
+        watching = asyncio.create_task(dispatch.watch())
         yield rollout
+        watching.cancel()
         dispatch.ledger.check()
         dispatch.members.check()
     events.close()

@@ -14,8 +14,8 @@ from windfall.events import EventLog, read
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
-from windfall.rollout import dispatch as dispatches
 from windfall.rollout import ledger as ledgers
+from windfall.rollout import loading
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
@@ -177,7 +177,7 @@ def test_one_token_in_between_and_nobody_is_to_blame(tmp_path: Path) -> None:
 def test_who_cannot_load_is_asked_ever_more_slowly_and_then_sent_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatches, "LOAD_TRIES", 4)
+    monkeypatch.setattr(loading, "LOAD_TRIES", 4)
 
     async def part(world: World) -> None:
         world.dispatch.set_offer(OFFER)
@@ -195,7 +195,7 @@ def test_who_cannot_load_is_asked_ever_more_slowly_and_then_sent_away(
     play(tmp_path, part)
     said = [e["why"] for e in read(tmp_path / "events.jsonl") if e["name"] == "load_failed"]
     assert len(said) == 4
-    assert max(map(len, said)) <= dispatches.WORDS
+    assert max(map(len, said)) <= loading.WORDS
 
 
 def test_who_is_pulling_is_told_of_a_newer_version_when_there_is_work(tmp_path: Path) -> None:
@@ -222,4 +222,4 @@ def test_long_words_of_a_peer_are_cut(tmp_path: Path) -> None:
 
     play(tmp_path, part)
     (lost,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "worker_lost"]
-    assert len(lost["why"]) <= dispatches.WORDS
+    assert len(lost["why"]) <= loading.WORDS

@@ -77,16 +77,18 @@ def test_whoever_stops_reading_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(engine.cancelled) == ["1/0", "2/0"]
 
 
-def test_request_that_is_refused_takes_the_others_with_it(tmp_path: Path) -> None:
+def test_request_that_no_worker_takes_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.rollout.room.NO_ROOM_S", 0.1)
+
     class Small(Scripted):
         def add(self, request: Request) -> None:
             if NAMES[request.seed] == "1/1":
                 raise WindfallError("does not fit")
             super().add(request)
 
-    engine = Small(lambda request: "x" * 1000)
-    with pytest.raises(WindfallError, match="does not fit"):
-        run(engine, Asks(right), tmp_path, tasks=[0, 1, 2], size=2, max_tokens=2000)
+    engine = Small(lambda request: "x" * 100_000)
+    with pytest.raises(WindfallError, match="no worker has had more than"):
+        run(engine, Asks(right), tmp_path, tasks=[0, 1, 2], size=2, max_tokens=200_000)
     assert sorted(engine.cancelled) == ["0/0", "0/1", "1/0", "2/0", "2/1"]
 
 

@@ -59,6 +59,23 @@ def test_it_answers() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("final", [False, True])
+def test_a_failure_is_a_lost_trainer_unless_a_person_has_to_put_it_right(final: bool) -> None:
+    async def story() -> None:
+        trainer = RemoteTrainer()
+        link, attending = dial(trainer, 3)
+        await trainer.connected(5)
+        said = m.Failed(error="OutOfMemoryError: CUDA out of memory", final=final)
+        answering = asyncio.create_task(answer(link, said))
+        with pytest.raises(WindfallError if final else TrainerLost, match="CUDA out of memory"):
+            await trainer.accumulate([])
+        await answering
+        await link.close()
+        await attending
+
+    run(story())
+
+
 @pytest.mark.parametrize("first_is_frozen", [False, True])
 def test_a_successor_is_not_asked_to_go_on_with_the_step_of_another(first_is_frozen: bool) -> None:
     """It has the weights of the last checkpoint: a gradient of a later step must not reach it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from windfall.errors import WindfallError
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
@@ -227,3 +228,31 @@ def test_the_module_is_free_while_a_version_is_hashed_and_room_is_made_before_tr
         asyncio.run(asyncio.wait_for(run(), 10))
     assert seen == [("copying", True), ("hashing", False), ("room", True), ("finish", True)]
     assert not host.lock.locked()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("no room for\nthe gradient"), m.Failed(error="MemoryError: no room for")),
+        (WindfallError("too far apart", fix="Do it."), m.Failed(error="too far apart\nDo it.", final=True)),
+    ],
+)
+def test_what_work_raises_is_told_and_ends_the_process(error: Exception, told: m.Failed) -> None:
+    heard: list[object] = []
+
+    async def attend(link: Any, hello: m.TrainerHello) -> None:
+        await link.send(m.Update(step=3, next_task=5))
+        heard.append(await link.receive())
+
+    async def play(link: MemoryLink) -> None:
+        gate = Gate("run", "t" * 20, log=lambda *_, **__: None, most_workers=1, trainer_secret=SECRET)
+        await gate.trainer(link, attend)
+
+    def finish(self: Saved) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saved, "finish", finish, raising=False)
+        with pytest.raises(type(error)):
+            live(play)
+    assert heard == [told]

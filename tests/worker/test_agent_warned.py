@@ -33,7 +33,9 @@ def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_warned_long_before_it_goes_on_and_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warned_long_before_it_gets_work_until_its_last_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("windfall.rollout.dispatch.LEAVE_S", 0.1)
 
     async def main() -> None:
@@ -41,13 +43,29 @@ def test_warned_long_before_it_goes_on_and_takes_no_more(tmp_path: Path, monkeyp
             w, e, other = start(), episode("1/0", max_tokens=5000), episode("2/0")
             s.dispatch.open(e)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(Notice(source="gcp", left_s=0.6, detail="preempted"))
-            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            w.agent.warned(Notice(source="gcp", left_s=1.0, detail="preempted"))
+            await s.until(lambda: s.named("worker_warned"), "the controller knows")
+            assert s.state("w") is State.READY
             s.dispatch.open(other)
             before = len(e.tokens)
             assert await w.ends() == 0
             assert len(e.tokens) > before + 20, "it worked on while it could"
-            assert not other.tokens, "it got nothing new"
+            assert len(other.tokens) > 20, "it got what came later, too"
+            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            assert sum(w.engine.made.values()) == len(e.tokens) + len(other.tokens), "all was handed over"
+            assert [len(s.named(n)) for n in ("worker_left", "worker_lost")] == [1, 0]
+            seconds = s.dispatch.accounts.totals(asyncio.get_running_loop().time()).holders["reserved"].seconds
+            assert seconds["generating"] > 0.5 > seconds.get("draining", 0.0), "it is paid for generating"
+
+
+def test_without_migration_a_warned_worker_gets_nothing_that_it_could_not_finish(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            s.dispatch._migration = False
+            w = start()
+            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            w.agent.warned(Notice(source="gcp", left_s=30.0, detail="preempted"))
+            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
 
     asyncio.run(main())
 
@@ -65,18 +83,22 @@ def test_warned_without_a_link_it_just_goes(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_warned_worker_that_loses_its_link_does_not_come_back(tmp_path: Path) -> None:
-    """It would be given work that it cannot finish."""
+@pytest.mark.parametrize("left_s", [60.0, 5.0])
+def test_warned_worker_that_loses_its_link_comes_back_if_that_is_worth_it(tmp_path: Path, left_s: float) -> None:
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
             await s.until(lambda: s.state("w") is State.READY, "it is there")
-            w.agent.warned(Notice(source="azure", left_s=60.0, detail="Preempt"))
-            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            w.agent.warned(Notice(source="azure", left_s=left_s, detail="Preempt"))
+            await s.until(lambda: s.named("worker_warned"), "the controller knows")
             await s.dispatch._outbox._links["w"].close("a glitch")
-            assert await w.ends() == 0
-            assert len(s.hellos) == 1
+            if left_s < agents.LEAVE_S:
+                assert await w.ends() == 0
+                assert len(s.hellos) == 1
+                return
+            await s.until(lambda: len(s.named("worker_warned")) == 2, "the next link is told, too")
+            assert left_s - 20.0 < s.named("worker_warned")[-1]["left_s"] < left_s
 
     asyncio.run(main())
 
@@ -104,7 +126,7 @@ def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
             s.dispatch.open(e)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
             w.agent.warned(Notice(source="aws", left_s=120.0, detail="terminate"))
-            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            await s.until(lambda: s.named("worker_warned"), "the controller knows")
             w.agent.warned(Notice(source="aws", left_s=300.0, detail="terminate, later"))
             before = len(e.tokens)
             await s.until(lambda: len(e.tokens) > before + 20, "it works on")

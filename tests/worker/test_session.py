@@ -20,6 +20,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
 from windfall.worker.host import Host
 from windfall.worker.session import FRAMES, Session, Stalled, Weights
+from windfall.worker.shared import Shared
 
 WAIT_S = 10.0
 
@@ -355,6 +356,100 @@ def test_engine_that_is_stuck_ends_the_session() -> None:
             await asyncio.wait_for(serving, WAIT_S)
         engine.free.set()
         await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a failed load before, tried twelve times: a machine was paid for, and the controller heard its heart."""
+    monkeypatch.setattr("windfall.worker.session.SWAP_S", 0.2)
+
+    class Hangs(Small):
+        free = threading.Event()
+
+        def swap(self, version: int, weights: Any = None) -> None:
+            assert self.free.wait(WAIT_S)
+
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker")
+        engine = Hangs()
+        host = Host(engine, slots=4)
+        host.start()
+        serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
+        await ours.send(load(1))
+        with pytest.raises(Stalled, match=r"waited 0\.2 s for the engine to take version 1"):
+            await asyncio.wait_for(serving, WAIT_S)
+        engine.free.set()
+        await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.worker.session.SWAP_S", 0.1)
+
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker")
+        lock = threading.Lock()
+        host = Host(Shared(Small(), lock), slots=4)
+        host.start()
+        pulls = Pulls()
+        pulls.tensors = None
+        serving = asyncio.create_task(Session(theirs, host, pulls, heartbeat_s=5.0).serve())
+        with lock:  # the trainer saves a checkpoint
+            await ours.send(load(1))
+            await asyncio.sleep(0.5)
+            assert not serving.done()
+        async with asyncio.timeout(WAIT_S):
+            while not isinstance(await ours.receive(), m.Loaded):
+                pass
+        await ours.close("over")
+        await asyncio.wait([serving])
+        await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.worker.session.PULL_S", 0.4)
+    free, pulled = threading.Event(), [0]
+
+    def pull(load: m.Load, give_up: threading.Event) -> Weights:
+        del load, give_up
+        assert free.wait(WAIT_S)
+        raise ConnectionError("too late")
+
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker")
+        host = Host(Small(), slots=4)
+        host.start()
+        session = Session(theirs, host, pull, heartbeat_s=0.05, pulled=lambda: pulled[0])
+        serving = asyncio.create_task(session.serve())
+        await ours.send(load(1))
+        heard: list[m.Stats] = []
+        for _ in range(16):  # as long as bytes come it may take any time
+            pulled[0] += 10
+            message = await asyncio.wait_for(ours.receive(), WAIT_S)
+            assert isinstance(message, m.Stats)
+            heard.append(message)
+        assert heard[-1].loading == "pull"
+        assert heard[-1].pulled_bytes > heard[1].pulled_bytes > 0, "the controller sees that bytes move"
+        free_later = asyncio.get_running_loop().call_later(5.0, free.set)
+        with pytest.raises(Stalled, match="the pull of the weights hangs: no byte and no error"):
+            await asyncio.wait_for(serving, WAIT_S)
+        free_later.cancel()
+        free.set()
+        await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def test_what_fits_is_said_with_the_weights() -> None:
+    async def main() -> None:
+        async with serving() as (rig, _):
+            rig.engine.limit = 77  # pyright: ignore[reportAttributeAccessIssue]
+            await rig.send(load(1))
+            assert (await rig.next()).longest == 77
 
     asyncio.run(main())
 

@@ -163,6 +163,16 @@ class Train(Section):
     """Tokens that go through the model at once; 0 chooses."""
     checkpoint_activations: bool | Literal["auto"] = "auto"
     """Compute activations again in the backward pass; auto: when they would take much of the memory."""
+    engine_gap_alarm: float = Field(default=0.05, gt=0)
+    """Warn when the mean gap of a step, in nats, between the log-probs of engine and trainer is above this."""
+    engine_gap_limit: float = Field(default=0.3, gt=0)
+    """Above this, the update is not made and the run ends: engine and trainer do not compute the same model."""
+
+    @model_validator(mode="after")
+    def _gaps_in_order(self) -> Train:
+        if self.engine_gap_alarm > self.engine_gap_limit:
+            raise ValueError("engine_gap_alarm must not be above engine_gap_limit")
+        return self
 
 
 class Checkpoint(Section):

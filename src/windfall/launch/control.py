@@ -2,7 +2,8 @@
 
     supervisor ──starts──▶ control ◀──dial── trainer, workers
 
-It ends with status 0 when the run is finished or was stopped, 2 after an error that a person can put right. Killed, it
+It ends with status 0 when the run is finished or was stopped, 2 after an error that a person can put right, 1 after any
+other exception, wherever it was raised: in a task, a callback, or while attending to a link (unhandled.py). Killed, it
 is started again and goes on from its journal: workers and trainer dial again by themselves.
 
     run ─┬─ _run         the steps of launch/life.py    until the run is finished or stopped
@@ -21,12 +22,14 @@ import contextlib
 import json
 import os
 import signal
+import traceback
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from windfall import config, envs, listening, tokenizer
+from windfall import config, envs, listening, tokenizer, unhandled
 from windfall.config import Recipe
 from windfall.envs import held_out
 from windfall.errors import WindfallError
@@ -37,7 +40,7 @@ from windfall.launch.life import Life, first
 from windfall.launch.telling import Ended
 from windfall.link import auth
 from windfall.link import messages as m
-from windfall.link.base import Link
+from windfall.link.base import Link, LinkClosed
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.rollout.journal import Journal
@@ -60,17 +63,28 @@ def main(folder: Path) -> int:
             with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
                 if recipe.log.tensorboard:
                     events.attach(tensorboard(folder / "tensorboard"))
-                asyncio.run(Control(recipe, folder, events, again).run())
+                asyncio.run(unhandled.guard(Control(recipe, folder, events, again).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
+        except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
+            traceback.print_exc()
+            fix = (
+                "This is a defect. Please report it with the traceback at the end of that file; the run can be resumed."
+            )
+            what = f"the controller failed: {unhandled.last_line(e)}"
+            folders.fail(folder, "controller", WindfallError(what, where=str(folder / "controller.log"), fix=fix))
+            return 1
     return 0
 
 
 def settings(recipe: Recipe) -> str:
     """A fingerprint of all that decides which tokens a response gets. The journal is void when it changes."""
     parts = [recipe.env, recipe.algorithm, recipe.rollout, recipe.train, recipe.model]
-    said = json.dumps([p.model_dump(mode="json") for p in parts] + [recipe.run.seed, recipe.run.deterministic])
+    alike = {"engine_gap_alarm", "engine_gap_limit"}  # they only decide when to stop
+    said = json.dumps(
+        [p.model_dump(mode="json", exclude=alike) for p in parts] + [recipe.run.seed, recipe.run.deterministic]
+    )
     return xxhash.xxh3_128_hexdigest(said.encode())
 
 
@@ -147,6 +161,15 @@ class Control:
                 self.events.instant("trainer_frozen", pid=pid)
                 folders.replace(self.folder / ".trainer.frozen", json.dumps({"pid": pid}))
 
+    async def _attend(self, link: Link, attending: Awaitable[None]) -> None:
+        try:
+            await attending
+        except LinkClosed:
+            raise
+        except Exception as e:  # fault boundary: the web server would only log it, and this must end the controller
+            said = {"message": f"the controller failed {link.peer}", "exception": e}
+            asyncio.get_running_loop().call_exception_handler(said)
+
     # the port
 
     async def _listen(self) -> Port:
@@ -156,12 +179,12 @@ class Control:
         routes = {
             "/worker": Route(
                 receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES,
-                attend=lambda link: self.gate.worker(link, self.life.attend),
+                attend=lambda link: self._attend(link, self.gate.worker(link, self.life.attend)),
             ),
             "/trainer": Route(
                 receives=m.FromTrainer, most_bytes=m.MAX_TRAINER_FRAME_BYTES, heartbeat_s=TRAINER_BEAT_S,
                 here_only=True, stranger_bytes=TRAINER_HELLO_BYTES,
-                attend=lambda link: self.gate.trainer(link, self._attend_trainer),
+                attend=lambda link: self._attend(link, self.gate.trainer(link, self._attend_trainer)),
             ),
         }  # fmt: skip
         before = (folders.address(self.folder) or {}).get("port", 0)

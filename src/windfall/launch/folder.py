@@ -170,3 +170,16 @@ def fail(folder: Path, role: str, error: WindfallError) -> None:
         replace(folder / f".{role}.failure", json.dumps(said))
     except OSError:  # no room even for this: the process's log may have some left
         print(f"error: {error}", file=sys.stderr)
+
+
+def failure(folder: Path, role: str, code: int) -> WindfallError:
+    """What a process that ended with this status left word of; else the end of its log."""
+    log = folder / f"{role}.log"
+    said = read_json(folder / f".{role}.failure")
+    if said is not None and said.get("what"):
+        return WindfallError(str(said["what"]), where=str(said.get("where", "")), fix=str(said.get("fix", "")))
+    try:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+    except OSError:
+        tail = ""
+    return WindfallError(f"the {role} ended with status {code}", where=str(log), fix=tail)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from windfall import unhandled
 from windfall.devices import describe
 from windfall.errors import WindfallError
 from windfall.launch import invitation, security
@@ -74,7 +75,7 @@ def main(
         return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
     try:
-        code = asyncio.run(run())
+        code = asyncio.run(unhandled.guard(run()))
     except BaseException:  # it goes on up, once nobody imports any more
         start.over()
         raise

@@ -65,6 +65,7 @@ class Life:
             events=events, journal=journal, patience=patience, techniques=t, billed_s=before.billed_s
         )  # fmt: skip
         self.trainer = RemoteTrainer()
+        self.dispatch.loading.served = lambda: self.trainer.hello is not None
         policy = offload.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
         self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.telling = Telling(recipe, self.dispatch, events)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from windfall import config, events
+from windfall import config, events, unhandled
 from windfall.config import Change, Recipe
 from windfall.console import Console
 from windfall.errors import WindfallError
@@ -75,7 +75,7 @@ def _run(recipe: Recipe, folder: Path, console: Console | None) -> None:
     auth.make_token(folder / "trainer.secret")
     with console or contextlib.nullcontext():
         try:
-            done = asyncio.run(supervisor.Supervisor(recipe, folder, console).run())
+            done = asyncio.run(unhandled.guard(supervisor.Supervisor(recipe, folder, console).run()))
         except asyncio.CancelledError:  # by a second Ctrl-C
             raise KeyboardInterrupt from None
     if console is not None:

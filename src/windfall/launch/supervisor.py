@@ -1,7 +1,7 @@
 """`windfall train`: starts a run's processes, starts again what is killed, and shows what happens. Keeps no state.
 
     supervisor ─┬─ controller                              killed: started again, goes on from its journal
-                └─ nursery (has torch imported) ─┬─ trainer    killed: started again, from the last checkpoint
+                └─ nursery (has torch imported) ─┬─ trainer    killed or failed: started again, from the last checkpoint
                                                  └─ workers    local, or by a trace: their providers' business
 
 All of them end with the supervisor, however it ends (see fleet/guard.py). What it shows, it reads from the event log.
@@ -35,7 +35,7 @@ from windfall.fleet.replay import TraceProvider
 from windfall.launch import folder as folders
 from windfall.launch import invitation, security
 from windfall.launch.following import Following
-from windfall.launch.vigil import FROZEN_S, LOOK_S, MISSING_S, Absent, Pulse, Troubles
+from windfall.launch.vigil import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, Troubles
 from windfall.launch.vigil import how as ended
 from windfall.link import auth
 from windfall.types import Lease
@@ -111,6 +111,8 @@ class Supervisor:
         self._following = Following(recipe.fleet.workers, recipe.fleet.workers_max)
         self._troubles = Troubles()
         self._error: WindfallError | None = None
+        self._reached = 0
+        """The newest step that was completed while this process watched."""
 
     async def run(self) -> bool:
         """True: the run is finished; False: it was stopped."""
@@ -157,15 +159,16 @@ class Supervisor:
             for task in done:
                 task.result()
         except WindfallError as e:
-            self._error = self._failure() or e
+            self._error = e
         finally:
             for task in (main, *tasks):
                 task.cancel()
             await asyncio.gather(main, *tasks, return_exceptions=True)
 
     async def _keep(self, role: str, start: Callable[[], Any], restart_on: set[int] | None = None) -> None:
-        """Until it ends by itself with status 0, or the run is asked to stop. Else killed, it is started again."""
-        quick, handle = 0, None
+        """Until it ends by itself with status 0, or the run is asked to stop. Killed, it is started again. The trainer
+        is also started again when it fails, but not for ever, nor after an error that a person has to put right (2)."""
+        quick, handle, failures = 0, None, Failures()
         try:
             while not self._stopping:
                 began, how = time.monotonic(), "was killed"
@@ -178,10 +181,15 @@ class Supervisor:
                 if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
                     return
                 if code > 0 and code not in (restart_on or set()):
-                    raise WindfallError(
-                        f"the {role} ended with status {code}", where=str(self.folder / f"{role}.log"),
-                        fix=_tail(self.folder / f"{role}.log"),
-                    )  # fmt: skip
+                    wait_s = failures.again_s(self._reached) if role == "trainer" and code != 2 else None
+                    error = folders.failure(self.folder, role, code)
+                    if wait_s is None:
+                        raise failures.last(error)
+                    often = f"failure {failures.count} of {FAILURES}"
+                    self._say(f"{error.what}; starting it again in {wait_s:g} s ({often})")
+                    (self.folder / f".{role}.failure").unlink(missing_ok=True)
+                    await asyncio.sleep(wait_s)
+                    continue
                 quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
                 if quick >= QUICK_DEATHS:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
@@ -305,6 +313,8 @@ class Supervisor:
             return  # torn by a kill, or not windfall's
         if event["name"] == "end":
             self._end = event
+        if (event["kind"], event["name"]) == ("scalar", "step"):
+            self._reached = max(self._reached, event.get("step", 0))
         if self._console is None or (event["name"] == "stopping" and not self._stopping):
             return  # the controller is sent away because of an error, which is said at the end
         try:
@@ -325,14 +335,6 @@ class Supervisor:
     def _say(self, line: str) -> None:
         if self._console is not None:
             self._console.say(line)
-
-    def _failure(self) -> WindfallError | None:
-        """What one of the processes left word of."""
-        for path in sorted(self.folder.glob(".*.failure")):
-            said = folders.read_json(path)
-            if said is not None and said.get("what"):
-                return WindfallError(str(said["what"]), where=str(said.get("where", "")), fix=str(said.get("fix", "")))
-        return None
 
     @contextlib.asynccontextmanager
     async def _signals(self, nursery: Nursery) -> AsyncIterator[None]:
@@ -360,10 +362,3 @@ class Supervisor:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-
-
-def _tail(log: Path, lines: int = 8) -> str:
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from windfall import algorithms, config, devices, envs, listening, models
+from windfall import algorithms, config, devices, envs, listening, models, unhandled
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.fleet import process
@@ -53,10 +53,23 @@ def main(folder: Path) -> int:
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
         try:
-            return asyncio.run(_main(recipe, folder))
+            return asyncio.run(unhandled.guard(_main(recipe, folder)))
         except WindfallError as e:
             folders.fail(folder, "trainer", e)
             return 2
+        except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
+            traceback.print_exc()
+            folders.fail(folder, "trainer", crashed(e, folder / "trainer.log"))
+            return 1
+
+
+def crashed(error: Exception, log: Path) -> WindfallError:
+    """What is said when starting it again has not helped."""
+    said = unhandled.last_line(error)
+    fix = "The traceback is at the end of that file. `windfall resume` goes on from the last checkpoint."
+    if "out of memory" in said.lower() or isinstance(error, MemoryError):
+        fix = f"Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true. {fix}"
+    return WindfallError(f"the trainer failed: {said}", where=str(log), fix=fix)
 
 
 async def _main(recipe: Recipe, folder: Path) -> int:

@@ -10,6 +10,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.errors import WindfallError
+
 LOOK_S = 1.0
 FROZEN_S = 30.0
 """A controller that gives no sign of life for so long is killed, and so started again."""
@@ -19,6 +21,10 @@ SILENT_S = 3.0
 """A controller that is silent for so long knows nothing of who is there."""
 AGAIN_S = 60.0
 """The same trouble is worth another word after so long."""
+FAILURES = 4
+"""A trainer that fails this often in a row, with no new step completed in between, ends the run."""
+FIRST_WAIT_S = 2.0
+"""Wait before the first restart of a failed trainer; each further wait is five times as long (2, 10, 50 s)."""
 
 
 @dataclass(kw_only=True)
@@ -59,6 +65,33 @@ class Absent:
         here = {w["worker"].partition("#")[0] for w in said["workers"] if w["state"] != "gone"}
         self._missing_s = {name: self._missing_s.get(name, 0.0) + LOOK_S for name in running - here}
         return [name for name, s in self._missing_s.items() if s > MISSING_S]
+
+
+@dataclass(kw_only=True)
+class Failures:
+    """Of the trainer. Memory may be free again later, so it is started again after a while; a failure that comes back
+    every time is not cured by that."""
+
+    count: int = 0
+    """In a row."""
+    _reached: int = 0
+
+    def again_s(self, reached: int) -> float | None:
+        """It has failed: how long to wait before it is started again; None: not at all. `reached`: the newest step that
+        was ever completed. A step that is repeated, because the checkpoint is older, is no progress.
+
+        >>> f = Failures()
+        >>> [f.again_s(step) for step in (0, 0, 3, 3, 2, 3)]
+        [2.0, 10.0, 2.0, 10.0, 50.0, None]
+        """
+        self.count = 1 if reached > self._reached else self.count + 1
+        self._reached = max(reached, self._reached)
+        return FIRST_WAIT_S * 5 ** (self.count - 1) if self.count < FAILURES else None
+
+    def last(self, error: WindfallError) -> WindfallError:
+        """The one that ends the run."""
+        often = f" ({self.count} times in a row, and no new step in between)" if self.count > 1 else ""
+        return WindfallError(error.what + often, where=error.where, fix=error.fix)
 
 
 @dataclass(kw_only=True)

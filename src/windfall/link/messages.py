@@ -12,12 +12,13 @@ frame that comes too late is known by its handle alone.
 from __future__ import annotations
 
 from array import array
+from typing import Literal
 
 import msgspec
 
 from windfall.types import Finish, Lease, Sampling
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 8 << 20
 """Of a worker's frames: far above an engine step of thousands of responses."""
 MAX_TRAINER_FRAME_BYTES = 256 << 20
@@ -181,6 +182,8 @@ class Loaded(Message, frozen=True, tag=12):
     """How long it took. The first time the engine may have had to be built meanwhile."""
     pulled_bytes: int
     parts: Readied = Readied()
+    longest: int = 0
+    """The most tokens, prompt and response together, that its engine has room for; 0: it does not say."""
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -189,7 +192,7 @@ class LoadFailed(Message, frozen=True, tag=13):
 
 
 class Rejected(Message, frozen=True, tag=14):
-    """The engine will not take this work, here or anywhere: it does not fit."""
+    """The engine of this worker cannot take this work. Another worker may have the room."""
 
     handle: int
     why: str
@@ -212,6 +215,10 @@ class Stats(Message, frozen=True, tag=16):
     reused_tokens: int = 0
     waiting: int = 0
     """Of those running: the engine has no room for them, and makes steps without them."""
+    loading: Literal["", "pull", "build", "swap"] = ""
+    """What the load of a version waits for: its bytes, the engine being built, or the engine taking the weights."""
+    pulled_bytes: int = 0
+    """Bytes of weights received since the process began. A pull in which this does not grow is stuck."""
 
 
 class Left(Message, frozen=True, tag=17):
@@ -294,6 +301,8 @@ class Failed(Message, frozen=True, tag=27):
     """What was asked for raised. The trainer's process ends after this."""
 
     error: str
+    final: bool = False
+    """A person has to put it right: another trainer would fail in the same way."""
 
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left

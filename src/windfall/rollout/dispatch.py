@@ -15,8 +15,6 @@ import asyncio
 import math
 from collections.abc import Callable
 
-import msgspec
-
 from windfall import prices
 from windfall.accounts import Accounts
 from windfall.config import Techniques
@@ -26,15 +24,14 @@ from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.rollout.episode import Episode
 from windfall.rollout.giving import Giving
 from windfall.rollout.journal import Journal
-from windfall.rollout.ledger import Entry, Ledger, Malformed
+from windfall.rollout.ledger import Entry, Ledger, Malformed, room
+from windfall.rollout.loading import WORDS, Loading
 from windfall.rollout.members import Member, Members, Patience, State
 from windfall.rollout.outbox import Outbox
+from windfall.rollout.room import Room
 from windfall.rollout.work import Offer, frames
 from windfall.types import LOCAL
 
-LOAD_TRIES = 12
-WORDS = 300
-"""Of a peer's words, so many characters are written down."""
 ALONE_S = 15.0
 """Work without any worker for so long is worth a word, and another as long after."""
 ASKED = ("sigterm", "ctrl-c")
@@ -42,8 +39,8 @@ ASKED = ("sigterm", "ctrl-c")
 FEW, PAUSE_S = 256, 4e-5
 """Giving out work takes a few microseconds per worker, whatever there is to give. Above FEW workers it waits so long,
 per worker, since the last time: at 10,000 a free slot may wait two fifths of a second; an eighth of a core does it."""
-LEAVE_S = 5.0
-"""A worker that was warned is drained so long before it is taken."""
+LEAVE_S = 2.0
+"""A warned worker is drained this long before its machine is taken. A drain takes one engine step and a round trip."""
 
 
 class Dispatch:
@@ -55,13 +52,14 @@ class Dispatch:
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
-        self.offer: Offer | None = None
-        self.journal = journal
+        self.journal, self._migration = journal, t.migration
+        self._room = Room(self.ledger)
         self._events = events
         self._turn_ended: Callable[[str], None] = lambda id: None
         self._rejected: Callable[[str, str], None] = lambda id, why: None
         self._outbox = Outbox(self._lose)
         self._tell = self._outbox.tell
+        self.loading = Loading(self.members, self.accounts, events, self._tell, self.drain)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._releasing: dict[int, str] = {}
         """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
@@ -91,9 +89,13 @@ class Dispatch:
             self._tell(worker, m.Cancel(handles=tuple(handles)))
             self._idle_if(worker)
 
+    @property
+    def offer(self) -> Offer | None:
+        """The version that work is given out with."""
+        return self.loading.offer
+
     def set_offer(self, offer: Offer) -> None:
-        """From now on work is given out with this version."""
-        self.offer = offer
+        self.loading.offer = offer
         self._soon()
 
     # workers come and go
@@ -142,15 +144,14 @@ class Dispatch:
             case m.Stats():
                 pass
             case m.Loaded():
-                self._loaded(member, message)
+                if self.loading.done(member, message, now):
+                    self._soon()
             case m.LoadFailed():
-                self._load_failed(member, message)
+                self.loading.failed(member, message)
             case m.Released():
                 self._released(member, message.handles)
             case m.Rejected():
-                entry = next((e for e in self.ledger.held(id) if e.handle == message.handle), None)
-                if entry is not None:
-                    self._rejected(entry.episode.id, message.why[:WORDS])
+                self._rejected_by(member, message)
             case m.Notice():
                 self._warned(member, message)
             case m.Left():
@@ -179,43 +180,26 @@ class Dispatch:
         if taken.turns or taken.dropped:
             self._soon()
 
-    def _loaded(self, member: Member, message: m.Loaded) -> None:
-        if message.slots < 1 or message.version < 0:
-            raise Malformed(f"loaded version {message.version} with {message.slots} slots")
-        wanted = self.offer
-        if wanted is None or (message.version, message.digest) != (wanted.version, wanted.digest):
-            member.version, member.digest, member.slots = message.version, message.digest, message.slots
-            self._load_again(member.id)
+    def _rejected_by(self, member: Member, message: m.Rejected) -> None:
+        """This worker is too small for that response, and for all that need as much room: another makes it."""
+        entry = next((e for e in self.ledger.held(member.id) if e.handle == message.handle), None)
+        if entry is None:
             return
-        now = asyncio.get_running_loop().time()
-        self.members.loaded(member.id, message.version, message.digest, message.slots, message.s)
-        self.accounts.ready(now, member.id)
-        self._events.instant(
-            "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
-            slots=message.slots,
-            **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
-        )  # fmt: skip
+        needed, why = room(entry.episode), message.why[:WORDS]
+        member.longest = min(member.longest, needed - 1)
+        member.why = why
+        self._events.instant("work_rejected", worker=member.id, response=entry.episode.id, tokens=needed, why=why)
+        self.ledger.recall(entry.episode.id)
+        self._idle_if(member.id)
         self._soon()
 
-    def _load_failed(self, member: Member, message: m.LoadFailed) -> None:
-        member.failed += 1
-        self._events.instant("load_failed", worker=member.id, version=message.version, why=message.why[:WORDS])
-        if member.failed >= LOAD_TRIES:
-            self.drain(member.id, f"could not load its weights {member.failed} times: {message.why[:WORDS]}")
+    def _look_for_room(self, now: float) -> None:
+        if (verdict := self._room.look(self.members.here(), now)) is None:
+            return
+        if verdict.why:
+            self._rejected(verdict.response, verdict.why)
         else:
-            delay_s = min(10.0, 0.25 * 2**member.failed)
-            asyncio.get_running_loop().call_later(delay_s, self._load_again, member.id)
-
-    def _load_again(self, id: str) -> None:
-        member = self.members.all.get(id)
-        if member is not None and member.state is State.PULLING:
-            self._load(member)
-
-    def _load(self, member: Member) -> None:
-        offer = self.offer
-        if offer is not None:
-            member.asked = (offer.version, offer.digest)
-            self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
+            self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
 
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
         held = {e.handle: e.episode.id for e in self.ledger.held(member.id)}
@@ -238,27 +222,32 @@ class Dispatch:
         left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
         loop = asyncio.get_running_loop()
         at_s, timer = loop.time() + max(0.0, left - LEAVE_S), self._timers.get(member.id)
-        if member.state is State.DRAINING:
-            if timer is None or timer.when() <= at_s:
+        if timer is not None:
+            if timer.when() <= at_s:
                 return
             timer.cancel()  # it is sooner than was said
-        else:
-            self.members.move(member.id, State.DRAINING, f"{source}: {detail}")
-            self.accounts.draining(loop.time(), member.id)
-            member.taken = source not in ASKED
+        elif member.state is State.DRAINING:
+            return
+        member.taken, member.why = source not in ASKED, f"{source}: {detail}"
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
+        if not self._migration:  # what it could not finish would have to be made again from its first token
+            self._stop_giving(member.id, member.why)
         self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
-        self._soon()
 
     def drain(self, id: str, why: str) -> None:
         """Ask a worker to send what it has and go. Its responses move when it has."""
         member = self.members.all.get(id)
         if member is None or member.state is State.GONE:
             return
-        if member.state is not State.DRAINING:
+        self._stop_giving(id, why)
+        member.told_s = min(member.told_s, asyncio.get_running_loop().time())
+        self._tell(id, m.Drain(why=why))
+
+    def _stop_giving(self, id: str, why: str) -> None:
+        """It gets no more work, and is going to leave."""
+        if self.members.all[id].state is not State.DRAINING:
             self.members.move(id, State.DRAINING, why)
             self.accounts.draining(asyncio.get_running_loop().time(), id)
-        self._tell(id, m.Drain(why=why))
 
     def pause(self, id: str) -> None:
         """Its responses go on elsewhere; it keeps its weights and waits."""
@@ -306,14 +295,19 @@ class Dispatch:
         loop, tick_s = asyncio.get_running_loop(), self.members.patience.tick_s
         manned_s = told_s = loop.time()
         while True:
-            for change in self.members.tick(loop.time()):
+            now = loop.time()
+            if not self.loading.served():
+                self.members.excuse(now)
+            for change in self.members.tick(now):
                 if change.what == "gone":
                     self._lose(change.id, change.why)
-                else:
-                    self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
+                    continue
+                self._events.instant(f"worker_{change.what}", worker=change.id, why=change.why)
+                if change.what == "stuck":
+                    self.drain(change.id, change.why)
             if self.ledger.queue:
                 self._soon()  # what was held back for a worker that takes too long
-            now = loop.time()
+            self._look_for_room(now)
             if not self.ledger.queue or any(True for _ in self.members.here()):
                 manned_s = now
             elif now - max(manned_s, told_s) >= ALONE_S:
@@ -350,27 +344,29 @@ class Dispatch:
         self._settling, self._settled_s = False, asyncio.get_running_loop().time()
         if self.journal is not None:
             self.journal.flush()
-        if self.offer is None:
+        offer = self.offer
+        if offer is None:
             return
         self._bring_up_to_date()
-        loads = self.giving.loads(self.members.routable(self.offer.version, self.offer.digest))
+        ready = self.members.routable(offer.version, offer.digest)
+        loads, longest = self.giving.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
             coming = len(self.members.coming(asyncio.get_running_loop().time()))
-            for worker, entries in self.giving.give(loads, self.offer.version, coming=coming).items():
+            for worker, entries in self.giving.give(loads, offer.version, coming=coming, longest=longest).items():
                 self._give(worker, entries)
         elif loads and not self._releasing:
-            for worker, entry in self.giving.take_back(loads):
+            for worker, entry in self.giving.take_back(loads, longest):
                 self._give_back(worker, [entry])
 
     def _bring_up_to_date(self) -> None:
         """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
-        assert self.offer is not None
-        now = asyncio.get_running_loop().time()
-        for member in self.members.behind(self.offer.version, self.offer.digest, needed=bool(self.ledger.queue)):
+        offer, now = self.offer, asyncio.get_running_loop().time()
+        assert offer is not None
+        for member in self.members.behind(offer.version, offer.digest, needed=bool(self.ledger.queue)):
             if member.state is not State.PULLING:  # else it gives up an older one
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
-            self._load(member)
+            self.loading.ask(member)
 
     def _give(self, worker: str, entries: list[Entry]) -> None:
         self._given(worker, entries)

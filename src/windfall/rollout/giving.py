@@ -7,15 +7,19 @@ and how long responses are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+import msgspec
+
 from windfall.rollout import algorithm2
 from windfall.rollout.balance import Load, place
 from windfall.rollout.course import Crowd
-from windfall.rollout.ledger import Entry, Ledger
+from windfall.rollout.ledger import Entry, Ledger, room
 from windfall.rollout.members import Member
 from windfall.rollout.rebalance import Running, rebalance
 from windfall.rollout.speed import Speeds
@@ -99,24 +103,18 @@ class Giving:
             for w in ready
         ]  # fmt: skip
 
-    def give(self, loads: Sequence[Load], version: int, *, coming: int) -> dict[str, list[Entry]]:
-        """Takes from the queue what should go now, and assigns it."""
-        room = sum(max(0, load.slots - load.running) for load in loads)
-        first = list(islice(self._ledger.queue, room))
-        behind = len(self._ledger.queue) - len(first)
-        if self._balancing == "algorithm2":
-            chosen = algorithm2.select(first, loads, coming=coming, meant=self._meant)
-        else:
-            chosen = place(
-                first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
-            )
+    def give(
+        self, loads: Sequence[Load], version: int, *, coming: int, longest: Mapping[str, float] | None = None
+    ) -> dict[str, list[Entry]]:
+        """Takes from the queue what should go now, and assigns it. `longest`: the most tokens that a worker has room
+        for, where that is known. A response goes only where it fits: those that fit into the fewest workers first."""
         out: dict[str, list[Entry]] = {}
-        for id, worker in chosen:
-            assert self._ledger.queue[0] == id
-            self._ledger.queue.popleft()
-            self._meant.pop(id, None)
-            self._holds.setdefault(id.rpartition("/")[0], {})[worker] = None
-            out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
+        sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
+        small = sorted({size for size in sizes if size < self._ledger.longest})
+        for n in range(len(small), -1, -1):  # in most fleets no worker is too small, and this is one pass
+            fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
+            fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
+            self._place(self._queued(small, n) if small else self._ledger.queue, fit, version, coming, out)
         for worker, entries in out.items():
             moved = [e for e in entries if e.moved]
             tokens = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
@@ -125,16 +123,41 @@ class Giving:
                 self._prefilling[worker] = _Again(moved[-1], before.tokens + tokens, before.seconds)
         return out
 
-    def take_back(self, loads: Sequence[Load]) -> list[tuple[str, Entry]]:
-        """(worker, what it should give back), when nothing is queued."""
+    def _queued(self, small: Sequence[float], n: int) -> list[str]:
+        """In order: what needs more room than all of the first n of these sizes, and not more than the next."""
+        entries = self._ledger.entries
+        return [id for id in self._ledger.queue if bisect_left(small, room(entries[id].episode)) == n]
+
+    def _place(
+        self, queued: Sequence[str], loads: Sequence[Load], version: int, coming: int, out: dict[str, list[Entry]]
+    ) -> None:
+        free = sum(max(0, load.slots - load.running) for load in loads)
+        first = list(islice(queued, free))
+        behind = len(queued) - len(first)
+        if self._balancing == "algorithm2":
+            chosen = algorithm2.select(first, loads, coming=coming, meant=self._meant)
+        else:
+            chosen = place(
+                first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
+            )
+        for id, worker in chosen:
+            self._ledger.queue.remove(id)  # at its head, unless something before it has to wait for more room
+            self._meant.pop(id, None)
+            self._holds.setdefault(id.rpartition("/")[0], {})[worker] = None
+            out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
+
+    def take_back(self, loads: Sequence[Load], longest: Mapping[str, float] | None = None) -> list[tuple[str, Entry]]:
+        """(worker, what it should give back), when nothing is queued. `longest`: as in `give`."""
         if not self._balancing:
             return []
         if self._balancing == "algorithm2":
             moves = algorithm2.balance(loads, self._held)
         else:
             moves = rebalance(loads, self._held, typical=self.typical)
+        rooms, entries = longest or {}, self._ledger.entries
+        moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
         self._meant |= {move.id: move.target for move in moves}
-        return [(move.source, self._ledger.entries[move.id]) for move in moves]
+        return [(move.source, entries[move.id]) for move in moves]
 
     def _held(self, worker: str) -> list[Running]:
         return [
@@ -157,3 +180,7 @@ class Giving:
             self._holds.pop(group, None)
         # One that was asked back may have ended where it was.
         self._meant = {id: worker for id, worker in self._meant.items() if id.rpartition("/")[0] not in over}
+
+
+def _with(load: Load, more: int) -> Load:
+    return msgspec.structs.replace(load, running=load.running + more) if more else load

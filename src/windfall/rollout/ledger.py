@@ -72,6 +72,8 @@ class Ledger:
         """Every stop token of any response so far."""
         self._shortest = math.inf
         """The fewest tokens that any response so far was allowed."""
+        self.longest = 0
+        """The most room that any response so far needs."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -92,6 +94,7 @@ class Ledger:
         self.entries[episode.id] = Entry(episode, marked=len(episode.tokens))
         self._stops |= episode.stop
         self._shortest = min(self._shortest, episode.max_tokens)
+        self.longest = max(self.longest, room(episode))
         self.counts.accepted += _made(episode)
         self._enqueue(self.entries[episode.id])
 
@@ -374,6 +377,11 @@ def _next_ones(held: dict[int, Entry], frame: Tokens) -> list[Entry] | None:
         and len(set(frame.handles)) == len(entries)
     )
     return entries if usual else None
+
+
+def room(episode: Episode) -> int:
+    """Tokens that a worker must have room for to make this response, wherever it goes on from."""
+    return len(episode.prompt) + episode.max_tokens
 
 
 def _context(entry: Entry) -> int:

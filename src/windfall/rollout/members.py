@@ -7,6 +7,11 @@ Rules, all in `check()`:
 - only a READY worker that is not suspect, and holds the version asked for, is given work;
 - a worker that is silent for `suspect_s` is suspect: it gets no new work. Any message makes it well again. Silent for
   `gone_s`, or making no step for `stalled_s` though it has work, it is gone;
+- a PULLING worker that gets no byte of the weights for `stalled_s` is stuck, whatever it says and however often it
+  tries: it is sent away. Bytes that arrive put the deadline off, and so does every moment in which nobody serves the
+  weights (`excuse`). Building the engine and swapping the weights in have limits of their own, which the worker keeps
+  itself; LOADING_S is for one that does not;
+- a worker that was told to leave and is still here after LEAVING_S is gone;
 - GONE is final: who comes back is a new worker with a new id;
 - the controller's own stall is not held against anybody: after a late tick every deadline is put off by the delay.
 """
@@ -22,6 +27,11 @@ from typing import Literal
 
 from windfall.link.messages import Stats
 from windfall.types import LOCAL, Lease
+
+LOADING_S = {"build": 960.0, "swap": 150.0}
+"""Longest time in these parts of a load: a little more than the worker allows itself (worker/boot.py, session.py)."""
+LEAVING_S = 20.0
+"""From Drain until the worker must have left; it takes 8 s at most."""
 
 
 class State(StrEnum):
@@ -72,6 +82,12 @@ class Member:
     """Loads in a row that it could not do."""
     pulling_s: float = 0.0
     """Since when."""
+    moved_s: float = 0.0
+    """While it pulls: when its load last got anywhere."""
+    told_s: float = math.inf
+    """When it was told to leave."""
+    longest: float = math.inf
+    """The most tokens, prompt and response together, that it can take, as far as is known."""
     made: int = 0
     """Tokens the ledger took from it."""
     framed_s: float = 0.0
@@ -94,7 +110,7 @@ class Member:
 @dataclass(frozen=True, slots=True)
 class Change:
     id: str
-    what: Literal["suspect", "well", "gone"]
+    what: Literal["suspect", "well", "gone", "stuck"]
     why: str = ""
 
 
@@ -148,7 +164,12 @@ class Members:
 
     def pull(self, id: str, now_s: float) -> None:
         self.move(id, State.PULLING)
-        self.all[id].pulling_s = now_s
+        self.all[id].pulling_s = self.all[id].moved_s = now_s
+
+    def excuse(self, now_s: float) -> None:
+        """Nobody serves the weights just now: that nothing arrives is not the fault of those who pull."""
+        for member in self.here():
+            member.moved_s = now_s
 
     def loaded(self, id: str, version: int, digest: str, slots: int, s: float) -> None:
         """`s`: how long that took it. The first time it built its engine as well, and local has the weights."""
@@ -174,7 +195,9 @@ class Members:
         member = self.all[id]
         member.seen_s = now_s
         if stats is not None:
-            member.stats = stats
+            before, member.stats = member.stats, stats
+            if before is None or (before.pulled_bytes, _part(before)) != (stats.pulled_bytes, _part(stats)):
+                member.moved_s = now_s
             since_s, made = member._rate_from
             if now_s - since_s >= 1.0:
                 member.tok_per_s = (member.made - made) / (now_s - since_s)
@@ -188,6 +211,8 @@ class Members:
         if self._ticked_s is not None and (late_s := now_s - self._ticked_s - 2 * p.tick_s) > 0:
             for member in self.here():  # nobody could be heard while the controller itself stood still
                 member.seen_s = min(now_s, member.seen_s + late_s)
+                member.moved_s = min(now_s, member.moved_s + late_s)
+                member.told_s += late_s
         self._ticked_s = now_s
         changes = []
         for member in self.here():
@@ -196,10 +221,29 @@ class Members:
                 changes.append(Change(member.id, "gone", f"silent for {silent_s:.1f} s"))
             elif member.stats is not None and member.stats.idle_s >= p.stalled_s:
                 changes.append(Change(member.id, "gone", f"no engine step for {member.stats.idle_s:.0f} s"))
+            elif now_s - member.told_s >= LEAVING_S:
+                changes.append(Change(member.id, "gone", f"told to leave, and still here after {LEAVING_S:g} s"))
+            elif why := self._stuck(member, now_s):
+                changes.append(Change(member.id, "stuck", why))
             elif silent_s >= p.suspect_s and not member.suspect:
                 member.suspect = True
                 changes.append(Change(member.id, "suspect", f"silent for {silent_s:.1f} s"))
         return changes
+
+    def _stuck(self, member: Member, now_s: float) -> str:
+        """Why its load will not come to an end, if so."""
+        if member.state is not State.PULLING or member.name == LOCAL:  # local has the weights when the trainer has
+            return ""
+        part = _part(member.stats) if member.stats is not None else ""
+        still_s = now_s - member.moved_s
+        if still_s < LOADING_S.get(part, self.patience.stalled_s):
+            return ""
+        what = {"build": "it has been building its engine", "swap": "its engine has been taking the weights"}.get(part)
+        version = member.asked[0]
+        if what:
+            return f"{what} for {still_s:.0f} s and is not ready with version {version}"
+        failed = f", and {member.failed} tries failed" if member.failed else ""
+        return f"no byte of version {version} has reached it in {still_s:.0f} s{failed}"
 
     def routable(self, version: int, digest: str) -> list[Member]:
         return [
@@ -226,3 +270,8 @@ class Members:
             assert m.state is not State.READY or (m.version >= 0 and m.slots > 0), f"{id} is ready with no version"
             assert m.state is not State.GONE or not m.suspect, f"{id} is gone and suspect"
             assert (m.state is not State.GONE) == (id in self._here) == (id not in self._gone), f"{id}: here or gone"
+
+
+def _part(stats: Stats) -> str:
+    """What its load waits for, apart from bytes. A pull that begins anew is no progress."""
+    return stats.loading if stats.loading in LOADING_S else ""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from windfall import unhandled
 from windfall.link.base import Link, LinkClosed
 
 OUTBOX = 4096
@@ -23,7 +24,9 @@ class Outbox:
     def open(self, worker: str, link: Link) -> asyncio.Task[None]:
         """The task that sends, until it is cancelled."""
         self._links[worker], self._queues[worker] = link, asyncio.Queue(OUTBOX)
-        return asyncio.create_task(self._send(worker, link))
+        sending = asyncio.create_task(self._send(worker, link), name=f"send to {worker}")
+        sending.add_done_callback(unhandled.report)
+        return sending
 
     def close(self, worker: str, why: str) -> None:
         link = self._links.pop(worker)

@@ -41,7 +41,7 @@ class Troubles:
 
     def __init__(self) -> None:
         self.cut_after: int | None = None
-        self.double = self.hole = self.stale = self.garbage = self.refuse = self.echo = 0
+        self.double = self.hole = self.stale = self.garbage = self.refuse = self.echo = self.hang = self.reject = 0
         self.heard: deque[tuple[int, m.Tokens]] = deque(maxlen=6)
         """Frames, each with the life of the controller that it was for: handles are that one's."""
 
@@ -51,14 +51,28 @@ class FaultyWire(Wire):
         super().__init__(peer, hear, ended, latency_s)
         self.loaded: tuple[int, str] | None = None
         """The last version that the worker said it holds, on this link."""
+        self.hangs_s: float | None = None
+        """Since when the worker hangs in a pull."""
         self._chaos = chaos
         self._troubles = chaos.troubles(peer)
 
     async def send(self, message: object) -> None:
         self._chaos.sent(self, message)
         self._wear()
-        if isinstance(message, m.Load) and (why := self._unreadable(message)):
-            self.say(m.LoadFailed(version=message.version, why=why))
+        t = self._troubles
+        if isinstance(message, m.Load):
+            if why := self._unreadable(message):
+                self.say(m.LoadFailed(version=message.version, why=why))
+                return
+            if t.hang:
+                t.hang = 0
+                self.hangs_s = self._chaos.now_s
+                return
+            self.hangs_s = None
+        if isinstance(message, m.Assign) and t.reject:
+            t.reject -= 1
+            for work in message.work:
+                self.say(m.Rejected(handle=work.handle, why="it does not fit"))
             return
         await super().send(message)
 
@@ -150,6 +164,10 @@ class Chaos:
             self._next()
             self._loop.call_later(LOOK_S, self._replace)
 
+    @property
+    def now_s(self) -> float:
+        return self._loop.time()
+
     def troubles(self, peer: str) -> Troubles:
         return self._troubles.setdefault(peer.partition(".")[0], Troubles())
 
@@ -194,7 +212,7 @@ class Chaos:
         if not there:
             return False
         node, worker = there[int(fault.who * len(there))]
-        if fault.kind in ("kill", "notice", "false_notice", "freeze", "slow"):
+        if fault.kind in ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject"):
             return node != LOCAL and self._machine(fault, node, worker)
         return self._link(fault, self.troubles(worker.kit.name), worker)
 
@@ -216,6 +234,11 @@ class Chaos:
                 before = worker.kit
                 worker.kit = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOWER)
                 later(fault.s, setattr, worker, "kit", before)
+            case "hang":
+                self.troubles(worker.kit.name).hang = 1
+            case "reject":
+                self.troubles(worker.kit.name).reject = 1
+                later(fault.s, self._take_down, node, worker)
         return True
 
     def _link(self, fault: Fault, troubles: Troubles, worker: SimWorker) -> bool:

@@ -62,7 +62,7 @@ def recipe(seed: int) -> Recipe:
         "eval": {"tasks": pick("eval", 0, 3), "every": 3},
         "checkpoint": {"every": pick("checkpoint", 1, 2, 4)},
         "fleet": {"local": pick("local", True, True, False), "heartbeat_s": 0.3, "suspect_s": 1.0, "gone_s": 2.5,
-                  "trainer_price_usd_per_h": 80.0},
+                  "stalled_s": 5.0, "trainer_price_usd_per_h": 80.0},
         "trace": {"nodes": pick("nodes", 4, 6, 8), "price_usd_per_h": 5.0, "mean_up_s": 1e9},
         "techniques": {"seeding": pick("seeding", True, True, False), "balancing": pick("balancing", True, True, False),
                        "pipelining": pick("pipelining", True, True, False)},

@@ -14,6 +14,8 @@
     garbage       a frame is malformed
     slow          a worker's next pulls take far longer
     refuse        a worker cannot load the next `n` versions that it is asked to
+    hang          a worker's next pull never gets a byte and never fails, while its heartbeat goes on
+    reject        a worker has no room for what it is given next; another machine comes after `s`
     reward        the next `n` rewards fail once
     stall         the whole machine stands still for `s`: when it goes on, everything is late
     trainer_cut   the trainer's link breaks
@@ -35,14 +37,14 @@ from windfall.sim.service import uniform
 
 Kind = Literal[
     "kill", "notice", "false_notice", "cut", "flap", "freeze", "delay", "double", "echo", "hole", "stale", "garbage",
-    "slow", "refuse", "reward", "stall", "trainer_cut", "trainer", "controller",
+    "slow", "refuse", "hang", "reject", "reward", "stall", "trainer_cut", "trainer", "controller",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WEIGHTS: dict[Kind, float] = {"trainer_cut": 0.4, "trainer": 0.4, "controller": 0.4, "cut": 2.0, "kill": 2.0}
 """Of the others: 1."""
 LONG_S: dict[Kind, float] = {
     "kill": 0.5, "notice": 3.0, "false_notice": 3.0, "freeze": 2.0, "delay": 0.2, "flap": 0.05, "slow": 2.0,
-    "stall": 1.0,
+    "stall": 1.0, "reject": 2.0,
 }  # fmt: skip
 """How long each is, at the middle; from a tenth of that to ten times as long."""
 BURSTS = (0.95, 0.98, 0.99)

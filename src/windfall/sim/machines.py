@@ -98,6 +98,7 @@ class Machines:
         return Kit(
             name=node, lease=Lease(kind=terms, device=kind.device, price_usd_per_h=usd_per_h),
             service=self._service(node, kind.service), slots=kind.slots, kv_tokens=kind.kv_tokens,
+            longest=longest(self._world, kind.kv_tokens),
             network=self._network, weights_bytes=s.weights_bytes, ingress_per_s=s.ingress_bytes_per_s,
             heartbeat_s=self._world.real.fleet.heartbeat_s, latency_s=s.latency_s,
             quantum_s=self._world.quantum_s, wire=self.wire,
@@ -175,6 +176,14 @@ class Machines:
         worker = self.workers.pop(node, None)
         if worker is not None:
             worker.kill()
+
+
+def longest(world: World, kv_tokens: int) -> int:
+    """Simulated tokens of one response that a worker with this room can take; 0: of any that the recipe allows."""
+    real = world.real
+    if not kv_tokens or kv_tokens >= real.sim.prompt_tokens + real.rollout.max_tokens:
+        return 0
+    return max(1, kv_tokens // world.granule)
 
 
 def schedule(changes: Sequence[Change], notice_s: float) -> list[tuple[float, str, Change]]:

@@ -52,6 +52,13 @@ class Network:
         self._soon()
         return self._next
 
+    def left_bytes(self, number: int | None) -> float:
+        """Bytes of this pull that are still to come."""
+        if number not in self._pulls:
+            return 0.0
+        self._look()
+        return max(0.0, self._pulls[number].left_bytes)
+
     def stop(self, number: int | None) -> None:
         if number in self._pulls:
             self._look()

@@ -4,8 +4,8 @@
 - again: nothing that was accepted is made again, but what a controller accepted in the very moment it was killed in;
 - version: all tokens of a step are of one version, and work is given only to who has said, on that link, that it holds
   this version with this digest;
-- holder: what runs is held by one worker, who is there and ready (or pausing, or leaving), and nobody who is silent for
-  longer than the recipe's patience is there;
+- holder: what runs is held by one worker, who is there and ready (or pausing, or leaving), and nobody who is silent, or
+  hangs in a pull, for longer than the recipe's patience is there;
 - batch: a step that is trained again, because a checkpoint was older, is trained on the same; no response is in it
   twice, and none whose reward is missing;
 - bill: every second of every worker is in one bill (sim/rules_bill.py says which are in none, and why);
@@ -69,7 +69,7 @@ class Rules:
         """The most tokens that were ever accepted of a response, and are on disk."""
         self._before: dict[str, int] = {}
         """Of those that grew in this moment: what it was before."""
-        self._moment_s = self._moved_s = 0.0
+        self._moment_s = self._moved_s = self._unserved_s = 0.0
         self._moved: Any = None
         self._error: Broken | None = None
         chaos.sent = self._kept(self._sent)
@@ -175,6 +175,15 @@ class Rules:
         since_s = self._loop.time() - members.patience.gone_s - LATE_S
         if silent := [w.id for w in members.here() if max(w.seen_s, self._chaos.stood_at_s) < since_s]:
             raise Broken("holder", f"{silent} said nothing since {since_s:.1f} s")
+        if life.trainer.hello is None:
+            self._unserved_s = self._loop.time()
+        for worker in self._simulation.machines.workers.values():
+            hangs_s = getattr(worker.wire, "hangs_s", None)
+            if hangs_s is None or worker.frozen:
+                continue
+            still_s = self._loop.time() - max(hangs_s, self._chaos.stood_at_s, self._unserved_s)
+            if still_s > members.patience.stalled_s + 3 * LATE_S:
+                raise Broken("holder", f"{worker.kit.name} hangs in a pull for {still_s:.1f} s, and is still paid for")
         here, paid = {w.id for w in members.here()}, {w for w in accounts._here if not w.startswith("trainer ")}
         if here != paid:
             raise Broken("bill", f"here: {sorted(here)}; paid for: {sorted(paid)}")

@@ -57,6 +57,8 @@ class Kit:
     its engine is there at once, and it pulls."""
     kv_tokens: int = 0
     """That its engine has room for; 0: for all it is given."""
+    longest: int = 0
+    """The most simulated tokens of one response, its prompt included, that it takes; 0: any number."""
     wire: Callable[..., Wire] = Wire
     """Makes its links."""
 
@@ -92,6 +94,8 @@ class SimWorker:
         self._pull: int | None = None
         self._prompts: set[int] = set()
         self._made = self._stepped = 0
+        self._pulled_bytes = 0.0
+        """Of all pulls, the one under way as a whole."""
         self._built_s = self._loop.time() + kit.build_s
         self._first: tuple[m.Load, float] | None = None
         """To be loaded once the engine is there."""
@@ -189,7 +193,9 @@ class SimWorker:
 
     def _beat(self, wire: Wire) -> None:
         if wire is self._wire:
-            d = self._decode
+            d, now = self._decode, self._loop.time()
+            left = self.kit.network.left_bytes(self._pull) if self.kit.network is not None else 0.0
+            building = self._first is not None and now < self._built_s
             self._say(
                 m.Stats(
                     running=len(d),
@@ -198,9 +204,11 @@ class SimWorker:
                     idle_s=0.0,
                     preemptions=d.preemptions,
                     waiting=len(d.waiting),
+                    loading="build" if building else "pull" if self._pull is not None else "",
+                    pulled_bytes=round(self._pulled_bytes - left),
                 )
             )
-            self._loop.call_at(_next(self._loop.time(), self.kit.heartbeat_s), self._beat, wire)
+            self._loop.call_at(_next(now, self.kit.heartbeat_s), self._beat, wire)
 
     def _hear(self, message: object) -> None:
         if self.frozen:
@@ -227,6 +235,7 @@ class SimWorker:
         if network is None:
             self._order(_Swap(load, began_s))
             return
+        self._pulled_bytes += self.kit.weights_bytes - network.left_bytes(self._pull)
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
 
@@ -281,6 +290,10 @@ class SimWorker:
                 order.done()
 
     def _add(self, work: m.Work) -> None:
+        needed = len(work.prompt) // 4 + work.max_tokens
+        if self.kit.longest and needed > self.kit.longest:
+            self._say(m.Rejected(handle=work.handle, why=f"{needed} tokens do not fit into {self.kit.longest}"))
+            return
         row, group = self._book.row(work)
         again = row.made
         if group not in self._prompts:  # siblings share the pages of their prompt
@@ -295,8 +308,9 @@ class SimWorker:
         self._decode.prefill = self._decode.context
         pulled = 0 if self.kit.network is None else round(self.kit.weights_bytes)
         self._say(
-            m.Loaded(version=load.version, digest=load.digest, slots=self.kit.slots, s=took_s, pulled_bytes=pulled)
-        )
+            m.Loaded(version=load.version, digest=load.digest, slots=self.kit.slots, s=took_s, pulled_bytes=pulled,
+                     longest=self.kit.longest)
+        )  # fmt: skip
 
     def _drop(self, handles: tuple[int, ...]) -> None:
         for row in self._decode.drop(handles):

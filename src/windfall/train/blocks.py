@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from windfall.devices import free_bytes
 from windfall.engine.packed import Packed
 from windfall.train import layers as plain
 from windfall.train import memory
 from windfall.train.gradients import Gradients, adjacent
-from windfall.train.head import free_bytes
 from windfall.train.memory import ALL, LEAST, LIGHT
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

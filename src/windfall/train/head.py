@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from windfall.devices import free_bytes
 from windfall.train import layers
 from windfall.train.gradients import Gradients
 
@@ -191,9 +192,3 @@ def tiles(sizes: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], li
 
 def _cut(start: int, end: int, most: int) -> list[tuple[int, int]]:
     return [(a, min(a + most, end)) for a in range(start, end, most)]
-
-
-def free_bytes(device: torch.device) -> int:
-    """What the driver has left, and what this process has and does not use."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held

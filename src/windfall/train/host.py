@@ -6,7 +6,8 @@
 It obeys nobody who has not proved to be the run's controller, and goes on looking for that one. What was accumulated
 for a step under way is dropped with the link: the controller sends it again, from its journal. A link that ends between
 two updates of one step leaves weights that are of no version: the process ends, and the next one starts from the last
-checkpoint.
+checkpoint. Work that raises (out of memory, a defect) is told to the controller and ends the process, too: the
+supervisor starts it again, a limited number of times (launch/vigil.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from windfall import unhandled
+from windfall.errors import WindfallError
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
@@ -155,7 +158,8 @@ class TrainerHost:
                 try:
                     reply = await self._obey(getting.result())
                 except Exception as e:  # fault boundary: the controller shows it, and this process ends with it
-                    await link.send(m.Failed(error=f"{type(e).__name__}: {e}"))
+                    final = isinstance(e, WindfallError)
+                    await link.send(m.Failed(error=str(e) if final else unhandled.last_line(e), final=final))
                     raise
                 await link.send(reply)
         finally:

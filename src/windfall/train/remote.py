@@ -2,8 +2,8 @@
 
 Samples travel in messages of about FRAME_BYTES, however many there are; the trainer adds them up.
 
-A trainer that goes away raises TrainerLost from whatever is being waited for; the next one to dial in takes its place,
-with the step and the weights it has. One that fails says why, and the run ends with that.
+A trainer that goes away, or fails, raises TrainerLost from whatever is being waited for; the next one to dial in takes
+its place, with the step and the weights it has. The run ends only if it says that a person has to put something right.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class RemoteTrainer:
         # what the link's heartbeat says; it ends the link otherwise.
         reply = await replies.get()
         if isinstance(reply, m.Failed):
-            raise WindfallError(f"the trainer failed: {reply.error}", fix="See trainer.log in the run's folder.")
+            if reply.final:
+                raise WindfallError(reply.error, where="trainer")
+            raise TrainerLost(f"it failed: {reply.error}")
         if isinstance(reply, LinkClosed):
             raise TrainerLost(str(reply)) from reply
         if not isinstance(reply, expected):

@@ -21,6 +21,7 @@ from windfall.algorithms.base import Algorithm, Floats, Tokens
 from windfall.algorithms.importance import truncated_importance
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.config import Recipe
+from windfall.errors import WindfallError
 from windfall.train.base import Report
 from windfall.train.logprobs import Learner
 from windfall.train.optimizer import Optimizer
@@ -34,6 +35,7 @@ class TorchTrainer:
         self.model, self.algorithm, self.micro_tokens = model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl, self.importance_cap = recipe.algorithm.kl, recipe.algorithm.importance_cap
+        self.gap_limit = recipe.train.engine_gap_limit
         self.optimizer = Optimizer(model, recipe.train, recipe.run.steps * recipe.train.minibatches)
         self.learner = Learner(
             model, self.optimizer.gradients, checkpoint_activations=recipe.train.checkpoint_activations
@@ -99,11 +101,27 @@ class TorchTrainer:
     def finish(self) -> Report:
         seen = np.concatenate(self._seen, axis=1) if self._seen else np.zeros((4, 0))
         tokens, lr = seen.shape[1], self.optimizer.rate()
-        norm, skipped = self.optimizer.update(self._divisor)
         entropy, gap, clipped, kl = seen.mean(1).tolist() if tokens else (0.0,) * 4
+        widest = float(seen[1].max()) if tokens else 0.0
+        if gap > self.gap_limit:  # without numbers, the gradient has none either, and the update is skipped
+            raise too_far(gap, widest, self.gap_limit)
+        norm, skipped = self.optimizer.update(self._divisor)
         report = Report(
             tokens=tokens, responses=self._responses, grad_norm=norm, lr=lr, entropy=entropy, engine_gap=gap,
-            engine_gap_max=float(seen[1].max()) if tokens else 0.0, clipped=clipped, kl=kl, skipped=skipped,
+            engine_gap_max=widest, clipped=clipped, kl=kl, skipped=skipped,
         )  # fmt: skip
         self._forget()  # the update has set the gradients to zero
         return report
+
+
+def too_far(gap: float, widest: float, limit: float) -> WindfallError:
+    """The policy that made the responses is not the one that is trained: an update would follow a wrong gradient."""
+    return WindfallError(
+        f"engine and trainer disagree on this model: their log-probs of the same tokens differ by {gap:.3g} nats on "
+        f"average ({widest:.3g} at most), and the limit is {limit:g}; the update was not made",
+        where="train.engine_gap_limit",
+        fix="Likely causes: the engine does not compute this architecture as transformers does, another version of "
+        "transformers or torch on a worker, damaged weights, or a dtype too narrow for this model. Try model.dtype = "
+        "'float32', or workers on a CPU, to find which. `windfall resume` goes on from the last checkpoint. Raise the "
+        "limit only if you know where the gap comes from.",
+    )

@@ -68,9 +68,11 @@ class Fetch:
     def __init__(
         self, to: Address, path: str, view: memoryview, chunks: Sequence[int], chunk_bytes: int,
         have: list[int | None], *, tries: int, stop: threading.Event,
+        moved: Callable[[int], None] = lambda count: None,
     ) -> None:  # fmt: skip
+        """`moved`: told of bytes as they come, by one thread at a time."""
         self.to, self.path, self.view, self.chunks, self.chunk_bytes = to, path, view, chunks, chunk_bytes
-        self.have, self.tries, self.stop = have, tries, stop
+        self.have, self.tries, self.stop, self._moved = have, tries, stop, moved
         self.received = self.retries = 0
         self._bad: Counter[int] = Counter()
         self._lock, self._halt = threading.Lock(), threading.Event()
@@ -130,6 +132,7 @@ class Fetch:
                     retry.progress()
                     with self._lock:
                         self.received += n
+                        self._moved(n)
                     if at == limit:
                         right = hasher.intdigest() == self.chunks[chunk]
                         hasher.reset()

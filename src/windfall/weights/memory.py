@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from windfall.errors import WindfallError
+from windfall.free_memory import free_bytes
 
 SPARE = 0.9
 """The part of the free memory that buffers may take."""
@@ -51,20 +52,6 @@ class Buffer:
             if self.open:
                 self.open = False
                 os.close(self.fd)
-
-
-def free_bytes() -> float:
-    """What can still be had without swapping: the system's figure, or what the control group leaves if that is less."""
-    free = float("inf")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, StopIteration):  # no such figures on this system
-        pass
-    return free
 
 
 def _unnamed(folder: Path) -> int:

@@ -51,7 +51,7 @@ class Puller:
             )
         self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
         self.held: Manifest | None = None
-        self.bytes_received = self.delta_used = self.retries = 0
+        self.bytes_received = self.delta_used = self.retries = 0  # the first grows while a pull is under way
         self._buffer = mmap.mmap(-1, 1)
         self._view = memoryview(self._buffer)[:0]
         self._have: list[int | None] = []
@@ -164,9 +164,13 @@ class Puller:
         self, to: Address, path: str, view: memoryview, what: Manifest | DeltaManifest, have: list[int | None],
         stop: threading.Event,
     ) -> None:  # fmt: skip
-        fetch = Fetch(to, path, view, what.chunks, what.chunk_bytes, have, tries=self.tries, stop=stop)
+        fetch = Fetch(
+            to, path, view, what.chunks, what.chunk_bytes, have, tries=self.tries, stop=stop, moved=self._moved
+        )
         try:
             fetch.run(self.parallel)
         finally:
-            self.bytes_received += fetch.received
             self.retries += fetch.retries
+
+    def _moved(self, count: int) -> None:
+        self.bytes_received += count

@@ -5,13 +5,15 @@
                               └───▶ Refused: end (or later, again)
 
 It ends when the controller sends it away or refuses it, when its machine is about to be taken (Notice), or when no
-controller has answered for `patience_s`. Weights and engine outlive a link: after a glitch it is ready again at once.
+controller has answered for `patience_s`. Weights and engine outlive a link: after a glitch it is ready again at once,
+also when it was warned: it works until its last seconds, and tells every controller how many are left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import ssl as tls
 import sys
@@ -75,8 +77,12 @@ class Agent:
         self._boot, self._told = boot, False
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
-        self._leaving = self._refused = False
-        """Warned: another link would only bring work that it cannot finish."""
+        self._refused = False
+        """This worker cannot run the model: it tells the run and leaves."""
+        self._notice: m.Notice | None = None
+        """What it was warned of, with the least time left,"""
+        self._taken_s = math.inf
+        """and when that comes to pass (monotonic clock)."""
         self._end: asyncio.Future[int]
 
     async def run(self, clouds: Any = ()) -> int:
@@ -111,9 +117,11 @@ class Agent:
         if self._session is None or not self._session.host.built:
             self._finish(0)  # nobody to tell, nothing to hand over
             return
-        self._leaving = True
-        self._session.say(m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail))
-        loop.call_later((notice.left_s or 0.0) + LEAVE_S, self._finish, 0)
+        told, left_s = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail), notice.left_s or 0.0
+        if time.monotonic() + left_s < self._taken_s:
+            self._notice, self._taken_s = told, time.monotonic() + left_s
+        self._session.say(told)
+        loop.call_later(left_s + LEAVE_S, self._finish, 0)
 
     def _finish(self, code: int) -> None:
         if not self._end.done():
@@ -145,7 +153,7 @@ class Agent:
                 self._say(str(e))
                 return 1
             except LinkClosed as e:
-                if self._leaving:
+                if self._refused or time.monotonic() + LEAVE_S > self._taken_s:
                     self._say(f"no link: {e}; leaving")
                     return 3 if self._refused else 0
                 if str(e) != said:  # the same again and again is said once
@@ -196,9 +204,12 @@ class Agent:
     async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
         host = self._host or self._make_host(welcome)
         session = self._session = Session(
-            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s, boot=self._started
-        )
+            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s, boot=self._started,
+            pulled=lambda: getattr(self._puller, "bytes_received", 0),
+        )  # fmt: skip
         session.held = self._held
+        if self._notice is not None:
+            session.say(msgspec.structs.replace(self._notice, left_s=max(0.0, self._taken_s - time.monotonic())))
         self._say(f"joined as {welcome.worker}")
         try:
             return await session.serve()
@@ -228,7 +239,7 @@ class Agent:
             self._finish(1)
         elif isinstance(error, WindfallError):
             self._say(f"refused: {error}")
-            self._refused = self._leaving = True
+            self._refused = True
             if self._session is not None:  # the run must hear of it: nobody reads the log of a worker that is gone
                 self._session.say(m.Left(why=f"refused: {error}"))
             asyncio.get_running_loop().call_later(TELL_S, self._finish, 3)

@@ -55,6 +55,16 @@ class Host:
         assert self._engine is not None, "orders wait until the engine is there"
         return self._engine
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of one response, its prompt included, that the engine has room for; 0: it does not say."""
+        return getattr(self._engine, "limit", 0)
+
+    @property
+    def excused(self) -> bool:
+        """The engine waits for whoever shares its weights, which may take any time."""
+        return bool(getattr(self._engine, "waiting", False))
+
     # orders; each takes effect between two steps
 
     def attach(self, emit: Emit) -> None:
@@ -125,17 +135,14 @@ class Host:
         """Safe from any thread; the numbers may be a step old."""
         engine = self._engine
         running = 0 if engine is None else len(engine)
-        waits = running > 0 and not self._paused and not getattr(engine, "waiting", False)
+        waits = running > 0 and not self._paused and not self.excused
         counters = getattr(engine, "counters", None)
         return Stats(
-            running=running,
-            made=self._made,
-            steps=self._steps,
+            running=running, made=self._made, steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if waits else 0.0,
-            preemptions=getattr(counters, "preemptions", 0),
-            waiting=getattr(counters, "waiting", 0),
+            preemptions=getattr(counters, "preemptions", 0), waiting=getattr(counters, "waiting", 0),
             reused_tokens=getattr(counters, "reused_tokens", 0),
-        )
+        )  # fmt: skip
 
     # in the thread
 
@@ -175,15 +182,10 @@ class Host:
         try:
             self.engine.add(
                 Request(
-                    id=str(work.handle),
-                    prompt=tuple(array("I", work.prompt)),
-                    seed=work.seed,
-                    max_tokens=work.max_tokens,
-                    position=work.position,
-                    sampling=work.sampling,
-                    stop=frozenset(work.stop),
+                    id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
+                    max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop),
                 )
-            )
+            )  # fmt: skip
             self._running.add(work.handle)
         except WindfallError as e:
             self._emit(Rejected(handle=work.handle, why=str(e)))

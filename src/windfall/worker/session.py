@@ -4,7 +4,8 @@ serve()     waits for: orders from the controller      until: the link ends, or 
 _send       waits for: frames of the engine's thread   a bounded number may wait; then the engine does
 _beat       waits for: the next heartbeat
 _load       waits for: the weights (in a thread), then the engine, if it is still being built
-                                                       given up when a newer version is asked for
+                                                       given up when a newer version is asked for; stuck in any of its
+                                                       parts, it ends the session with Stalled
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,10 +31,13 @@ FRAMES = 64
 LEAVE_S = 8.0
 SWAP_S = 120.0
 """For one engine step and a copy of the weights."""
+LOOK_S = 1.0
+PULL_S = 150.0
+"""A pull that neither gets a byte nor fails for this long hangs: without a byte, a puller's own limits take 105 s."""
 
 
 class Stalled(Exception):
-    """The engine is stuck: this process is of no more use."""
+    """The engine, or the thread that pulls the weights, is stuck: this process is of no more use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +56,11 @@ Pull = Callable[[m.Load, threading.Event], Weights]
 class Session:
     def __init__(
         self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf,
-        boot: Callable[[], m.Readied] = m.Readied,
+        boot: Callable[[], m.Readied] = m.Readied, pulled: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
-        """`boot` says, when the weights are in the engine, what a start has cost."""
-        self.link, self.host, self._pull, self._boot = link, host, pull, boot
+        """`boot` says, when the weights are in the engine, what a start has cost; `pulled`, how many bytes of weights
+        have come since the process began."""
+        self.link, self.host, self._pull, self._boot, self._pulled = link, host, pull, boot, pulled
         self._heartbeat_s, self._stalled_s = heartbeat_s, stalled_s
         self.held: tuple[int, str] = (-1, "")
         """Version and digest of the weights that the engine has."""
@@ -65,6 +70,12 @@ class Session:
         self._over, self._left = threading.Event(), asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._give_up = threading.Event()
+        self._part: Literal["", "pull", "build", "swap"] = ""
+        """What the load under way waits for."""
+        self._moved = (0, self._loop.time())
+        """Bytes of weights that have come, and when the last of them was seen, or a pull began."""
+        self._stuck: asyncio.Future[str] = self._loop.create_future()
+        """Never has a result; its error ends the session."""
 
     async def serve(self) -> str:
         """Returns why the controller sent it away. Raises LinkClosed when the link ended by itself."""
@@ -72,13 +83,14 @@ class Session:
         helpers = [asyncio.create_task(self._send()), asyncio.create_task(self._beat())]
         reading = asyncio.create_task(self._read())
         try:
-            await asyncio.wait([reading, *helpers], return_when=asyncio.FIRST_COMPLETED)
-            for task in (reading, *helpers):
+            await asyncio.wait([reading, *helpers, self._stuck], return_when=asyncio.FIRST_COMPLETED)
+            for task in (self._stuck, reading, *helpers):
                 if task.done():
                     return task.result() or ""  # or its error
             raise AssertionError("nobody ended")
         finally:
             self._over.set()
+            self._stuck.cancel()
             self._give_up.set()
             self.host.detach()
             for task in [reading, *helpers, *([self._loading] if self._loading else [])]:
@@ -111,10 +123,15 @@ class Session:
 
     async def _beat(self) -> None:
         while True:
-            stats = self.host.stats()
+            now, pulled = self._loop.time(), self._pulled()
+            if self._part != "pull" or pulled != self._moved[0]:
+                self._moved = (pulled, now)
+            stats = msgspec.structs.replace(self.host.stats(), loading=self._part, pulled_bytes=pulled)
             self.say(stats)
             if stats.idle_s > self._stalled_s:
                 raise Stalled(f"no engine step for {stats.idle_s:.0f} s, with {stats.running} responses to make")
+            if now - self._moved[1] > PULL_S:
+                raise Stalled(f"the pull of the weights hangs: no byte and no error for {now - self._moved[1]:.0f} s")
             await asyncio.sleep(self._heartbeat_s)
 
     async def _read(self) -> str:
@@ -164,26 +181,40 @@ class Session:
             return
         started = time.monotonic()
         try:
+            self._part = "pull"
             weights = await asyncio.to_thread(self._pull, load, give_up)
             pulled = time.monotonic()
-            await built(self.host, give_up)
+            self._part = "build"
+            await self._built(give_up)
             if give_up.is_set():
                 return
-            swapping = time.monotonic()
+            self._part, swapping = "swap", time.monotonic()
             if weights.tensors is not None:
                 self.held = (-1, "")  # from here on the engine may have some of the new ones: nothing to go back to
             await self._swap(load.version, weights.tensors)
+        except Stalled as e:
+            if not self._stuck.done():
+                self._stuck.set_exception(e)
+            return
         except Exception as e:  # fault boundary: whatever it is, the controller is told, and may ask again
             if not give_up.is_set():
                 self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}"))
             return
+        finally:
+            self._part = ""
         self.held = (load.version, weights.digest)
         now = time.monotonic()
         parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
         self.say(
             m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
-                     pulled_bytes=weights.bytes, parts=parts)
+                     pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest)
         )  # fmt: skip
+
+    async def _built(self, give_up: threading.Event) -> None:
+        try:
+            await built(self.host, give_up)
+        except TimeoutError as e:
+            raise Stalled(str(e)) from None
 
     async def _swap(self, version: int, tensors: Mapping[str, Any] | None) -> None:
         done: asyncio.Future[None] = self._loop.create_future()
@@ -193,7 +224,11 @@ class Session:
                 done.set_exception(error) if error else done.set_result(None)
 
         self.host.swap(version, tensors, lambda error: self._loop.call_soon_threadsafe(tell, error) and None)
-        try:
-            await asyncio.wait_for(done, SWAP_S)
-        except TimeoutError:
-            raise Stalled(f"waited {SWAP_S:g} s for the engine to take version {version}") from None
+        late_s = self._loop.time() + SWAP_S
+        while not done.done():
+            await asyncio.wait([done], timeout=min(LOOK_S, SWAP_S))
+            if self.host.excused:
+                late_s = self._loop.time() + SWAP_S
+            elif self._loop.time() >= late_s and not done.done():
+                raise Stalled(f"waited {SWAP_S:g} s for the engine to take version {version}")
+        done.result()

@@ -37,6 +37,10 @@ class Shared:
     def counters(self) -> Counters:
         return getattr(self._engine, "counters", Counters())
 
+    @property
+    def limit(self) -> int:
+        return getattr(self._engine, "limit", 0)
+
     def __len__(self) -> int:
         return len(self._engine)
 
@@ -56,7 +60,9 @@ class Shared:
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         assert weights is None, "the weights are the trainer's"
+        self.waiting = True
         with self._lock:
+            self.waiting = False
             self._engine.swap(version)
 
     def make_room(self) -> None:

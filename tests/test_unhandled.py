@@ -1,0 +1,126 @@
+"""What nobody awaits ends the process all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import pytest
+
+from windfall import unhandled
+from windfall.launch import joining
+
+
+async def waits() -> str:
+    asyncio.get_running_loop().call_later(0.01, lambda: None)
+    await asyncio.sleep(30)
+    return "over"
+
+
+def fail() -> None:
+    raise KeyError("nobody expected it")
+
+
+async def fails() -> None:
+    fail()
+
+
+def soon() -> None:
+    asyncio.get_running_loop().call_soon(fail)
+
+
+def later() -> None:
+    asyncio.get_running_loop().call_later(0.01, fail)
+
+
+def lost() -> None:
+    asyncio.get_running_loop().create_task(fails())
+
+
+def kept() -> None:
+    KEPT.append(asyncio.get_running_loop().create_task(fails()))
+    KEPT[-1].add_done_callback(unhandled.report)
+
+
+KEPT: list[asyncio.Task[None]] = []
+
+
+@pytest.mark.parametrize("happens", [soon, later, lost, kept])
+def test_the_first_error_of_any_callback_is_raised(
+    happens: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> str:
+        happens()
+        return await waits()
+
+    with pytest.raises(KeyError, match="nobody expected it"):
+        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+    assert any(record.exc_info for record in caplog.records), "the traceback is logged"
+
+
+def test_what_comes_up_while_it_is_taken_down_does_not_hide_the_cause() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(fail)
+        try:
+            await waits()
+        finally:
+            raise ValueError("a consequence")
+
+    with pytest.raises(KeyError, match="nobody expected it"):
+        asyncio.run(unhandled.guard(main()))
+
+
+def test_an_error_in_the_last_moment_counts() -> None:
+    async def main() -> str:
+        asyncio.get_running_loop().call_exception_handler({"message": "at the end", "exception": KeyError("late")})
+        return "over"
+
+    with pytest.raises(KeyError, match="late"):
+        asyncio.run(unhandled.guard(main()))
+
+
+def test_trouble_of_one_socket_is_no_reason_to_end() -> None:
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        said = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+        loop.call_exception_handler({**said, "socket": None})
+        loop.call_exception_handler({"message": "a word without an exception"})
+        await asyncio.sleep(0)
+        return "over"
+
+    assert asyncio.run(unhandled.guard(main())) == "over"
+
+
+def test_its_own_end_is_passed_on() -> None:
+    async def one() -> int:
+        return 1
+
+    async def main() -> None:
+        assert await unhandled.guard(one()) == 1
+        with pytest.raises(KeyError):
+            await unhandled.guard(fails())
+        task = asyncio.create_task(unhandled.guard(waits()))
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live(self: object) -> int:
+        asyncio.get_running_loop().call_soon(fail)
+        await asyncio.sleep(30)
+        return 0
+
+    monkeypatch.setattr("windfall.worker.agent.Agent._live", live)
+    monkeypatch.setattr("windfall.worker.boot.prepare", lambda device, threads: "cpu")
+    monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
+    with pytest.raises(KeyError, match="nobody expected it"):
+        joining.main(
+            "http://127.0.0.1:9", "token", name="w", kind="spot", device="cpu", region="", price_usd_per_h=0.0,
+            threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0,
+        )  # fmt: skip

@@ -53,9 +53,10 @@ def train(
     from windfall.launch.folder import new_folder
 
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
-    supervisor.check(parsed)
+    said = supervisor.check(parsed)
     if dry_run:
         print(config.dump(parsed))
+        print(f"# {said}")
         print("# all of the above is valid; nothing was started")
         return
     supervisor.train(parsed, new_folder(parsed))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 from pathlib import Path
@@ -96,18 +95,17 @@ def test_fields_by_name(tmp_path: Path) -> None:
         ("$x^2$", r"\boxed{x \cdot x}", True),
         ("3000", "in all 3,000", True),
         ("7", "no idea", False),
-        ("7", r"\boxed{9^{9^{9}}}", False),  # takes for ever
         ("7", "<answer>((((</answer>", False),
     ],
 )
 def test_math(tmp_path: Path, gold: str, text: str, right: bool) -> None:
     env = JsonLines(write(tmp_path, GOOD), cpu_s=1.0)
     task = Task(id="x", prompt="", answer=gold)
-    assert asyncio.run(env.feedback(task, [Turn(text=text)])).reward == float(right)
+    assert env.feedback(task, [Turn(text=text)]).reward == float(right)
 
 
 @NEEDS_MATH
 def test_a_gold_answer_that_is_no_mathematics_is_an_error_not_a_zero(tmp_path: Path) -> None:
     env = JsonLines(write(tmp_path, GOOD))
-    with pytest.raises(RuntimeError, match="use scoring 'exact'"):
-        asyncio.run(env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")]))
+    with pytest.raises(ValueError, match="use scoring 'exact'"):
+        env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")])

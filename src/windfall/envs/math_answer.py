@@ -10,8 +10,9 @@ import logging
 
 import math_verify
 
-from windfall.envs.apart import cpu_limit
 from windfall.envs.extract import marked
+from windfall.envs.limits import cpu_limit
+from windfall.types import Feedback
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 
@@ -21,7 +22,7 @@ def same(gold: str, text: str, cpu_s: float) -> bool:
     want = _parse(gold)
     if not want:
         raise ValueError(f"math-verify cannot read the right answer {gold!r}: use scoring 'exact'")
-    with cpu_limit(cpu_s):
+    with cpu_limit(cpu_s, Feedback(reward=0.0)):
         answer = marked(text)
         got = math_verify.parse(text, parsing_timeout=0) if answer is None else _parse(answer)
         return bool(got) and math_verify.verify(want, got, timeout_seconds=0)

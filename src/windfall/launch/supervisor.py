@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from windfall import algorithms, envs, models
+from windfall import algorithms, models
 from windfall.config import Recipe
 from windfall.console import Console
+from windfall.envs.pool import EnvPool
+from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
@@ -53,20 +55,21 @@ FROZEN_TRAINER = ".trainer.frozen"
 TRACE_S = 24 * 3600.0
 
 
-def check(recipe: Recipe) -> None:
-    """Everything that can be found wrong before any work: model, environment, trace, certificates."""
+def check(recipe: Recipe) -> str:
+    """Everything that can be found wrong before any work: model, environment, trace, certificates. Returns what the
+    environment said when it was called once."""
     models.resolve(recipe.model.path)
     if recipe.run.device == "cuda":
         from windfall import devices
 
         devices.place("cuda", "auto", 0)
-    envs.make(recipe.env, recipe.run.seed).task(0)
     algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     security.serving(recipe.fleet)
     changes(recipe)
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+    return asyncio.run(trial(EnvPool(recipe.env, recipe.run.seed), recipe.rollout.reward_timeout_s))
 
 
 def changes(recipe: Recipe) -> list[Any]:
@@ -88,7 +91,8 @@ def changes(recipe: Recipe) -> list[Any]:
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
     """Run, or go on with, the run in `folder`, to its end or until it is stopped."""
-    check(recipe)
+    if resume:
+        check(recipe)
     with folders.owned(folder):
         if resume:
             folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too

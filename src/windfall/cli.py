@@ -59,6 +59,7 @@ def train(
         print(f"# {said}")
         print("# all of the above is valid; nothing was started")
         return
+    print(said)
     supervisor.train(parsed, new_folder(parsed))
 
 

@@ -37,7 +37,7 @@ class Task:
     id: str
     prompt: str
     answer: Any = None
-    """Whatever the environment needs to judge a response: plain JSON data."""
+    """Whatever the environment needs to judge a response. It stays in the environment's own processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,8 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """An environment's answer to a turn: either the next observation, or the end with a reward."""
+    """An environment's answer to a turn: the end with a reward, or the next observation. A reward beside an observation
+    counts only if the response has no tokens left for another turn."""
 
     reward: float | None = None
     observation: str | None = None

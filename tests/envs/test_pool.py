@@ -241,6 +241,10 @@ def test_cancelled_call_frees_its_place() -> None:
         async with hosting(hostile.Hangs) as pool:
             calls = [asyncio.create_task(ask(pool, i, "hang", 60.0)) for i in range(20)]
             await asyncio.sleep(0.2)
+            task = Task(id="hostile/1", prompt="1+1=")
+            calls.append(asyncio.create_task(pool.feedback(1, task, [Turn(text="hang")], 60.0)))  # pyright: ignore
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # sent, and cancelled before it can begin
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)

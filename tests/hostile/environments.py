@@ -219,12 +219,21 @@ class HangsWhenBuilt(Sound):
         time.sleep(1e6)
 
 
-class AnyText(Sound):
-    """Judges an empty response, and fails for every other."""
+class EmptyOnly(Sound):
+    """Judges an empty response; every other one fails while there is a file called `broken` in the current folder."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        if turns[-1].text and os.path.exists("broken"):
+            raise ConnectionError(f"no judge for {turns[-1].text!r}")
+        return Feedback(reward=float(len(turns[-1].text) % 2))
+
+
+class SleepsOnWords(Sound):
+    """Judges an empty response, and blocks for ever on every other."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         if turns[-1].text:
-            raise ConnectionError(f"no judge for {turns[-1].text!r}")
+            time.sleep(1e6)
         return Feedback(reward=0.0)
 
 

@@ -49,7 +49,7 @@ class Stepped(Coroutine[Any, Any, None]):
 
     def __init__(self, number: int, limit_s: float, board: Board, waits: Callable[[int], None]) -> None:
         """`waits` is told once, when the call lets others run."""
-        self.number, self.limit_s, self.late = number, limit_s, False
+        self.number, self.limit_s, self.late, self.answered = number, limit_s, False, False
         self._board, self._waits, self._first = board, waits, True
         self._began_s = self._cpu_s = self._took_s = self._slept_s = 0.0
         self._timer: asyncio.TimerHandle | None = None

@@ -37,7 +37,8 @@ TASKS_KEPT = 4096
 
 def main() -> None:
     parent, link, board, trace = map(int, sys.argv[1:5])
-    die_with_parent(parent, signal.SIGKILL)
+    if sys.platform == "linux":  # elsewhere the end of the link has to do
+        die_with_parent(parent, signal.SIGKILL)
     os.dup2(2, 1)  # what the environment prints goes to the log
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     # On this signal, and when it crashes, the process writes its stack, even while C code holds the interpreter's lock.
@@ -97,7 +98,12 @@ class Child:
         step = Stepped(number, limit_s, self._board, lambda number: self.tell(number, "waits"))
         step.inner = self._answer(step, what, args)
         step.task = self._running[number] = loop.create_task(step)
-        step.task.add_done_callback(lambda _: self._running.pop(number, None))
+        step.task.add_done_callback(lambda _: self._over(step))
+
+    def _over(self, step: Stepped) -> None:
+        del self._running[step.number]
+        if not step.answered:  # it was cancelled before it began
+            self.tell(step.number, "failed", 0.0, 0.0, "cancelled", "cancelled", "")
 
     async def _answer(self, step: Stepped, what: str, args: list[Any]) -> None:
         name = f"{self._name}.task({args[0]})" if what == "task" else f"{self._name}.feedback of task '{args[1]}'"
@@ -112,6 +118,7 @@ class Child:
             failed = e
         except (Exception, SystemExit, KeyboardInterrupt) as e:  # fault boundary: an environment is anybody's code
             failed = raised(name, e)
+        step.answered = True
         if failed is not None:
             self.tell(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback)
 

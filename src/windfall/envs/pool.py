@@ -201,9 +201,12 @@ class EnvPool:
         self._again([call for call in child.sent.values() if call not in blamed])
 
         async def kill() -> None:
-            stack = await child.process.kill(stack=bool(blamed))
-            for call in blamed:
-                call.fail(waited(call.name, call.limit_s, stack))
+            stack = ""
+            try:
+                stack = await child.process.kill(stack=bool(blamed))
+            finally:
+                for call in blamed:
+                    call.fail(waited(call.name, call.limit_s, stack))
 
         task = asyncio.create_task(kill())
         self._killing.add(task)

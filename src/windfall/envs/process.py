@@ -54,6 +54,7 @@ class ChildProcess:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link, self._readable)
         self._open = True
+        self._burying: asyncio.Task[None] | None = None
 
     # messages
 
@@ -85,7 +86,7 @@ class ChildProcess:
             data = b""
         if not data:
             self._hang_up()
-            self._last = asyncio.ensure_future(self._bury())
+            self._burying = asyncio.create_task(self._bury())
             return
         *lines, self._read = (self._read + data).split(b"\n")
         for line in lines:
@@ -101,6 +102,9 @@ class ChildProcess:
 
     async def kill(self, *, stack: bool = False) -> str:
         """End it, without a word to `ended`. With `stack`: what it was doing, as far as it could still say."""
+        if self._burying is not None:  # it has ended by itself meanwhile
+            await self._burying
+            return ""
         self._hang_up()
         if stack and not self._over():
             os.kill(self._process.pid, signal.SIGUSR1)

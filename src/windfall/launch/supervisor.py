@@ -91,8 +91,8 @@ def changes(recipe: Recipe) -> list[Any]:
 
 def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
     """Run, or go on with, the run in `folder`, to its end or until it is stopped."""
-    if resume:
-        check(recipe)
+    if resume:  # else it was checked before there was a folder
+        print(check(recipe))
     with folders.owned(folder):
         if resume:
             folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too

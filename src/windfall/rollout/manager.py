@@ -173,6 +173,8 @@ class Rollout:
         try:
             task = future.result()
             prompt = self.text.prompt(task.prompt)
+            if not prompt:
+                raise EnvFailed(f"the prompt of task '{task.id}' is empty", "an empty prompt")
             if self.context and len(prompt) + self.options.max_tokens > self.context:
                 raise EnvFailed(
                     f"the prompt of task '{task.id}' has {len(prompt)} tokens; with rollout.max_tokens = "

@@ -14,7 +14,7 @@ from rich.markup import escape
 from windfall import devices, models
 from windfall.config import Recipe, parse
 from windfall.envs.base import HELD_OUT
-from windfall.envs.pool import EnvPool
+from windfall.envs.hosting import hosted
 from windfall.events import EventLog
 from windfall.launch.training import derive, prompt_lengths, spec, text_for
 from windfall.rollout.dispatch import Dispatch
@@ -44,7 +44,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     async def run() -> Rollout:
         device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with EnvPool(recipe.env, recipe.run.seed) as env:
+        async with hosted(recipe.env, recipe.run.seed) as env:
             await env.ready()  # before the model is loaded, which may take long
             model = models.load(model_path, dtype=dtype, device=device)
             text = text_for(models.load_tokenizer(model_path), model)

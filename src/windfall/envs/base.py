@@ -5,14 +5,14 @@ far. So a run resumes from a number, an episode can move to another process, and
 
 An environment is anybody's code. It may block, raise, print, leave the process or return garbage, so the rest of
 windfall never calls it directly: it asks a Host. `pool.EnvPool` keeps environments in child processes that can be
-killed; `in_process.InProcess` calls them here, for simulations and tests.
+killed; `in_process.InProcess` calls them here, for simulations, tests and the two that take microseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 from windfall.types import Feedback, Task, Turn
 
@@ -38,8 +38,17 @@ class Env(Protocol):
 
 
 class Host(Protocol):
+    """Used as `async with`."""
+
     name: str
     """How messages name the environment."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def ready(self) -> None:
+        """Until the environment is built. Raises WindfallError where it cannot be."""
+        ...
 
     def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
         """The future fails with EnvFailed where the environment does."""

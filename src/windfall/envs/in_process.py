@@ -1,11 +1,12 @@
-"""An environment in this process: for simulations, in virtual time, and for tests. A call that blocks blocks it all."""
+"""An environment in this process: in virtual time, in tests, or where it is known to take microseconds. A call that
+blocks blocks it all."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from windfall.envs.base import Env
 from windfall.envs.failures import EnvFailed, feedback_fault, garbage, raised, task_fault, waited
@@ -17,6 +18,13 @@ class InProcess:
 
     def __init__(self, env: Env) -> None:
         self.env, self.name = env, type(env).__name__
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def ready(self) -> None: ...
 
     def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
         """A plain `task` has run when this returns."""

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from windfall import envs
 from windfall.envs.calls import Call, Child, exited
@@ -59,7 +59,7 @@ class EnvPool:
         self._watching: asyncio.Task[None] | None = None
         self._killing: set[asyncio.Task[Any]] = set()
 
-    async def __aenter__(self) -> EnvPool:
+    async def __aenter__(self) -> Self:
         self._built = asyncio.get_running_loop().create_future()
         self._start()
         self._watching = asyncio.create_task(self._watch())
@@ -77,7 +77,6 @@ class EnvPool:
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
 
     async def ready(self) -> None:
-        """Until the environment is built. Raises WindfallError where it cannot be."""
         assert self._built is not None, "entered with `async with` first"
         await asyncio.shield(self._built)
 
@@ -158,7 +157,8 @@ class EnvPool:
                 call.succeed(Task(id=rest[2], prompt=rest[3]))
             else:
                 call.succeed(Feedback(reward=rest[2], observation=rest[3]))
-        self._pump_soon()
+        if self._pending:
+            self._pump_soon()
 
     # children
 

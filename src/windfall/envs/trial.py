@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from windfall.envs.base import Host
 from windfall.envs.failures import EnvFailed
-from windfall.envs.pool import EnvPool
 from windfall.errors import WindfallError
 from windfall.types import Turn
 
 
-async def trial(pool: EnvPool, timeout_s: float) -> str:
+async def trial(host: Host, timeout_s: float) -> str:
     """Task 0, and its feedback on an empty response: once each, as a call may cost money. Says what came back."""
-    async with pool:
-        await pool.ready()
-        where = f"environment {pool.name}"
+    async with host:
+        await host.ready()
+        where = f"environment {host.name}"
         try:
-            task = await pool.task(0, timeout_s)
-            said = await pool.feedback(0, task, [Turn(text="")], timeout_s)
+            task = await host.task(0, timeout_s)
+            said = await host.feedback(0, task, [Turn(text="")], timeout_s)
         except EnvFailed as e:
             told = f"{e.traceback.rstrip()}\n" if e.traceback else ""
             if e.cause.startswith("no answer"):
@@ -26,4 +26,4 @@ async def trial(pool: EnvPool, timeout_s: float) -> str:
     what = f"an observation of {len(said.observation)} characters" if said.observation is not None else ""
     reward = f"reward {said.reward:g}" if said.reward is not None else ""
     answer = " and ".join(part for part in (reward, what) if part)
-    return f"environment {pool.name}: task '{task.id}' was made; an empty response to it got {answer}"
+    return f"environment {host.name}: task '{task.id}' was made; an empty response to it got {answer}"

@@ -28,7 +28,7 @@ import xxhash
 
 from windfall import config, listening, tokenizer
 from windfall.config import Recipe
-from windfall.envs.pool import EnvPool
+from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.events import EventLog, tensorboard
 from windfall.launch import folder as folders
@@ -106,7 +106,7 @@ class Control:
                 self.events.instant("end", **self._end, **self.life.telling.last_bill(now))
 
     async def _run(self) -> None:
-        async with EnvPool(self.recipe.env, self.recipe.run.seed) as env:
+        async with hosted(self.recipe.env, self.recipe.run.seed) as env:
             await self.life.or_stop(env.ready())
             reached = await self.life.steps(env, self._text)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}

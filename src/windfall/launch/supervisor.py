@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from windfall import algorithms, models
 from windfall.config import Recipe
 from windfall.console import Console
-from windfall.envs.pool import EnvPool
+from windfall.envs.hosting import hosted
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 from windfall.fleet import process, trace
@@ -69,7 +69,7 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    return asyncio.run(trial(EnvPool(recipe.env, recipe.run.seed), recipe.rollout.reward_timeout_s))
+    return asyncio.run(trial(hosted(recipe.env, recipe.run.seed), recipe.rollout.reward_timeout_s))
 
 
 def changes(recipe: Recipe) -> list[Any]:

@@ -16,7 +16,8 @@ import xxhash
 
 from windfall import algorithms, config, devices, listening, models
 from windfall.config import Recipe
-from windfall.envs.pool import EnvPool
+from windfall.envs.base import Host
+from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.launch import folder as folders
@@ -70,7 +71,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     model = models.load(source, dtype=dtype, device=device)
     tokenizer = models.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with EnvPool(recipe.env, recipe.run.seed) as env:
+    async with hosted(recipe.env, recipe.run.seed) as env:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts)
     reference = models.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
@@ -200,7 +201,7 @@ def text_for(tokenizer: Any, model: Any) -> Text:
     return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
 
 
-async def prompt_lengths(env: EnvPool, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
+async def prompt_lengths(env: Host, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
     """In tokens, of the first tasks that can be made in reasonable time."""
     await env.ready()
     timeout_s = recipe.rollout.reward_timeout_s

@@ -22,8 +22,8 @@ FILES = {str(p.relative_to(SRC)): ast.parse(p.read_text()) for p in sorted(SRC.r
 LAYERS = [
     {"__init__", "types", "errors", "unhandled"},
     {"listening", "free_memory"},
-    {"envs", "algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices", "prices", "bill"},
-    {"config", "engine", "accounts"},
+    {"algorithms", "events", "text", "tokenizer", "link", "weights", "fleet", "devices", "prices", "bill"},
+    {"config", "engine", "accounts", "envs"},
     {"models", "console", "rollout", "train"},
     {"selftest"},
     {"controller", "worker"},
@@ -34,6 +34,8 @@ LAYERS = [
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/pages.py",
+    "envs/repeats.py",
+    "envs/sizing.py",
     "engine/gpu/plan.py",
     "engine/gpu/splits.py",
     "engine/gpu/words.py",

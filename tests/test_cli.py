@@ -189,4 +189,4 @@ def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch
 def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
     recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
-        training.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", 20)
+        training.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])

@@ -13,7 +13,9 @@ import pytest
 from windfall import algorithms
 from windfall.config import parse
 from windfall.controller import HELD_OUT, Controller
+from windfall.errors import WindfallError
 from windfall.events import EventLog, read
+from windfall.rollout.env_failures import EnvFailures
 from windfall.rollout.manager import Stopped
 from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import State
@@ -25,12 +27,16 @@ class World:
 
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
-        self.made = self.restored = self.missing = 0
+        self.made = self.restored = self.graded = 0
+        self.grading_s = 0.0
+        self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
         self.over = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000
         """Checkpoints."""
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
+        self.skipped: set[int] = set()
+        """Tasks that the environment cannot make."""
         self.deaths: list[str] = []
         """At which requests the trainer dies, in this order."""
         self.kept = State(step=0, next_task=0)
@@ -45,11 +51,16 @@ class World:
         for index in tasks:
             if index == self._stop_at:
                 raise Stopped
+            if index in self.skipped:
+                continue
             rows = [(1,), (1, 2)] if not held_out else [(1,)]
             yield Group(index=index, task=Task(id="t", prompt="p"), responses=tuple(
                 Response(id=f"{index}/{i}", prompt=(5,), tokens=t, logprobs=(-1.0,) * len(t), sampled=(True,) * len(t),
                          versions=(0,) * len(t), finish="stop", reward=r)
                 for i, (t, r) in enumerate(zip(rows, self._rewards(index), strict=False))))  # fmt: skip
+
+    def reset_counters(self) -> None:
+        self.failures.reset()
 
     def _live(self, request: str) -> None:
         if self.deaths and self.deaths[0] == request:
@@ -288,3 +299,29 @@ def test_evaluation_of_a_step_that_was_lost_is_made_again(tmp_path: Path) -> Non
     assert len(world.only("died")) == 2
     assert [e["step"] for e in read(tmp_path / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "eval")] == [
         0, 1, 1, 2]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["step 2", "the evaluation after step 0"])
+def test_run_ends_when_nothing_got_a_reward(tmp_path: Path, where: str) -> None:
+    def rewards(index: int) -> list[float | None]:
+        broken = index >= HELD_OUT if where.startswith("the eval") else 2 <= index < HELD_OUT
+        return [None, None] if broken else [0.0, 1.0]
+
+    world = World(rewards)
+    with pytest.raises(WindfallError, match=f"environment Scripted: no response of {where} got a reward"):
+        world.run(tmp_path)
+    assert len(world.only("update")) == (1 if where == "step 2" else 0), "it was trained on nothing"
+
+
+def test_one_reward_is_enough(tmp_path: Path) -> None:
+    world = World(lambda index: [None, 1.0] if index % 2 else [None, None])
+    assert world.run(tmp_path, eval={"tasks": 0}).step == 3
+
+
+def test_skipped_task_is_replaced_and_counts_as_drawn(tmp_path: Path) -> None:
+    world = World(mixed)
+    world.skipped = {0, 3}
+    assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}) == State(step=1, next_task=3)
+    assert world.only("draw") == [("draw", 0, 2), ("draw", 2, 1)]
+    (step,) = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+    assert (step["drawn"], step["groups"], step["lengths"]) == (3, 2, [[], [1, 2], [1, 2]])

@@ -73,11 +73,13 @@ def train(
 
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
     known = invitation.token(token) if token is not None else None
-    supervisor.check(parsed)
+    said = supervisor.check(parsed)
     if dry_run:
         print(config.dump(parsed))
+        print(f"# {said}")
         print("# all of the above is valid; nothing was started")
         return
+    print(said)
     start.train(parsed, new_folder(parsed), token=known)
 
 

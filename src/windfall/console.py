@@ -153,7 +153,9 @@ class Console:
             case "stopping":
                 self._out.print("stopping and saving; press Ctrl-C again to end at once")
             case "reward_missing":
-                self._out.print(f"[yellow]reward missing[/] for {event['response']}: {escape(event['error'])}")
+                self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
+            case "task_skipped":
+                self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
             case "update_skipped":
                 of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
                 self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")
@@ -208,6 +210,8 @@ class Console:
             alone = reserved_only(bill, train_s=e["train_s"]) if bill and "train_s" in e else None
             beside = f" (alone ${alone.usd_per_million(e['trained']):,.2f})" if alone and alone.usd else ""
             missing = f"  {least}${per_million:,.2f}/M{beside}{missing}"
+        if e.get("skipped"):
+            missing += f"  skipped {e['skipped']}"
         if e.get("restored"):
             missing += f"  ({e['restored']:,} tokens from the journal)"
         return (
@@ -264,6 +268,11 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     out.append(f"  try next                   {_command()} generate {saved} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {saved}")
     return out
+
+
+def _failure(event: Event) -> str:
+    count = event.get("count", 1)
+    return escape(event["error"]) + (f" ({count:,} of this kind so far)" if count > 1 else "")
 
 
 def _bill(step: Event) -> Totals | None:

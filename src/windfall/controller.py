@@ -162,12 +162,13 @@ class Controller:
 
     async def _step(self) -> None:
         step, started = self.state.step + 1, _now()
-        self.rollout.made = self.rollout.restored = self.rollout.missing = self.rollout.graded = 0
-        self.rollout.grading_s = 0.0
+        self.rollout.reset_counters()
         self.pace.begin(step)
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect(self.state.next_task)
             span["tokens"] = self.rollout.made
+            if not batch.rewards:
+                raise self.rollout.failures.nothing(f"step {step}")
         self.pace.generated()
         training = _now()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
@@ -290,7 +291,9 @@ class Controller:
                 async for group in made:
                     rewards += group.rewards
                     lengths[group.index] = group.responses[0].made
-        in_order = [lengths[index] for index in tasks]
+        if not rewards:
+            raise self.rollout.failures.nothing(f"the evaluation after step {step}")
+        in_order = [lengths.get(index, 0) for index in tasks]
         self.events.scalar(
             "eval", step=step, reward=_mean(rewards), tasks=len(rewards), on=held_out.what, lengths=in_order
         )
@@ -307,6 +310,7 @@ class Controller:
     def _tell(self, step: int, batch: Batch, reports: list[Report], train_s: float, took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]
         lengths = [r.made for r in responses]
+        drawn = range(self.state.next_task - batch.drawn, self.state.next_task)
         last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
         skipped = [r.skipped for r in reports if r.skipped]
         for why in sorted(set(skipped)):
@@ -323,10 +327,11 @@ class Controller:
             responses=len(responses),
             groups=len(batch.kept),
             drawn=batch.drawn,
-            missing=self.rollout.missing,
+            skipped=self.rollout.failures.skipped,
+            missing=self.rollout.failures.missing,
             mean_length=sum(lengths) / max(1, len(lengths)),
             prompt_tokens=_mean([len(r.prompt) for r in responses]),
-            lengths=[batch.lengths[index] for index in sorted(batch.lengths)],
+            lengths=[batch.lengths.get(index, []) for index in drawn],
             replaced=sorted(set(batch.lengths) - {g.index for g in batch.kept}),
             reward_s=self.rollout.grading_s / max(1, self.rollout.graded),
             cut=sum(r.finish == "length" for r in responses) / max(1, len(responses)),

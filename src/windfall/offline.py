@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from windfall import devices, envs, models
+from windfall import devices, models
 from windfall.config import JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.jsonl import check_answers
+from windfall.envs.gold_answers import check_answers
+from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.events import EventLog
-from windfall.launch.training import derive, longest_prompt, spec, text_for
+from windfall.launch.training import derive, prompt_lengths, spec, text_for
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout, seed_of
 from windfall.rollout.work import Offer
-from windfall.text import Text
 from windfall.train import checkpoint
 from windfall.types import Prompt, Request, Sampling
 from windfall.worker.build import engine_for
@@ -51,25 +51,34 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    env, on = envs.make(recipe.env, recipe.run.seed), held_out.describe(recipe.env, tasks)
+    on = held_out.describe(recipe.env, tasks)
     tasks = on.tasks
     for warning in on.warnings:
         _warn(warning)
     if isinstance(recipe.env, JsonLinesEnv):
         check_answers(recipe.env)
-    text, engine, slots = _ready(
-        model_path, recipe, lambda text: longest_prompt(recipe, text, HELD_OUT, min(64, tasks))
-    )
     out = Console(highlight=False, soft_wrap=True)
     sampling = recipe.rollout.sampling(temperature)
     rewards: list[float] = []
     lengths: list[int] = []
 
-    async def run() -> int:
-        events = EventLog(Path("/dev/null"))
-        dispatch = Dispatch(events=events)
-        rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
-        done = 0
+    async def run() -> Rollout:
+        device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+        async with hosted(recipe.env, recipe.run.seed) as env:
+            await env.ready()  # before the model is loaded, which may take long
+            model = models.load(model_path, dtype=dtype, device=device)
+            text = text_for(models.load_tokenizer(model_path), model)
+            prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
+            engine, slots = _engine(recipe, model, device, dtype, prompts)
+            events = EventLog(Path("/dev/null"))
+            dispatch = Dispatch(events=events)
+            rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
+            rollout.context = getattr(model.config, "max_position_embeddings", None)
+            await roll(rollout, engine, slots)
+        return rollout
+
+    async def roll(rollout: Rollout, engine: Any, slots: int) -> None:
+        dispatch, text, done = rollout.dispatch, rollout.text, 0
         async with inside(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
             with out.status("evaluating") as status:
@@ -80,30 +89,38 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if done <= show:
                         said = escape(text.decode(group.responses[0].tokens))
-                        out.print(
-                            f"[bold]{escape(_said(group.task.prompt))}[/]\n{said}\n-> {group.responses[0].reward}\n"
-                        )
-        return rollout.missing
+                        prompt, reward = escape(_said(group.task.prompt)), group.responses[0].reward
+                        out.print(f"[bold]{prompt}[/]\n{said}\n-> {reward}\n")
 
-    missing = asyncio.run(run())
+    rollout = asyncio.run(run())
+    if not rewards:
+        raise rollout.failures.nothing(f"{tasks} held-out tasks")
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
     out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(on.what)}")
-    out.print(f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; missing {missing}")
+    failures = rollout.failures
+    out.print(
+        f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; missing {failures.missing}"
+    )
+    if failures.skipped:
+        out.print(f"skipped {failures.skipped} tasks that could not be used")
 
 
 def generate(
     model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
 ) -> None:
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
+    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    model = models.load(model_path, dtype=dtype, device=device)
+    text = text_for(models.load_tokenizer(model_path), model)
+    ids = [text.prompt(p) for p in prompts]
     try:
-        text, engine, _ = _ready(model_path, recipe, lambda text: max(len(text.prompt(p)) for p in prompts))
+        engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])
     except WindfallError as e:
         if e.where != "rollout.max_tokens":
             raise
         what, fix = e.what.replace(e.where, "--max-tokens"), "Shorten the prompt, or give a smaller --max-tokens."
         raise WindfallError(what, where="--prompt", fix=fix) from e
-    ids = [text.prompt(p) for p in prompts]
     tokens: dict[str, list[int]] = {}
     for p, prompt in enumerate(ids):
         for i in range(n):
@@ -128,14 +145,10 @@ def generate(
         print(f"[{id}] {text.decode(made)}")
 
 
-def _ready(model_path: str, recipe: Recipe, longest: Callable[[Text], int]) -> tuple[Text, Any, int]:
-    """Words, an engine, and how many responses it runs at once."""
-    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-    model = models.load(model_path, dtype=dtype, device=device)
-    text = text_for(models.load_tokenizer(model_path), model)
-    derived = derive(recipe, model, device, dtype, longest(text))
-    engine, slots = engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
-    return text, engine, slots
+def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
+    """An engine, and how many responses it runs at once."""
+    derived = derive(recipe, model, device, dtype, prompts)
+    return engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
 
 
 def _said(prompt: Prompt) -> str:

@@ -29,6 +29,17 @@ class Lease:
     price_usd_per_h: float = 0.0
 
 
+def prompt_key(prompt: Prompt) -> bytes:
+    """The same for prompts that ask the same.
+
+    >>> prompt_key([{"role": "user", "content": "3+4="}]) == prompt_key(({"content": "3+4=", "role": "user"},))
+    True
+    """
+    if isinstance(prompt, str):
+        return prompt.encode()
+    return repr([sorted(message.items()) for message in prompt]).encode()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """What an environment asks.
@@ -40,7 +51,7 @@ class Task:
     id: str
     prompt: Prompt
     answer: Any = None
-    """Whatever the environment needs to judge a response: plain JSON data."""
+    """Whatever the environment needs to judge a response. It stays in the environment's own processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +64,8 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """An environment's answer to a turn: either the next observation, or the end with a reward."""
+    """An environment's answer to a turn: the end with a reward, or the next observation. A reward beside an observation
+    counts only if the response has no tokens left for another turn."""
 
     reward: float | None = None
     observation: str | None = None

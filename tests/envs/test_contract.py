@@ -6,13 +6,13 @@ failures are retried (test_grade.py).
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +26,7 @@ from windfall.types import Feedback, Task, Turn
 @dataclass(frozen=True, kw_only=True)
 class Case:
     name: str
-    make: Callable[[Path], Env]
+    make: Callable[[Path], Any]
     """A fresh environment, the same each time; the folder holds whatever files it needs, and is the same too."""
     right: Callable[[Task], str]
     wrong: Callable[[Task], str]
@@ -84,8 +84,10 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def judge(env: Env, task: Task, *texts: str) -> Feedback:
-    return asyncio.run(env.feedback(task, [Turn(text=text) for text in texts]))
+def judge(env: Any, task: Task, *texts: str) -> Feedback:
+    said = env.feedback(task, [Turn(text=text) for text in texts])
+    assert isinstance(said, Feedback)
+    return said
 
 
 def test_is_an_env(case: Case, tmp_path: Path) -> None:
@@ -133,9 +135,6 @@ def test_a_task_that_travelled_as_json_is_still_graded(case: Case, tmp_path: Pat
 def test_feedback_keeps_no_state(case: Case, tmp_path: Path) -> None:
     env = case.make(tmp_path)
     tasks = [env.task(i) for i in range(4)]
-
-    async def all_at_once() -> list[Feedback]:
-        texts = [(task, text) for task in tasks for text in (case.right(task), case.wrong(task))]
-        return await asyncio.gather(*(env.feedback(task, [Turn(text=text)]) for task, text in texts))
-
-    assert [feedback.reward for feedback in asyncio.run(all_at_once())] == [1.0, 0.0] * 4
+    texts = [(task, text) for task in tasks for text in (case.right(task), case.wrong(task))]
+    assert [judge(env, task, text).reward for task, text in texts] == [1.0, 0.0] * 4
+    assert [judge(env, task, text).reward for task, text in reversed(texts)] == [0.0, 1.0] * 4

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from windfall.envs.grade import Graded, grade
+from windfall.envs.in_process import InProcess
 from windfall.types import Feedback, Task, Turn
 
 TASK = Task(id="scripted/0", prompt="?")
@@ -36,7 +37,7 @@ class Scripted:
 
 
 def run(env: Scripted, **options: Any) -> Graded:
-    return asyncio.run(grade(env, TASK, TURNS, **{"timeout_s": 0.05, "backoff_s": 0.001, **options}))
+    return asyncio.run(grade(InProcess(env), 0, TASK, TURNS, **{"timeout_s": 0.05, "backoff_s": 0.001, **options}))
 
 
 def test_first_try() -> None:
@@ -47,6 +48,8 @@ def test_first_try() -> None:
 
 def test_an_observation_passes() -> None:
     assert run(Scripted(Feedback(observation="go on"))).feedback == Feedback(observation="go on")
+    both = Feedback(observation="go on", reward=0.5)
+    assert run(Scripted(both)).feedback == both
 
 
 def test_flaky_env_succeeds_on_try_2() -> None:
@@ -60,6 +63,8 @@ def test_failing_env_is_missing_never_zero() -> None:
     assert (graded.feedback, graded.tries, env.calls) == (None, 3, 3)
     for part in ("Scripted", "scripted/0", "ConnectionError: reset by peer", "try 3 of 3"):
         assert part in graded.error
+    assert "test_grade.py" in graded.cause
+    assert "ConnectionError: reset by peer" in graded.traceback
 
 
 def test_slow_env_is_missing_and_named() -> None:
@@ -76,7 +81,6 @@ def test_a_timeout_of_the_envs_own_is_not_taken_for_ours() -> None:
     ("feedback", "fault"),
     [
         (Feedback(), "neither a reward nor an observation"),
-        (Feedback(reward=1.0, observation="go on"), "both a reward and an observation"),
         (Feedback(reward=math.nan), "the reward is nan"),
         (Feedback(reward=-math.inf), "the reward is -inf"),
         (Feedback(reward="1"), "the reward is a str"),  # type: ignore[arg-type]
@@ -92,7 +96,7 @@ def test_improper_feedback_is_a_failed_try(feedback: Any, fault: str) -> None:
 
 def test_cancelling_goes_through() -> None:
     async def cancelled_while(env: Scripted) -> None:
-        work = asyncio.create_task(grade(env, TASK, TURNS, backoff_s=10.0))
+        work = asyncio.create_task(grade(InProcess(env), 0, TASK, TURNS, backoff_s=10.0))
         await asyncio.sleep(0.01)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):

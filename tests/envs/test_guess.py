@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from windfall.envs.guess import Guess
@@ -14,18 +12,18 @@ def play(env: Guess, task: Task, *texts: str) -> Feedback:
     turns: list[Turn] = []
     feedback = Feedback()
     for text in texts:
-        feedback = asyncio.run(env.feedback(task, [*turns, Turn(text=text)]))
+        feedback = env.feedback(task, [*turns, Turn(text=text)])
         turns.append(Turn(text=text, observation=feedback.observation))
     return feedback
 
 
 def test_hints() -> None:
     env, task = Guess(low=1, high=20), Task(id="guess/0", prompt="", answer=7)
-    assert play(env, task, "3") == Feedback(observation="\nhigher\n")
-    assert play(env, task, "12 or rather 11") == Feedback(observation="\nlower\n")
-    assert play(env, task, "well") == Feedback(observation="\nsay a number\n")
-    assert play(env, task, "-3") == Feedback(observation="\nhigher\n")
-    assert play(env, task, "6.5") == Feedback(observation="\nhigher\n")
+    assert play(env, task, "3") == Feedback(observation="\nhigher\n", reward=0.0)
+    assert play(env, task, "12 or rather 11") == Feedback(observation="\nlower\n", reward=0.0)
+    assert play(env, task, "well") == Feedback(observation="\nsay a number\n", reward=0.0)
+    assert play(env, task, "-3") == Feedback(observation="\nhigher\n", reward=0.0)
+    assert play(env, task, "6.5") == Feedback(observation="\nhigher\n", reward=0.0)
     assert play(env, task, "7") == Feedback(reward=1.0)
 
 
@@ -47,10 +45,10 @@ def test_halving_always_wins() -> None:
         while True:
             said.append(str((low + high) // 2))
             feedback = play(env, task, *said)
-            if feedback.reward is not None:
+            if feedback.observation is None:
                 break
             low, high = (int(said[-1]) + 1, high) if "higher" in str(feedback.observation) else (low, int(said[-1]) - 1)
-        assert feedback.reward >= 0.9
+        assert (feedback.reward or 0.0) >= 0.9
     assert (min(seen), max(seen)) == (1, 20)
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import subprocess
@@ -15,8 +14,9 @@ from hostile.datasets import write as write_hostile
 from windfall import config
 from windfall.config import JsonLinesEnv
 from windfall.envs.base import HELD_OUT
+from windfall.envs.gold_answers import check_answers
 from windfall.envs.held_out import describe
-from windfall.envs.jsonl import JsonLines, check_answers
+from windfall.envs.jsonl import JsonLines
 from windfall.errors import WindfallError
 from windfall.types import Task, Turn
 
@@ -105,14 +105,13 @@ def test_fields_by_name(tmp_path: Path) -> None:
         ("$x^2$", r"\boxed{x \cdot x}", True),
         ("3000", "in all 3,000", True),
         ("7", "no idea", False),
-        ("7", r"\boxed{9^{9^{9}}}", False),  # takes for ever
         ("7", "<answer>((((</answer>", False),
     ],
 )
 def test_math(tmp_path: Path, gold: str, text: str, right: bool) -> None:
     env = JsonLines(write(tmp_path, GOOD), cpu_s=1.0)
     task = Task(id="x", prompt="", answer=gold)
-    assert asyncio.run(env.feedback(task, [Turn(text=text)])).reward == float(right)
+    assert env.feedback(task, [Turn(text=text)]).reward == float(right)
 
 
 @NEEDS_MATH
@@ -137,7 +136,7 @@ def test_a_gold_answer_is_right(tmp_path: Path) -> None:
     env = JsonLines(path)
     for gold in MATHEMATICS:
         for text in (gold, f"<answer>{gold}</answer>", f"so \\boxed{{{gold}}}"):
-            feedback = asyncio.run(env.feedback(Task(id="x", prompt="", answer=gold), [Turn(text=text)]))
+            feedback = env.feedback(Task(id="x", prompt="", answer=gold), [Turn(text=text)])
             assert feedback.reward == 1.0, (gold, text)
 
 
@@ -154,8 +153,8 @@ def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) ->
 @NEEDS_MATH
 def test_what_was_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
     env = JsonLines(write(tmp_path, GOOD))
-    with pytest.raises(RuntimeError, match="use scoring 'exact'"):
-        asyncio.run(env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")]))
+    with pytest.raises(ValueError, match="use scoring 'exact'"):
+        env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")])
 
 
 @pytest.mark.parametrize("kind", list(FILES))
@@ -181,7 +180,7 @@ def test_a_conversation_is_a_prompt(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"prompt": said, "answer": 2}))
     task = JsonLines(path, scoring="exact").task(0)
     assert task.prompt == said
-    assert asyncio.run(JsonLines(path, scoring="exact").feedback(task, [Turn(text="2")])).reward == 1.0
+    assert JsonLines(path, scoring="exact").feedback(task, [Turn(text="2")]).reward == 1.0
 
 
 def section(path: Path, **keys: Any) -> JsonLinesEnv:

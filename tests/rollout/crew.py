@@ -20,6 +20,7 @@ from hashing import Asking, Hashing, Words
 from step_loop import StepLoop
 
 from windfall.config import Rollout as Options
+from windfall.envs.in_process import InProcess
 from windfall.events import EventLog
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
@@ -209,7 +210,7 @@ def roll(
             written = Journal(journal, "settings") if journal else None
             dispatch, env, text = Dispatch(events=events, journal=written), Asking(), Words()
             options = Options(max_tokens=max_tokens, reward_tries=2, reward_timeout_s=20.0)
-            rollout = Rollout(dispatch, env, text, options, seed=3, events=events)  # pyright: ignore
+            rollout = Rollout(dispatch, InProcess(env), text, options, seed=3, events=events)  # pyright: ignore
             crew = Crew(dispatch=dispatch, rollout=rollout, env=env, loop=loop)
             text.stop = stop
             if written is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.config import Rollout as Options
+from windfall.envs.in_process import InProcess
 from windfall.events import EventLog
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.manager import Rollout, seed_of
@@ -106,7 +107,7 @@ async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> Async
     dispatch = Dispatch(events=events)
     options = {"max_tokens": 100, "reward_tries": 1, "reward_timeout_s": 20.0} | options
     text: Any = Words()
-    rollout = Rollout(dispatch, env, text, Options(**options), seed=SEED, events=events)
+    rollout = Rollout(dispatch, InProcess(env), text, Options(**options), seed=SEED, events=events)
     async with inside(dispatch, engine, slots=256, on_failure=rollout.interrupt):
         dispatch.set_offer(Offer(version=engine.version, digest="as it is", url=""))
         watching = asyncio.create_task(dispatch.watch())

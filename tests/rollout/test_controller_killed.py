@@ -77,8 +77,13 @@ def positions(past: Past) -> set[tuple[int, int]]:
 
 
 def judged(past: Past) -> Counter[str]:
-    """How many turns of each task have been judged."""
-    return Counter(f"n/{id.partition('/')[0]}" for id, events in past.items() for e in events if isinstance(e, Judged))
+    """How many turns of each task have a verdict. A reward that was missing is asked for again."""
+    return Counter(
+        f"n/{id.partition('/')[0]}"
+        for id, events in past.items()
+        for e in events
+        if isinstance(e, Judged) and (e.reward, e.observation) != (None, None)
+    )
 
 
 def live_again(data: bytes, folder: Path) -> Crew:

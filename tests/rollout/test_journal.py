@@ -309,10 +309,11 @@ def restore(past: Past, ids: list[str]) -> dict[str, Episode]:
     opened: dict[str, Episode] = {}
     dispatch: Any = SimpleNamespace(open=lambda e: opened.update({e.id: e}))
     nobody: Any = None
-    rollout = Rollout(dispatch, nobody, nobody, nobody, seed=0, events=nobody)
+    env: Any = SimpleNamespace(name="nobody")
+    rollout = Rollout(dispatch, env, nobody, nobody, seed=0, events=nobody)
     rollout.past = past
     for id in ids:
-        rollout._begin(episode(id), nobody, {}, set())
+        rollout._begin(episode(id), nobody, nobody)
     return opened
 
 

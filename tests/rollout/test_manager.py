@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import STOP, Asks, Scripted, run
 
+from windfall.envs.guess import Guess
 from windfall.events import read
 from windfall.rollout.manager import seed_of
 from windfall.types import Feedback, Request, Task, Turn
@@ -52,7 +54,7 @@ def test_every_episode_comes_out_once(
         assert g.task == env.task(g.index)
     assert rollout.made == sum(n + 1 for row in lengths for n in row)
     assert len({r.seed for r in engine.requests}) == len(env.heard) == 2 * len(lengths)
-    assert (rollout.missing, len(engine), engine.cancelled) == (0, 0, [])
+    assert (rollout.failures.missing, len(engine), engine.cancelled) == (0, 0, [])
 
 
 def test_seed_of_a_response_never_changes() -> None:
@@ -82,7 +84,7 @@ def test_slow_reward_does_not_hold_up_tokens(tmp_path: Path) -> None:
 
     groups, rollout = run(engine, Asks(judge), tmp_path, tasks=[0, 1], reward_timeout_s=10.0)
     assert {g.index: g.rewards for g in groups} == {0: (1.0,), 1: (50.0,)}
-    assert rollout.missing == 0
+    assert rollout.failures.missing == 0
 
 
 def test_failed_reward_is_missing_and_counted(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_failed_reward_is_missing_and_counted(tmp_path: Path) -> None:
     groups, rollout = run(engine, env, tmp_path, tasks=[4], size=3, reward_tries=2)
     assert [r.reward for r in groups[0].responses] == [5.0, None, 5.0]
     assert groups[0].rewards == (5.0, 5.0)
-    assert rollout.missing == 1
+    assert rollout.failures.missing == 1
     assert len(env.heard) == 4
     (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "reward_missing"]
     assert event["response"] == "4/1"
@@ -137,4 +139,29 @@ def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str
     (r,) = groups[0].responses
     assert r.tokens == tuple(map(ord, tokens))
     assert (r.reward, r.finish) == (reward, "stop" if max_tokens == 7 else "length")
-    assert rollout.missing == (reward is None)
+    assert rollout.failures.missing == (reward is None)
+    if reward is None:
+        (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "reward_missing"]
+        assert "rollout.max_tokens" in event["error"]
+
+
+@pytest.mark.parametrize(("max_tokens", "tokens"), [(2, "ab"), (5, "ab\0")])
+def test_response_that_runs_out_of_tokens_gets_what_its_last_turn_is_worth(
+    tmp_path: Path, max_tokens: int, tokens: str
+) -> None:
+    async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
+        return Feedback(observation="no", reward=-0.5) if len(turns) == 1 else Feedback(reward=0.75)
+
+    engine = Scripted(lambda request: "ab" if request.position == 0 else "c")
+    groups, rollout = run(engine, Asks(judge), tmp_path, tasks=[7], max_tokens=max_tokens)
+    (r,) = groups[0].responses
+    assert (r.tokens, r.reward, r.finish) == (tuple(map(ord, tokens)), -0.5, "length")
+    assert rollout.failures.missing == 0
+
+
+def test_guess_punishes_running_out_of_tokens(tmp_path: Path) -> None:
+    """A number that is never right, in turns of 3 tokens."""
+    guess: Any = Guess(low=1, high=9, max_turns=50)
+    groups, rollout = run(Scripted(lambda request: "0"), guess, tmp_path, tasks=[0], max_tokens=40)
+    assert groups[0].responses[0].turns > 2
+    assert (groups[0].rewards, rollout.failures.missing) == ((0.0,), 0)

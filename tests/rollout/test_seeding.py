@@ -14,6 +14,7 @@ import pytest
 from scripted import SEED, Asks, Scripted, Words
 
 from windfall.config import Rollout as Options
+from windfall.envs.in_process import InProcess
 from windfall.events import EventLog, read
 from windfall.link import messages
 from windfall.link.memory import pair
@@ -62,7 +63,7 @@ class World:
         self.seeding = Seeding(self.dispatch, self.policy, self.events, responses=12)
         text: Any = Words()
         options = Options(max_tokens=40, reward_tries=1)
-        self.rollout = Rollout(self.dispatch, Asks(right), text, options, seed=SEED, events=self.events)
+        self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)
 
     async def step(self, tasks: Sequence[int] = (0, 1, 2)) -> float:
         """A step's rollout; how long it took."""

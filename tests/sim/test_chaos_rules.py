@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from windfall.accounts import Accounts
+from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.rollout import manager, past
 from windfall.rollout.giving import Giving
@@ -245,13 +246,12 @@ def silence_is_never_noticed(patch: Patch) -> None:
 
 @breaks("progress", seed=3)
 def a_reward_that_fails_is_never_asked_for_again(patch: Patch) -> None:
-    async def grade(env: Any, task: Any, turns: Any, **_: Any) -> Graded:
+    async def grade(host: Any, index: int, task: Any, turns: Any, *, timeout_s: float, **_: Any) -> Graded:
         try:
-            return Graded(feedback=await env.feedback(task, turns), tries=1)
-        except TimeoutError:
-            await asyncio.Event().wait()
-            raise
-        except ValueError as e:
+            return Graded(feedback=await host.feedback(index, task, turns, timeout_s), tries=1)
+        except EnvFailed as e:
+            if "TimeoutError" in e.cause:
+                await asyncio.Event().wait()
             return Graded(feedback=None, tries=1, error=str(e))
 
     patch.setattr(manager, "grade", grade)

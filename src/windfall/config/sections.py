@@ -136,7 +136,7 @@ class Rollout(Section):
     reward_tries: Count = 3
     """A reward that fails so often is missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """For each try."""
+    """Limit for one call of the environment (`feedback` or `task`), counted from when the call begins to run."""
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """How tokens are drawn, at another temperature if one is given."""

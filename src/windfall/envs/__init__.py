@@ -5,16 +5,23 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from typing import Any
 
 from windfall.envs.base import Env
+from windfall.envs.failures import place
 from windfall.errors import WindfallError, nearest
 
 
-def make(section: Any, seed: int) -> Env:
-    """`section` is one of the env sections of windfall.config. Refuses what is wrong before any task is drawn."""
-    options = section.model_dump(exclude={"name"}, exclude_none=True)
-    match section.name:
+def plain(section: Any) -> dict[str, Any]:
+    """One of the env sections of windfall.config as plain data, for another process."""
+    return section.model_dump(mode="json", exclude_none=True)
+
+
+def build(section: dict[str, Any], seed: int) -> Env:
+    """Refuses what is wrong before any task is drawn. Runs the environment's code: do so in a child process."""
+    options = {key: value for key, value in section.items() if key != "name"}
+    match section["name"]:
         case "arithmetic":
             from windfall.envs.arithmetic import Arithmetic
 
@@ -32,25 +39,45 @@ def make(section: Any, seed: int) -> Env:
 
             return Guess(seed=seed, **options)
         case "custom":
-            return _custom(section.factory, seed, section.options)
-    raise AssertionError(section.name)
+            return _custom(options["factory"], seed, options.get("options", {}))
+    raise AssertionError(section["name"])
 
 
 def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
-    """Somebody's own environment. The current folder is looked in, as `python -m` would."""
+    """A user's own environment. The current folder is looked in, as `python -m` would."""
     module_name, _, name = factory.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as e:
-        raise WindfallError(f"cannot import {module_name!r}: {e}", where="env.factory") from e
+    except ModuleNotFoundError as e:
+        if e.name is None or not (module_name == e.name or module_name.startswith(f"{e.name}.")):
+            raise _broken(f"importing {module_name}", e) from e
+        fix = f"It is looked for in {os.getcwd()} and in the packages of {sys.executable}."
+        raise WindfallError(f"there is no module {e.name!r}", where="env.factory", fix=fix) from e
+    except (Exception, SystemExit) as e:  # fault boundary: an environment is anybody's code
+        raise _broken(f"importing {module_name}", e) from e
     if not hasattr(module, name):
         raise WindfallError(f"no {name!r} in {module_name}", where="env.factory", fix=nearest(name, dir(module)))
     try:
         env = getattr(module, name)(seed=seed, **options)
-    except TypeError as e:
-        raise WindfallError(f"{factory} cannot be called so: {e}", where="env.options") from e
-    if not isinstance(env, Env):
-        raise WindfallError(f"{factory} made a {type(env).__name__} that lacks task or feedback", where="env.factory")
+    except (Exception, SystemExit) as e:  # fault boundary: an environment is anybody's code
+        if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
+            raise WindfallError(f"{factory} cannot be called so: {e}", where="env.options") from e
+        raise _broken(f"building {factory}", e) from e
+    missing = [method for method in ("task", "feedback") if not callable(getattr(env, method, None))]
+    if missing:
+        what = f"{factory} made a {type(env).__name__} without {' and '.join(missing)}"
+        raise WindfallError(what, where="env.factory", fix="An environment has the methods task and feedback.")
     return env
+
+
+def _broken(doing: str, e: BaseException) -> WindfallError:
+    if isinstance(e, SyntaxError):
+        line = f"\n    {e.text.strip()}" if e.text else ""
+        return WindfallError(f"{doing} found a syntax error: {e.msg}", where=place(e), fix=f"Correct this line:{line}")
+    frames = traceback.extract_tb(e.__traceback__)[-5:]
+    shown = "\n".join(f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)
+    return WindfallError(
+        f"{doing} raised {type(e).__name__}: {e}", where=place(e), fix=f"The last calls were:\n{shown}"
+    )

@@ -29,7 +29,7 @@ class Arithmetic:
         chain = draw(rng, steps)
         return Task(id=f"arithmetic/{self.seed}/{index}", prompt="".join(chain) + "=", answer=total(chain))
 
-    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+    def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         _, mark, said = turns[-1].text.rpartition("#")
         return Feedback(reward=1.0 if mark and said.strip() == str(task.answer) else 0.0)
 

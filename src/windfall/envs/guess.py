@@ -16,7 +16,7 @@ from windfall.types import Feedback, Task, Turn
 
 class Guess:
     """`Guess(low=1, high=20, max_turns=6)`: 1.0 for a hit, less `turn_cost` for every turn after the first; 0.0 when
-    the turns run out."""
+    the turns or the tokens run out."""
 
     def __init__(
         self, low: int = 1, high: int = 20, max_turns: int = 6, seed: int = 0, *, turn_cost: float = 0.02
@@ -43,12 +43,12 @@ class Guess:
         )
         return Task(id=f"guess/{self._seed}/{index}", prompt=prompt, answer=hidden)
 
-    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+    def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         said = last_number(turns[-1].text)
         if said and Decimal(said) == task.answer:
             return Feedback(reward=1.0 - self._turn_cost * (len(turns) - 1))
         if len(turns) >= self._max_turns:
             return Feedback(reward=0.0)
         hint = "say a number" if not said else "higher" if Decimal(said) < task.answer else "lower"
-        # On a line of its own: the policy's text may end anywhere.
-        return Feedback(observation=f"\n{hint}\n")
+        # On a line of its own: the policy's text may end anywhere. Out of tokens is as bad as out of turns.
+        return Feedback(observation=f"\n{hint}\n", reward=0.0)

@@ -1,7 +1,7 @@
 """Every task of reasoning-gym, by name: procedural, so there is always one more.
 
-reasoning-gym is imported in the child processes of `apart` only. It is heavy, some of its tasks depend on the hash
-seed, and some of its scorers evaluate what the policy wrote.
+reasoning-gym is heavy, some of its tasks depend on the hash seed, and some of its scorers evaluate what the policy
+wrote: it is imported where a Gym is built, which is a child process of `pool`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from windfall.envs import apart
 from windfall.envs.base import HELD_OUT
 from windfall.envs.extract import extract
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 
 INSTRUCTION = "End with the answer alone between <answer> and </answer>."
-_ENTRIES = "windfall.envs.gym_entries"
 
 
 class Gym:
@@ -54,24 +52,26 @@ class Gym:
         self._id, self._instruction = f"{task}/{seed}", instruction
         self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
         self._source = {"task": task, "options": plain, "start": _start(seed), "size": size}
-        apart.MAKING.call(f"{_ENTRIES}:check", task, plain)
+        from windfall.envs import gym_entries
+
+        gym_entries.check(task, plain)
+        self._entries = gym_entries
 
     def task(self, index: int) -> Task:
         if index >= HELD_OUT:  # some tasks take seeds of 32 bits only
             index = index - HELD_OUT + 2**31
-        made = apart.MAKING.call(f"{_ENTRIES}:make", self._source, index)
+        made = self._entries.make(self._source, index)
         prompt = "\n".join(part for part in (made["question"], self._instruction) if part)
-        # The index is enough to make the entry again where it is scored; not everything in an entry is JSON.
         return Task(id=f"{self._id}/{index}", prompt=prompt, answer={"index": index, "gold": made["gold"]})
 
-    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+    def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         index, gold = task.answer["index"], task.answer["gold"]
         answer = extract(turns[-1].text, gold)
         if not answer:
             return Feedback(reward=0.0)
         try:
-            score = await apart.SCORING.acall(f"{_ENTRIES}:score", self._source, index, gold, answer, self._cpu_s)
-        except apart.TooCostly:
+            score = self._entries.score(self._source, index, gold, answer, self._cpu_s)
+        except MemoryError:
             return Feedback(reward=0.0)
         return Feedback(reward=score if self._partial else float(score >= self._threshold))
 

@@ -1,4 +1,4 @@
-"""The side of `Gym` that imports reasoning-gym: runs in a child process, with plain JSON data in and out.
+"""The side of `Gym` that imports reasoning-gym.
 
 A reasoning-gym dataset has an end, and some build all their items when opened. So the endless row of tasks is cut into
 datasets of `size` items. Dataset k is opened with seed `start + k * size` and makes its item i from its seed + i:
@@ -16,9 +16,11 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
-from windfall.envs.apart import cpu_limit
+from windfall.envs.limits import cpu_limit
 from windfall.errors import WindfallError, nearest
+from windfall.types import Feedback
 
+WRONG = Feedback(reward=0.0)
 OURS = {"seed", "size"}
 NOT_A_TASK = {"composite"}
 
@@ -82,7 +84,7 @@ def score(source: dict[str, Any], index: int, gold: str | None, answer: str, cpu
         return 0.0
     dataset = _dataset(key, index // source["size"])
     try:
-        with cpu_limit(cpu_s):  # not around making the entry: that may take long, and is not the answer's fault
+        with cpu_limit(cpu_s, WRONG):  # not around making the entry: that may take long, and is not the answer's fault
             return float(dataset.score_answer(answer, entry))
     except MemoryError:
         raise

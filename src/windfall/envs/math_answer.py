@@ -6,13 +6,16 @@ outside the main thread. They are switched off (0); the child's limit on CPU tim
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
 
 import math_verify
 
-from windfall.envs.apart import cpu_limit
 from windfall.envs.extract import marked
+from windfall.envs.limits import cpu_limit
+from windfall.types import Feedback
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 _WORD, _MATHEMATICS = re.compile(r"[^\W\d_]{3,}"), re.compile(r"[\d\\$=+*/^<>{}()\[\]|_]")
@@ -20,7 +23,7 @@ _WORD, _MATHEMATICS = re.compile(r"[^\W\d_]{3,}"), re.compile(r"[\d\\$=+*/^<>{}(
 
 def same(gold: str, text: str, cpu_s: float) -> bool:
     """Whether the answer in the text (what it marks as such, else what math-verify finds) means the same as `gold`."""
-    with cpu_limit(cpu_s):
+    with cpu_limit(cpu_s, Feedback(reward=0.0)):
         want, why = _read(gold)
         if why:
             raise ValueError(f"the right answer {gold!r} cannot be scored as mathematics: {why}: use scoring 'exact'")
@@ -31,16 +34,15 @@ def same(gold: str, text: str, cpu_s: float) -> bool:
         return bool(got) and math_verify.verify(want, got, timeout_seconds=0)
 
 
-def faults(golds: list[str], cpu_s: float) -> list[str]:
-    """Why each of these right answers cannot be scored; '' if it can."""
-    out: list[str] = []
-    for gold in golds:
-        with cpu_limit(cpu_s):
+def check() -> None:
+    """In a child: for every right answer on stdin, a line that says why it cannot be scored, or ''."""
+    asked = json.load(sys.stdin)
+    for gold in asked["golds"]:
+        with cpu_limit(asked["cpu_s"], Feedback(reward=0.0)):
             want, why = _read(gold)
             if not why and not math_verify.verify(want, _parse(gold), timeout_seconds=0):
                 why = "math-verify does not take it as equal to itself"
-            out.append(why)
-    return out
+        print(json.dumps(why), flush=True)
 
 
 def _read(gold: str) -> tuple[list, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError, nearest
-from windfall.types import Prompt
+from windfall.types import Prompt, prompt_key
 
 _PANDAS = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2], orient='records', lines=True)"
 _LINES = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
@@ -36,8 +36,7 @@ class Row:
     @property
     def key(self) -> int:
         """A number that follows from the prompt alone, from 0 up to 2^64: the same for rows that ask the same."""
-        said = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
-        return int.from_bytes(blake2b(" ".join(said.split()).encode(), digest_size=8).digest(), "big")
+        return int.from_bytes(blake2b(b" ".join(prompt_key(self.prompt).split()), digest_size=8).digest(), "big")
 
 
 def read(path: Path, prompt_field: str, answer_field: str) -> list[Row]:

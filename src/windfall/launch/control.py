@@ -29,9 +29,10 @@ from typing import Any
 
 import xxhash
 
-from windfall import config, envs, listening, tokenizer, unhandled
+from windfall import config, listening, tokenizer, unhandled
 from windfall.config import Recipe
 from windfall.envs import held_out
+from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.events import EventLog, tensorboard
 from windfall.launch import folder as folders
@@ -111,9 +112,8 @@ class Control:
     async def run(self) -> None:
         port = await self._listen()
         try:
-            env = envs.make(self.recipe.env, self.recipe.run.seed)
             with self._signals():
-                await first(self._run(env), self.dispatch.watch(), self._snapshots(), self.life.tick(), self._broken())
+                await first(self._run(), self.dispatch.watch(), self._snapshots(), self.life.tick(), self._broken())
         finally:
             await self._send_all_away()
             await port.close()
@@ -125,8 +125,10 @@ class Control:
                 now = asyncio.get_running_loop().time()
                 self.events.instant("end", **self._end, **self.life.telling.last_bill(now))
 
-    async def _run(self, env: Any) -> None:
-        reached = await self.life.steps(env, self._text)
+    async def _run(self) -> None:
+        async with hosted(self.recipe.env, self.recipe.run.seed) as env:
+            await self.life.or_stop(env.ready())
+            reached = await self.life.steps(env, self._text)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
     def _text(self) -> Text:

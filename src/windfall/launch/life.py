@@ -22,6 +22,7 @@ from typing import Any
 from windfall import algorithms, prices
 from windfall.config import Recipe
 from windfall.controller import Controller
+from windfall.envs.base import Host
 from windfall.envs.held_out import HeldOut
 from windfall.events import EventLog
 from windfall.launch.telling import Telling, look_back
@@ -87,7 +88,7 @@ class Life:
             self._told.add((event["name"], event.get("pid", 0)))
 
     async def steps(
-        self, env: Any, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
+        self, env: Host, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
     ) -> State:
         """All steps that are left. `text` is asked for when a trainer is there, who has the tokenizer."""
         hello = await self.or_stop(self.trainer.connected(TRAINER_START_S))
@@ -104,7 +105,7 @@ class Life:
         finally:
             watch_stop.cancel()
 
-    def _begin(self, env: Any, text: Text, hello: m.TrainerHello) -> Rollout:
+    def _begin(self, env: Host, text: Text, hello: m.TrainerHello) -> Rollout:
         recipe = self.recipe
         if not self._again:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
@@ -139,7 +140,9 @@ class Life:
                 self.events.instant("journal_strays", files=list(found.strays))
             self.rollout.remember(self.journal.begin(hello.step, found), hello.next_task)
             self.events.instant("journal", file=self.journal.file)
-        self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
+        model = json.loads(hello.engine.model_config)
+        self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
+        self.rollout.context = model.get("max_position_embeddings")
         self.connected(hello)
         self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
         return self.state

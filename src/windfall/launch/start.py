@@ -41,7 +41,9 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
             if console is not None:
                 console.is_finished(steps)
             return
-        supervisor.check(recipe)
+        said = supervisor.check(recipe)
+        if console is not None:
+            console.say(said)
         _record(recipe, folder, changes)
         if console is not None:
             console.resuming(changes, warnings)

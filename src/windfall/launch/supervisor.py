@@ -22,10 +22,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import algorithms, envs, events, models
+from windfall import algorithms, events, models
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.console import Console
-from windfall.envs.jsonl import check_answers
+from windfall.envs.gold_answers import check_answers
+from windfall.envs.hosting import hosted
+from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
@@ -51,14 +53,14 @@ FROZEN_TRAINER = ".trainer.frozen"
 TRACE_S = 24 * 3600.0
 
 
-def check(recipe: Recipe) -> None:
-    """Everything that can be found wrong before any work: model, environment, trace, certificates."""
+def check(recipe: Recipe) -> str:
+    """Everything that can be found wrong before any work: model, environment, trace, certificates. Returns what the
+    environment said when it was called once."""
     models.resolve(recipe.model.path)
     if recipe.run.device == "cuda":
         from windfall import devices
 
         devices.place("cuda", "auto", 0)
-    envs.make(recipe.env, recipe.run.seed).task(0)
     if isinstance(recipe.env, JsonLinesEnv):
         check_answers(recipe.env)
     _check_groups(recipe)
@@ -67,6 +69,7 @@ def check(recipe: Recipe) -> None:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+    return asyncio.run(trial(hosted(recipe.env, recipe.run.seed), recipe.rollout.reward_timeout_s))
 
 
 def _check_groups(recipe: Recipe) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 import xxhash
 
-from windfall import algorithms, config, devices, envs, listening, models, unhandled
+from windfall import algorithms, config, devices, listening, models, unhandled
 from windfall.config import Recipe
+from windfall.envs.base import Host
+from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.launch import folder as folders
@@ -86,7 +88,9 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     model = models.load(source, dtype=dtype, device=device)
     tokenizer = models.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    derived = derive(recipe, model, device, dtype, longest_prompt(recipe, text_for(tokenizer, model)))
+    async with hosted(recipe.env, recipe.run.seed) as env:
+        prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
+    derived = derive(recipe, model, device, dtype, prompts)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     reference = models.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
@@ -229,9 +233,19 @@ def text_for(tokenizer: Any, model: Any) -> Text:
     return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
 
 
-def longest_prompt(recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> int:
-    env = envs.make(recipe.env, recipe.run.seed)
-    return max(len(text.prompt(env.task(first + i).prompt)) for i in range(count))
+async def prompt_lengths(env: Host, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
+    """In tokens, of the first tasks that can be made in reasonable time."""
+    await env.ready()
+    timeout_s = recipe.rollout.reward_timeout_s
+    asked = [env.task(first + i, timeout_s) for i in range(count)]
+    done, late = await asyncio.wait(asked, timeout=2 * timeout_s)
+    for future in late:
+        future.cancel()
+    made = [future for future in done if future.exception() is None]
+    if not made:
+        why = next((str(future.exception()) for future in asked if future in done), f"none came in {2 * timeout_s:g} s")
+        raise WindfallError(f"none of the first {count} tasks could be made: {why}", where=f"environment {env.name}")
+    return [len(text.prompt(future.result().prompt)) for future in made]
 
 
 def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engine:
@@ -264,19 +278,22 @@ def fingerprint(engine: m.Engine) -> str:
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
-def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompt_tokens: int) -> Derived:
+def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> Derived:
+    """`prompts` are lengths in tokens. Tasks whose prompts leave no room for a response are skipped by the rollout."""
     c, o = model.config, recipe.rollout
-    longest = prompt_tokens + o.max_tokens
     context = getattr(c, "max_position_embeddings", None)
-    if context and longest > context:
+    fitting = [n for n in prompts if not context or n + o.max_tokens <= context]
+    prompt_tokens = max(fitting) if fitting else min(prompts)
+    longest = prompt_tokens + o.max_tokens
+    if context and not fitting:
         raise WindfallError(
             f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens} exceed the model's context of "
             f"{context}",
             where="rollout.max_tokens",
             fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
         )
-    fitting = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
-    micro = recipe.train.micro_tokens or fitting
+    pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
+    micro = recipe.train.micro_tokens or pack
     # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
     asked = recipe.train.checkpoint_activations

@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.events import Event, EventLog
 from windfall.launch.control import settings
@@ -171,7 +172,7 @@ class Simulation:
             return {**told, "real_tokens": self.book.real_tokens}
 
         try:
-            self._reached = await life.steps(self.env, lambda: cast(Text, text), counters)
+            self._reached = await life.steps(InProcess(self.env), lambda: cast(Text, text), counters)
         except Stopped:  # before there was anything to save
             self._reached = life.state
 

@@ -1,0 +1,119 @@
+"""What can be wrong with a call of an environment, in words, with a cause that is the same for repeats."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from windfall.types import Feedback, Task
+
+MESSAGE_CHARS = 500
+TRACEBACK_CHARS = 8000
+TEXT_CHARS = 1 << 20
+"""Longest prompt or observation. Far beyond any model's context, and still quick to tokenize."""
+
+
+@dataclass(eq=False)
+class EnvFailed(Exception):
+    """One call of an environment failed.
+
+    `cause` is the same for failures of the same kind, whichever task they hit, so that repeats can be folded.
+    """
+
+    error: str
+    cause: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return self.error
+
+
+def raised(name: str, e: BaseException) -> EnvFailed:
+    """What an environment raised, with its traceback less our own frames."""
+    trace = _theirs(e.__traceback__)
+    frames = traceback.extract_tb(trace)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    text = "".join(traceback.format_exception(type(e), e, trace))
+    return EnvFailed(
+        f"{name} raised {type(e).__name__}: {_short(str(e))}", f"{type(e).__name__}{at}", text[-TRACEBACK_CHARS:]
+    )
+
+
+def waited(name: str, timeout_s: float, trace: str = "") -> EnvFailed:
+    return EnvFailed(f"waited {timeout_s:g} s for {name}", f"no answer within {timeout_s:g} s", trace)
+
+
+def garbage(name: str, fault: str) -> EnvFailed:
+    return EnvFailed(f"{name} is wrong: {fault}", f"wrong: {fault[:80]}")
+
+
+def place(e: BaseException) -> str:
+    """file:line where it was raised, as far as that is the environment's own code."""
+    if isinstance(e, SyntaxError) and e.filename:
+        return f"{e.filename}:{e.lineno}"
+    frames = traceback.extract_tb(_theirs(e.__traceback__))
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _theirs(trace: TracebackType | None) -> TracebackType | None:
+    here = str(Path(__file__).parent)
+    while trace is not None and trace.tb_next is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((here, "<frozen importlib")) and "/importlib/" not in file and "/asyncio/" not in file:
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _short(said: str) -> str:
+    """Some exceptions carry a whole document."""
+    return said if len(said) <= MESSAGE_CHARS else f"{said[:MESSAGE_CHARS]}... ({len(said):,} characters)"
+
+
+def task_fault(task: object) -> str:
+    """Why this is not a usable Task, or ''."""
+    if not isinstance(task, Task):
+        return f"it is a {type(task).__name__}, not a Task"
+    if not isinstance(task.id, str):
+        return f"its id is a {type(task.id).__name__}, not text"
+    if isinstance(task.prompt, str):
+        return _text_fault(task.prompt, "its prompt")
+    if not isinstance(task.prompt, list | tuple) or not task.prompt:
+        return f"its prompt is a {type(task.prompt).__name__}, not text or a list of messages"
+    for n, message in enumerate(task.prompt):
+        parts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if fault := next((f for part in parts if (f := _text_fault(part, f"message {n} of its prompt"))), ""):
+            return f'{fault}; a message is {{"role": "user", "content": "..."}}'
+    return ""
+
+
+def feedback_fault(feedback: object) -> str:
+    """Why this is not a usable Feedback, or ''."""
+    if not isinstance(feedback, Feedback):
+        return f"it is a {type(feedback).__name__}, not a Feedback"
+    reward, observation = feedback.reward, feedback.observation
+    if reward is None and observation is None:
+        return "neither a reward nor an observation"
+    if reward is not None:
+        # Numbers of other libraries, such as numpy.float32, are welcome.
+        if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+            return f"the reward is a {type(reward).__name__}, not a number"
+        if not math.isfinite(reward):
+            return f"the reward is {reward}"
+    return "" if observation is None else _text_fault(observation, "the observation")
+
+
+def _text_fault(text: object, what: str) -> str:
+    if not isinstance(text, str):
+        return f"{what} is a {type(text).__name__}, not text"
+    if len(text) > TEXT_CHARS:
+        return f"{what} has {len(text):,} characters; at most {TEXT_CHARS:,} are accepted"
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        return f"{what} is not valid Unicode ({e.reason} at character {e.start})"
+    return ""

@@ -258,3 +258,29 @@ def test_a_long_journal_is_read_while_others_are_heard(
         it.events.close()
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(("logged", "gap"), [([], (1, 3)), ([1], (2, 3)), ([1, 2, 3], None)])
+def test_steps_that_the_log_lacks_are_named_once(
+    tmp_path: Path, logged: list[int], gap: tuple[int, int] | None
+) -> None:
+    auth.make_token(tmp_path / "token")
+    log = EventLog(tmp_path / "events.jsonl")
+    for step in logged:
+        log.scalar("step", step=step)
+    hello: Any = SimpleNamespace(
+        step=3, next_task=6, facts={"pid": 1}, digest="d", version=3, url="u", model="m",
+        engine=SimpleNamespace(model_config="{}"),
+    )  # fmt: skip
+
+    async def go() -> None:
+        it = Control(config.Recipe(), tmp_path, log, again=bool(logged))
+        it.life.rollout, it.trainer.hello = SimpleNamespace(remember=lambda past, next_task: None), hello  # pyright: ignore
+        await it.life.connect()
+        await it.life.connect()
+        it.journal.close()
+
+    asyncio.run(go())
+    log.close()
+    said = [(e["first"], e["last"]) for e in read(tmp_path / "events.jsonl") if e["name"] == "log_gap"]
+    assert said == ([gap] if gap else [])

@@ -77,7 +77,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_epoch_has_every_line_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(30))
     env = JsonLines(path, scoring="exact")
-    epochs = [[env.task(epoch * 30 + at).prompt for at in range(30)] for epoch in range(3)]
+    epochs = [[str(env.task(epoch * 30 + at).prompt) for at in range(30)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     other = JsonLines(path, scoring="exact", seed=1)

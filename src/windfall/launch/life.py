@@ -31,7 +31,7 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.journal import Found, Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
-from windfall.rollout.recover import Expected
+from windfall.rollout.recover import Recovery
 from windfall.rollout.seeding import Seeding
 from windfall.rollout.work import Offer
 from windfall.text import Text
@@ -54,12 +54,7 @@ class Life:
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
         self._find = find or (lambda journal, step: asyncio.to_thread(journal.find, step))
         log = read(events.path)
-        self._expected = Expected()
-        for event in log:
-            self._expected.hear(event)
-        events.attach(self._expected.hear)
-        self._told = {(e["name"], e["pid"]) for e in log if e["name"].startswith("checkpoint_")}
-        """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
+        self._recovery = Recovery(events)
         self._evaluated = {e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
@@ -113,10 +108,7 @@ class Life:
             self.events.instant("resumed", step=hello.step)
         self._again = True
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
-        for name in ("checkpoint_damaged", "checkpoint_unchecked"):
-            if name in hello.facts and (name, hello.facts["pid"]) not in self._told:
-                self._told.add((name, hello.facts["pid"]))
-                self.events.instant(name, step=hello.step, pid=hello.facts["pid"], what=hello.facts[name])
+        self._recovery.say_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "connected before there is a loop"
         if self.journal is not None:
             self.journal.close()
@@ -124,11 +116,7 @@ class Life:
             found = await self._find(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it went away, or another has taken its place")
-            lost = self._expected.lost(found, step=hello.step, next_task=hello.next_task)
-            if lost is not None:
-                self.events.instant("journal_lost", step=hello.step, **lost)
-            if found.strays:
-                self.events.instant("journal_strays", files=list(found.strays))
+            self._recovery.say_journal(found, step=hello.step, next_task=hello.next_task)
             self.rollout.remember(self.journal.begin(hello.step, found), hello.next_task)
             self.events.instant("journal", file=self.journal.file)
         self.dispatch.ledger.vocabulary = json.loads(hello.engine.model_config).get("vocab_size", 1 << 32)
@@ -143,7 +131,7 @@ class Life:
             self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
 
     def _saved(self, state: State) -> None:
-        if self.journal is not None and self._expected.saved(state.step):
+        if self.journal is not None and self._recovery.saved(state.step):
             self.journal.rotate(state.step)
             self.events.instant("journal", file=self.journal.file)
 

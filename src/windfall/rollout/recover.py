@@ -1,4 +1,6 @@
-"""What the journal of a run must hold by its event log, compared with what it holds: a lost part is always noticed.
+"""What a run that goes on has lost, and says so: damaged checkpoints, and parts of its journal.
+
+What the journal must hold by the event log is compared with what it holds, so a lost part is always noticed.
 
 A step that was completed after the checkpoint has every response in the journal, with all its tokens, and its event has
 the length of each. What was made of the step under way is known from the journal alone.
@@ -6,23 +8,44 @@ the length of each. What was made of the step under way is known from the journa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+from windfall.events import Event, EventLog, read
 from windfall.rollout.damage import UNKNOWN, Lost, known
 from windfall.rollout.journal import Found
 
-Event = dict[str, Any]
+NOTES = ("checkpoint_damaged", "checkpoint_unchecked")
+"""Facts of a trainer, and the events that they become."""
 
 
-class Expected:
-    """A sink of the event log."""
-
-    def __init__(self) -> None:
+class Recovery:
+    def __init__(self, events: EventLog) -> None:
+        """Hears what the log says, and what it will say."""
+        self._events = events
+        self._told: set[tuple[str, int]] = set()
+        """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
         self._lengths: dict[int, list[list[int]]] = {}
         """By step since the last checkpoint: for every task drawn, the tokens of each response."""
         self._file = ""
         """The journal's file as it was last named."""
+        for event in read(events.path):
+            self.hear(event)
+        events.attach(self.hear)
+
+    def say_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
+        """What a trainer that has `step` says of the checkpoints it found."""
+        for name in NOTES:
+            if name in facts and (name, facts["pid"]) not in self._told:
+                self._events.instant(name, step=step, pid=facts["pid"], what=facts[name])
+
+    def say_journal(self, found: Found, *, step: int, next_task: int) -> None:
+        lost = self.lost(found, step=step, next_task=next_task)
+        if lost is not None:
+            self._events.instant("journal_lost", step=step, **lost)
+        if found.strays:
+            self._events.instant("journal_strays", files=list(found.strays))
 
     def hear(self, event: Event) -> None:
         match event["kind"], event["name"]:
@@ -30,6 +53,8 @@ class Expected:
                 self._lengths[event["step"]] = event.get("lengths") or []
             case "instant", "journal":
                 self._file = event["file"]
+            case "instant", name if name in NOTES:
+                self._told.add((name, event["pid"]))
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. May the journal begin anew? Not after a fall back, as long as it has
@@ -37,7 +62,7 @@ class Expected:
         self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
         return not self._lengths
 
-    def lost(self, found: Found, *, step: int, next_task: int) -> Event | None:
+    def lost(self, found: Found, *, step: int, next_task: int) -> dict[str, Any] | None:
         """What is to be generated again though it was in the journal, as fields of an event; None: nothing is.
 
         The run goes on after `step`; tasks before `next_task` are trained.

@@ -161,7 +161,16 @@ EVENTS = [
     {"kind": "instant", "name": "resumed", "step": 0, "checkpoint": "x"},
     span("eval", step=0, s=0.1),
     scalar("eval", step=0, reward=0.5, tasks=4),
+    scalar("eval", step=0, reward=0.25, tasks=4, on="4 rows of [test].jsonl"),
     scalar("eval", step=0, reward=None, tasks=0),
+    {"kind": "instant", "name": "eval_warning", "why": "rows of [train].jsonl"},
+    {"kind": "instant", "name": "checkpoint_damaged", "step": 2, "pid": 1, "what": "step-000004/a[b]: it is cut"},
+    {"kind": "instant", "name": "checkpoint_unchecked", "step": 2, "pid": 1, "what": "step-000002 has no checksums"},
+    {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is damaged at byte 9 of 90",
+     "bytes": 81, "responses": 12, "tokens": 3456},
+    {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is gone", "bytes": 0,
+     "responses": 0, "tokens": 0},
+    {"kind": "instant", "name": "journal_strays", "files": ["notes[1].wal"]},
     {"kind": "instant", "name": "reward_missing", "response": "0/1", "error": "list[/] index [bold out of range"},
     span("rollout", step=1, tokens=7, s=0.1),
     span("train", step=1, early_s=0.0, s=0.1),
@@ -187,6 +196,16 @@ def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monke
             console.show(event)
     said = out.getvalue()
     assert "list[/] index [bold out of range" in said
+    for line in (
+        "eval after step 0: reward 0.250 on 4 rows of [test].jsonl",
+        "rows of [train].jsonl",
+        "step-000004/a[b]: it is cut; going on from step 2",
+        "step-000002 has no checksums",
+        "000002.wal: it is damaged at byte 9 of 90 (81 bytes); 12 responses with 3,456 tokens are generated again",
+        "000002.wal: it is gone (0 bytes); what it held of the step under way is generated again",
+        "notes[1].wal",
+    ):
+        assert terminal or line in said.replace("\n", ""), line
     assert folder.name in said.replace("\n", "")
     log = EventLog(folder / "events.jsonl")
     log.close()

@@ -13,6 +13,7 @@ import pytest
 from windfall import algorithms
 from windfall.config import parse
 from windfall.controller import HELD_OUT, Controller
+from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events import EventLog, read
 from windfall.rollout.env_failures import EnvFailures
@@ -113,6 +114,8 @@ class World:
         self.kept = state
         self.done.append(("save", state.step, state.next_task))
 
+    held_out: HeldOut | None = None
+
     def run(self, folder: Path, start: State | None = None, **sections: Any) -> State:
         defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
         recipe = parse(defaults | sections, where="here")
@@ -122,7 +125,7 @@ class World:
         self.kept = start or self.kept
         controller = Controller(
             recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events, connect=self.connect,
-            offer=self.offer, saved=self.saved, micro_tokens=self.micro_tokens,
+            offer=self.offer, saved=self.saved, micro_tokens=self.micro_tokens, held_out=self.held_out,
         )  # fmt: skip
         reached = asyncio.run(controller.run())
         events.close()
@@ -146,6 +149,17 @@ def test_what_is_done_when(tmp_path: Path) -> None:
         ("connect", 0), *test, *step(0, 1), *step(2, 2), *save(2), *test, *step(4, 3), *step(6, 4), *save(4), *test,
         *step(8, 5), *save(5), *test]  # fmt: skip
     assert reached == State(step=5, next_task=10)
+
+
+def test_an_evaluation_says_what_it_is_on(tmp_path: Path) -> None:
+    """A file with fewer rows than tasks: each is used once."""
+    world = World(mixed)
+    world.held_out = HeldOut(tasks=3, what="3 rows of test.jsonl")
+    world.run(tmp_path, run={"steps": 1}, eval={"tasks": 9})
+    assert world.only("eval") == [("eval", 3)] * 2
+    assert {e["on"] for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"} == {
+        "3 rows of test.jsonl"
+    }
 
 
 def test_groups_go_on_being_made_while_one_is_trained_on(tmp_path: Path) -> None:

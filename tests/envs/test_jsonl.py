@@ -77,7 +77,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_epoch_has_every_line_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(30))
     env = JsonLines(path, scoring="exact")
-    epochs = [[env.task(epoch * 30 + at).prompt for at in range(30)] for epoch in range(3)]
+    epochs = [[str(env.task(epoch * 30 + at).prompt) for at in range(30)] for epoch in range(3)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     other = JsonLines(path, scoring="exact", seed=1)
@@ -255,3 +255,20 @@ def test_impossible_splits_are_refused(tmp_path: Path) -> None:
         JsonLines(write(tmp_path, GOOD, GOOD), scoring="exact", held_out=0.5)
     with pytest.raises(WindfallError, match="no such file"):
         JsonLines(write(tmp_path, GOOD), scoring="exact", eval_path=tmp_path / "missing.jsonl")
+
+
+def test_eval_prints_what_its_figure_is(windfall: Any, here: Path) -> None:
+    (here / "r.toml").write_text(
+        '[run]\ndevice = "cpu"\nthreads = 1\n[env]\nname = "jsonl"\npath = "data.jsonl"\nscoring = "exact"\n'
+        "[rollout]\nmax_tokens = 4\n"
+    )
+    write(here, *(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(40)))
+    code, out, err = windfall("eval", "tiny", "--recipe", "r.toml", "--tasks", "2")
+    assert code == 0
+    assert "on 2 of 40 training rows of data.jsonl (no held-out set given)" in out
+    assert "says nothing about new tasks" in err
+    code, out, err = windfall("eval", "tiny", "--recipe", "r.toml", "--set", "env.held_out=0.1")
+    count = describe(section(here / "data.jsonl", held_out=0.1, scoring="exact"), 99).tasks
+    assert code == 0
+    assert f"on {count} held-out rows of data.jsonl" in out
+    assert "each is used once" in err

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hostile.checkpoints import JOURNALS, add_strays, flip
 
+from windfall.events import EventLog
 from windfall.link.messages import Tokens
 from windfall.rollout.damage import known
 from windfall.rollout.journal import Found, Journal, records
-from windfall.rollout.recover import Expected
+from windfall.rollout.recover import Recovery
 
 RESPONSES, ROUNDS = 6, 40
 
@@ -42,9 +43,9 @@ def write(folder: Path, step: int = 10, first_task: int = 50) -> Path:
     return folder / f"{step:06d}.wal"
 
 
-def expected(file: Path, *steps: int) -> Expected:
+def expected(file: Path, *steps: int) -> Recovery:
     """As the event log has it: each step drew one task."""
-    out = Expected()
+    out = Recovery(EventLog(file.parent.with_suffix(".jsonl")))
     out.hear({"kind": "instant", "name": "journal", "file": file.name})
     for step in steps:
         out.hear({"kind": "scalar", "name": "step", "step": step, "lengths": [[ROUNDS] * RESPONSES]})
@@ -52,10 +53,10 @@ def expected(file: Path, *steps: int) -> Expected:
 
 
 def tokens(found: Found) -> int:
-    return sum(len(e.tokens) for said in found.past.values() for e in said if hasattr(e, "tokens"))
+    return sum(known(found.past).values())
 
 
-def lost(folder: Path, log: Expected, step: int = 10, next_task: int = 50) -> dict[str, Any] | None:
+def lost(folder: Path, log: Recovery, step: int = 10, next_task: int = 50) -> dict[str, Any] | None:
     return log.lost(Journal(folder, "s").find(step), step=step, next_task=next_task)
 
 

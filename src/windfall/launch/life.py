@@ -33,7 +33,7 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.journal import Found, Journal
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.rollout.members import Patience
-from windfall.rollout.recover import Expected
+from windfall.rollout.recover import Recovery
 from windfall.rollout.seeding import Seeding
 from windfall.rollout.work import Offer
 from windfall.text import Text
@@ -55,11 +55,8 @@ class Life:
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
         self._find = find or (lambda journal, step: asyncio.to_thread(journal.find, step))
-        self._expected = Expected(checkpoints=recipe.checkpoint.keep)
-        self._told: set[tuple[str, int]] = set()
-        """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
-        before = look_back(events, self._recall)
-        events.attach(self._expected.hear)
+        self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
+        before = look_back(events, self._recovery.hear)
         self._evaluated, self._logged = before.evaluated, before.step
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
@@ -80,12 +77,6 @@ class Life:
         """Told of every trainer that the run goes on with, before any worker gets its weights."""
         self.attend = self.dispatch.attend
         self._trainers = count(1)
-
-    def _recall(self, event: dict[str, Any]) -> None:
-        """An event of an earlier life."""
-        self._expected.hear(event)
-        if event["name"].startswith("checkpoint_"):
-            self._told.add((event["name"], event.get("pid", 0)))
 
     async def steps(
         self, env: Host, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
@@ -122,10 +113,7 @@ class Life:
             self.events.instant("log_gap", first=self._logged + 1, last=hello.step)
         self._again, self._logged = True, math.inf
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
-        for name in ("checkpoint_damaged", "checkpoint_unchecked"):
-            if name in hello.facts and (name, hello.facts["pid"]) not in self._told:
-                self._told.add((name, hello.facts["pid"]))
-                self.events.instant(name, step=hello.step, pid=hello.facts["pid"], what=hello.facts[name])
+        self._recovery.say_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "connected before there is a loop"
         if self.journal is not None:
             self.journal.close()
@@ -133,11 +121,7 @@ class Life:
             found = await self._find(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it went away, or another has taken its place")
-            lost = self._expected.lost(found, step=hello.step, next_task=hello.next_task)
-            if lost is not None:
-                self.events.instant("journal_lost", step=hello.step, **lost)
-            if found.strays:
-                self.events.instant("journal_strays", files=list(found.strays))
+            self._recovery.say_journal(found, step=hello.step, next_task=hello.next_task)
             self.rollout.remember(self.journal.begin(hello.step, found), hello.next_task)
             self.events.instant("journal", file=self.journal.file)
         model = json.loads(hello.engine.model_config)
@@ -154,7 +138,7 @@ class Life:
             self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
 
     def _saved(self, state: State) -> None:
-        if self.journal is not None and self._expected.saved(state.step):
+        if self.journal is not None and self._recovery.saved(state.step):
             self.journal.rotate(state.step)
             self.events.instant("journal", file=self.journal.file)
 

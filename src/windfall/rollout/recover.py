@@ -1,4 +1,6 @@
-"""What the journal of a run must hold by its event log, compared with what it holds: a lost part is always noticed.
+"""What a run that goes on has lost, and says so: damaged checkpoints, and parts of its journal.
+
+What the journal must hold by the event log is compared with what it holds, so a lost part is always noticed.
 
 A step that was completed after the checkpoint has every response in the journal, with all its tokens, and its event has
 the length of each. What was made of the step under way is known from the journal alone.
@@ -7,26 +9,47 @@ the length of each. What was made of the step under way is known from the journa
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+from windfall.events import Event, EventLog
 from windfall.rollout.damage import UNKNOWN, Lost, known
 from windfall.rollout.journal import Found
 
-Event = dict[str, Any]
+NOTES = ("checkpoint_damaged", "checkpoint_unchecked")
+"""Facts of a trainer, and the events that they become."""
 
 
-class Expected:
-    """A sink of the event log."""
+class Recovery:
+    def __init__(self, events: EventLog, *, checkpoints: int = 1) -> None:
+        """Hears what the log will say; whoever reads what it has said calls `hear` with each event.
 
-    def __init__(self, checkpoints: int = 1) -> None:
-        """`checkpoints`: how many a run keeps, and so how far it may have to go back."""
+        `checkpoints`: how many a run keeps, and so how far it may have to go back.
+        """
+        self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. What lies before the oldest is forgotten: a long log must not fill memory."""
+        self._told: set[tuple[str, int]] = set()
+        """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
         self._lengths: dict[int, list[list[int]]] = {}
         """By step since the last checkpoint: for every task drawn, the tokens of each response."""
         self._file = ""
         """The journal's file as it was last named."""
+        events.attach(self.hear)
+
+    def say_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
+        """What a trainer that has `step` says of the checkpoints it found."""
+        for name in NOTES:
+            if name in facts and (name, facts["pid"]) not in self._told:
+                self._events.instant(name, step=step, pid=facts["pid"], what=facts[name])
+
+    def say_journal(self, found: Found, *, step: int, next_task: int) -> None:
+        lost = self.lost(found, step=step, next_task=next_task)
+        if lost is not None:
+            self._events.instant("journal_lost", step=step, **lost)
+        if found.strays:
+            self._events.instant("journal_strays", files=list(found.strays))
 
     def hear(self, event: Event) -> None:
         match event["kind"], event["name"]:
@@ -38,6 +61,8 @@ class Expected:
                     self._lengths = {s: rows for s, rows in self._lengths.items() if s > min(self._saved)}
             case "instant", "journal":
                 self._file = event.get("file", "")
+            case "instant", name if name in NOTES:
+                self._told.add((name, event.get("pid", 0)))
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. May the journal begin anew? Not after a fall back, as long as it has
@@ -45,7 +70,7 @@ class Expected:
         self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
         return not self._lengths
 
-    def lost(self, found: Found, *, step: int, next_task: int) -> Event | None:
+    def lost(self, found: Found, *, step: int, next_task: int) -> dict[str, Any] | None:
         """What is to be generated again though it was in the journal, as fields of an event; None: nothing is.
 
         The run goes on after `step`; tasks before `next_task` are trained.

@@ -18,7 +18,8 @@ SEEDS = (0, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Rounding in float32 stays a factor of ten or more below these, everything that was found wrong is above."""
+    """Rounding in float32 was found up to 7e-4 nats (Granite, whose default scores are not scaled) and mostly below 1e-4;
+    what is wrong is off by 0.02 nats or more."""
 
     nats: float
     gradient: float

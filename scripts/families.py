@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ import torch
 from windfall.engine import attention
 from windfall.engine.engine import TorchEngine
 from windfall.errors import WindfallError
-from windfall.selftest import compare, verdict
+from windfall.selftest import bits, compare, judge
 from windfall.selftest.families import configuration, families
 from windfall.selftest.small import small
 from windfall.train.gradients import Gradients
@@ -56,28 +58,28 @@ class Row:
         return [self.name, self.engine, self.trainer, self.deterministic, self.verified]
 
 
-def judge(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
+def row_of(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
     """By the very functions that commands call."""
     row = Row(name=name)
     try:
-        config = configuration(kind, fields)
-        row.engine = f"{verdict.judge_engine(config, TorchEngine, device='cpu', longest=longest).nats:.0e}"
-        row.engine_ok = True
-    except WindfallError as e:
-        row.engine = said(e)
-    try:
-        found = verdict.judge_trainer(configuration(kind, fields), device="cpu", longest=longest)
+        found = judge.trainer(configuration(kind, fields), device="cpu", longest=longest)
         row.trainer, row.trainer_ok = f"{found.nats:.0e}, {found.gradient:.0e}", True
     except WindfallError as e:
         row.trainer = said(e)
-    if row.engine_ok:
-        make = lambda model, **how: TorchEngine(model, **how, deterministic=True)  # noqa: E731
-        try:
-            verdict.judge_engine(config, make, device="cpu", longest=longest, deterministic=True)
-            row.deterministic = "yes"
-        except WindfallError as e:
-            row.deterministic = said(e)
+    try:
+        config = configuration(kind, fields)
+        row.engine = f"{judge.engine(config, TorchEngine, device='cpu', longest=longest).nats:.0e}"
+        row.engine_ok = True
+    except WindfallError as e:
+        row.engine = said(e)
     return row
+
+
+def deterministic(made: Any, longest: int) -> str:
+    if bits.depend_on_neighbors(made):
+        return "refused: experts"
+    same = bits.same(made, partial(TorchEngine, deterministic=True), longest=longest)
+    return "yes" if same else "refused: bits differ"
 
 
 def said(e: WindfallError) -> str:
@@ -90,6 +92,14 @@ def said(e: WindfallError) -> str:
 
 
 def verify(config: Any, row: Row, longest: int) -> str:
+    try:
+        wrong = faults(config, row, longest)
+    except Exception as e:  # fault boundary: a model's code; what cannot be verified is not called exact
+        wrong = [f"{type(e).__name__}: {str(e).partition(chr(10))[0][:80]}"]
+    return f"WRONG: {'; '.join(wrong)}" if wrong else "exact"
+
+
+def faults(config: Any, row: Row, longest: int) -> list[str]:
     torch.manual_seed(11)
     how: dict[str, Any] = {"dtype": torch.float32}
     from transformers import AutoModelForCausalLM
@@ -102,8 +112,7 @@ def verify(config: Any, row: Row, longest: int) -> str:
     ).eval()  # fmt: skip
     ours.load_state_dict(plain.state_dict())
     wrong = [*(engine_faults(plain, ours, longest) if row.engine_ok else ())]
-    wrong += gradient_faults(plain, ours) if row.trainer_ok else ()
-    return f"WRONG: {'; '.join(wrong)}" if wrong else "exact"
+    return wrong + (gradient_faults(plain, ours) if row.trainer_ok else [])
 
 
 @torch.no_grad()
@@ -181,7 +190,7 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
     whole = float(torch.stack([g.norm() for g in grads.values()]).norm())
     found: list[tuple[float, str]] = []
-    for name, p in exact.named_parameters():
+    for name, p in some(exact):
         g = grads[name].double()
         along = g / g.norm() if float(g.norm()) > 1e-6 * whole else torch.randn_like(p)
         along = along + 0.5 * torch.randn_like(along) * float(along.norm()) / along.numel() ** 0.5
@@ -203,10 +212,21 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
     return [f"gradient of {name} off by {by:.2g}"] if not by < GRADIENT else []
 
 
+def some(model: Any) -> list[tuple[str, Any]]:
+    """Every kind of weight twice: of its first layer and of its last."""
+    kinds: dict[str, list[tuple[str, Any]]] = {}
+    for name, p in model.named_parameters():
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append((name, p))
+    return [one for same in kinds.values() for one in dict([same[0], same[-1]]).items()]
+
+
 def routes(model: Any) -> bool:
     """Then the loss jumps where a token goes to another expert, and no difference need be a slope."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    return compare.depends_on_neighbors(SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")) is not None
+    return (
+        bits.depend_on_neighbors(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
+        is not None
+    )
 
 
 def autograd_apart(exact: Any, samples: Any, weights: Any, grads: dict[str, Any], whole: float) -> tuple[float, str]:
@@ -236,13 +256,11 @@ def main() -> int:
         if options.names and not {name, kind} & set(options.names):
             continue
         began = time.monotonic()
-        row = judge(name, kind, fields, longest)
-        if options.verify and (row.engine_ok or row.trainer_ok):
+        row = row_of(name, kind, fields, longest)
+        if row.engine_ok or row.trainer_ok:
             made = small(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
-            try:
-                row.verified = verify(made.config, row, longest)
-            except Exception as e:  # fault boundary: a model's code; what cannot be verified is not called exact
-                row.verified = f"WRONG: {type(e).__name__}: {str(e).partition(chr(10))[0][:80]}"
+            row.deterministic = deterministic(made, longest) if row.engine_ok else ""
+            row.verified = verify(made.config, row, longest) if options.verify else ""
         rows.append(row)
         print(f"{time.monotonic() - began:5.1f} s  " + " | ".join(row.cells()), flush=True)
     if options.names and not rows:

@@ -11,7 +11,7 @@ from hostile import models as hostile
 from windfall import config
 from windfall.errors import WindfallError
 from windfall.launch import training
-from windfall.selftest import verdict
+from windfall.selftest import judge, verdict
 from windfall.worker import build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -30,7 +30,7 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
     monkeypatch.setattr(verdict, "_once", lambda key, checked, test: test() and key)
     spec = training.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
     model, kinds = build.whole(_fields(a), "bfloat16", "cuda"), []
-    judge = verdict.judge_engine
+    real = judge.engine
 
     def watched(config: Any, make: Any, **how: Any) -> Any:
         def noted(model: Any, **options: Any) -> Any:
@@ -38,9 +38,9 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
             kinds.append(type(engine).__name__)
             return engine
 
-        return judge(config, noted, **how)
+        return real(config, noted, **how)
 
-    monkeypatch.setattr(verdict, "judge_engine", watched)
+    monkeypatch.setattr(judge, "engine", watched)
     build.check(spec, "cuda", model)
     return kinds
 
@@ -59,12 +59,12 @@ def test_the_engine_of_the_llama_family_is_right(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)
 def test_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = hostile.ARCHITECTURES[name]
-    for judge, refusal in (
+    for judged, refusal in (
         (lambda: check(a, monkeypatch), a.engine),
-        (lambda: verdict.judge_trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
+        (lambda: judge.trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
     ):
         if refusal is None:
-            judge()
+            judged()
         else:
             with pytest.raises(WindfallError):
-                judge()
+                judged()

@@ -19,7 +19,7 @@ from windfall.engine.attention import Paged
 from windfall.engine.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.launch import training
-from windfall.selftest import shrink, verdict
+from windfall.selftest import judge, shrink, verdict
 from windfall.selftest.families import families
 from windfall.worker import build
 
@@ -38,17 +38,17 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)
 def test_right_or_refused(name: str) -> None:
     a = hostile.ARCHITECTURES[name]
-    for judge, refusal, most in (
-        (lambda: verdict.judge_engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
-        (lambda: verdict.judge_trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
+    for judged, refusal, most in (
+        (lambda: judge.engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
+        (lambda: judge.trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
     ):
         if refusal is None:
-            found = judge()
+            found = judged()
             assert max(found.nats, found.gradient) < most
         else:
             with pytest.raises(WindfallError, match=refusal) as e:
-                judge()
-            assert (e.value.where, e.value.fix) == ("model.path", verdict.FIX)
+                judged()
+            assert (e.value.where, e.value.fix) == ("model.path", judge.FIX)
 
 
 def test_a_cap_and_a_scale_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_a_cap_and_a_scale_that_are_left_out_are_seen(monkeypatch: pytest.Monkey
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
-            verdict.judge_trainer(a.config(), longest=100, **ON_CPU)
+            judge.trainer(a.config(), longest=100, **ON_CPU)
 
 
 def test_a_router_in_training_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_router_in_training_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Autograd, "_learning", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     with pytest.raises(WindfallError, match="gradient differs"):
-        verdict.judge_trainer(a.config(), longest=100, **ON_CPU)
+        judge.trainer(a.config(), longest=100, **ON_CPU)
 
 
 def test_a_window_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_window_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Paged, "attend", lambda self, q, k, v, scale, window: attend(self, q, k, v, scale, None))
     windowed = hostile.Architecture(kind="mixtral", fields={"sliding_window": 4096})
     with pytest.raises(WindfallError, match="nats"):
-        verdict.judge_engine(windowed.config(), TorchEngine, longest=100, **ON_CPU)
+        judge.engine(windowed.config(), TorchEngine, longest=100, **ON_CPU)
 
 
 def test_deterministic_experts_are_refused() -> None:
@@ -85,9 +85,9 @@ def test_deterministic_experts_are_refused() -> None:
         return TorchEngine(model, **how, deterministic=True)
 
     how = {"longest": 100, "deterministic": True, **ON_CPU}
-    verdict.judge_engine(hostile.ARCHITECTURES["llama"].config(), make, **how)
+    judge.engine(hostile.ARCHITECTURES["llama"].config(), make, **how)
     with pytest.raises(WindfallError, match=r"run.deterministic cannot hold .* experts"):
-        verdict.judge_engine(hostile.Architecture(kind="mixtral").config(), make, **how)
+        judge.engine(hostile.Architecture(kind="mixtral").config(), make, **how)
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:

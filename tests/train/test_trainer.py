@@ -12,7 +12,6 @@ import torch
 
 from windfall import algorithms, config, models
 from windfall.engine.engine import TorchEngine
-from windfall.errors import WindfallError
 from windfall.train import head
 from windfall.train import logprobs as chunked
 from windfall.train.gradients import Gradients
@@ -347,42 +346,42 @@ def test_packs_hold_everything_once_and_keep_to_the_budget(model: Any) -> None:
     assert len(packs(made, 10**9)) == 1
 
 
-def test_a_model_that_changes_its_logits_after_the_head_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = model.forward
+def test_a_model_that_changes_its_logits_after_the_head_is_trained_with_them(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, weight = model.forward, model.get_output_embeddings().weight
 
     def capped(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        out.logits = torch.tanh(out.logits)
+        out.logits = 3.0 * torch.tanh(out.logits / 3.0)
         return out
 
     monkeypatch.setattr(model, "forward", capped)
-    with pytest.raises(WindfallError, match="scales or caps"):
-        chunked.check_model(model)
+    (sample,) = samples(model, 1)
+    ids, at = torch.tensor([sample.ids]), torch.tensor(sample.targets)
+    model.set_attn_implementation("eager")
+    logp = torch.log_softmax(model(input_ids=ids).logits[0, at - 1] / 0.7, -1).gather(-1, ids[0, at][:, None])[:, 0]
+    (-logp.sum()).backward()
+    model.set_attn_implementation("windfall")
+    theirs, gradients = weight.grad.clone(), Gradients(model)
+    gradients.zero()
+    learner = chunked.Learner(model, gradients)
+    torch.testing.assert_close(learner.score([sample], 0.7)[0], logp.detach(), atol=1e-5, rtol=0)
+    learner.learn([sample], 0.7, lambda first, last, logp, entropy: np.ones(len(logp)))
+    torch.testing.assert_close(weight.grad, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_a_model_that_drops_out_in_training_is_refused() -> None:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    shape = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    for dropout, refused in ((0.3, True), (0.0, False)):
-        opt: Any = OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=32, dropout=dropout, attention_dropout=0.0))
-        opt.set_attn_implementation("windfall")
-        if refused:
-            with pytest.raises(WindfallError, match="dropout"):
-                chunked.check_model(opt.eval())
-        else:
-            chunked.check_model(opt.eval())
-
-
-def test_a_model_that_mixes_sequences_is_refused() -> None:
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    torch.manual_seed(0)
-    config_ = Lfm2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.3,
-    )  # fmt: skip
-    hybrid: Any = Lfm2ForCausalLM(config_)
-    hybrid.set_attn_implementation("windfall")
-    with pytest.raises(WindfallError, match="mixes sequences"):
-        chunked.check_model(hybrid.eval())
+def test_learning_leaves_dropout_out(model: Any) -> None:
+    """As rollout does: else the policy that is trained is not the one that spoke."""
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5)).eval()
+    made, found = samples(model, 2), []
+    for recomputed in (False, True):
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        gradients = Gradients(model)
+        gradients.zero()
+        chunked.Learner(model, gradients).learn(made, 1.0, lambda first, last, logp, entropy: np.ones(len(logp)))
+        found.append(model.model.embed_tokens.weight.grad.clone())
+        assert not any(m.training for m in model.modules())
+    torch.testing.assert_close(*found)

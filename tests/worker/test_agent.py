@@ -152,6 +152,19 @@ def test_refused_for_good(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_the_run_hears_why_a_worker_refuses_its_model(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            w.build_error = WindfallError("wrong by 3 nats", where="model.path")
+            assert await w.ends() == 3, "it is not started again"
+            await s.until(lambda: s.named("worker_lost"), "the controller knows")
+            (lost,) = s.named("worker_lost")
+            assert "refused: model.path: wrong by 3 nats" in lost["why"]
+
+    asyncio.run(main())
+
+
 def test_refused_for_now_dials_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from windfall.engine.packed import Packed
 from windfall.errors import WindfallError
@@ -59,18 +58,18 @@ def _scenes(small: Small, make: Make, longest: int) -> Iterator[Apart]:
 
     twice = prompt(34)
     pair, one = [ask("sibling 1", twice, 8), ask("sibling 2", twice, 5)], ask("from one token", prompt(1), 6)
-    together = _drain(make(small.model, **ROOMY), [*pair, one])
+    together = drain(make(small.model, **ROOMY), [*pair, one])
     yield from (_beside(small, f"{r.id}, among others", r, together[r.id]) for r in (*pair, one))
     long = ask("long", prompt(4), 36)
-    alone = _drain(make(small.model, **ROOMY), [long])["long"]
+    alone = drain(make(small.model, **ROOMY), [long])["long"]
     yield _beside(small, "long, alone", long, alone)
     cut = tuple(alone[0][:19])
     rest = replace(long, prompt=long.prompt + cut, position=len(cut), max_tokens=long.max_tokens - len(cut))
     if rest.max_tokens > 0:
-        resumed = _drain(make(small.model, **ROOMY), [one, rest])["long"]
+        resumed = drain(make(small.model, **ROOMY), [one, rest])["long"]
         yield _beside(small, "long, cut and resumed among others", rest, resumed)
     tight = [replace(ask(f"preempted {i}", prompt(6), 30), seed=i) for i in range(3)]
-    crowded = _drain(make(small.model, **TIGHT), tight)
+    crowded = drain(make(small.model, **TIGHT), tight)
     yield from (_beside(small, r.id, r, crowded[r.id]) for r in tight)
 
 
@@ -78,7 +77,7 @@ ROOMY = {"kv_tokens": 512, "page_size": 16, "max_running": 8, "max_rows": 24}
 TIGHT = {"kv_tokens": 80, "page_size": 16, "max_running": 8, "max_rows": 64}
 
 
-def _drain(engine: Any, asked: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:
+def drain(engine: Any, asked: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:
     out: dict[str, tuple[list[int], list[float]]] = {r.id: ([], []) for r in asked}
     for r in asked:
         engine.add(r)
@@ -148,44 +147,6 @@ def _gradients_apart(small: Small) -> Apart:
 def _sample(rng: Any, vocabulary: int, length: int, first: int) -> Sample:
     ids = tuple(int(t) for t in rng.integers(3, vocabulary, length))
     return Sample(ids=ids, targets=tuple(range(first, length)), behaviour=np.zeros(0), advantage=0.0, limit=0)
-
-
-def same_bits(small: Small, make: Make, *, longest: int) -> bool:
-    """Whether a response has the same log-probs, to the last bit, alone and among others."""
-    ids = tuple(range(3, 15))
-    one = Request(id="one", prompt=ids, seed=1, max_tokens=max(1, min(24, longest - len(ids))))
-    others = [replace(one, id=f"other {n}", prompt=ids[n:], seed=n) for n in (2, 3, 4)]
-    alone, among = (_drain(make(small.model, **ROOMY), asked)["one"] for asked in ([one], [*others, one]))
-    return alone == among
-
-
-class _Products(TorchDispatchMode):
-    """Names and shapes of every operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.seen.append((str(func), [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]))
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def depends_on_neighbors(small: Small) -> str | None:
-    """Why rows of one step cannot be independent of each other to the last bit; None if they can: shapes of all
-    operations are the same whatever the tokens are, so no row's sums depend on where other rows are sent."""
-    found = []
-    for step in (1, 7):
-        ids = torch.tensor([[3 + step * n % (small.vocabulary - 3) for n in range(16)]], device=small.device)
-        batch = Packed.of([1] * 16, small.device)
-        with _Products() as products:
-            small.model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, batch=batch)
-        found.append(products.seen)
-    if found[0] != found[1] or any("grouped_mm" in name for name, _ in found[0]):
-        return "rows are sent to experts, so the shape of a matrix product depends on a row's neighbors"
-    return None
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,38 +25,12 @@ from windfall.models import cache_folder
 from windfall.selftest import shrink
 
 Fields = Mapping[str, Any]
-FIX = "Use another model: docs/models.md lists the families that were checked."
-SEEDS = (0, 1)
-"""A routed model may send a token elsewhere by one rounding; what is computed wrongly is wrong with any weights."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Rounding in float32 stays a factor of ten or more below these, everything that was found wrong is above."""
-
-    nats: float
-    gradient: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
-    """What was measured on the small model. `refused`: why that is too much."""
-
-    nats: float = 0.0
-    gradient: float = 0.0
-    refused: str = ""
-
-
-LIMITS = {"cpu": Limits(nats=2e-3, gradient=5e-3), "cuda": Limits(nats=1e-2, gradient=2e-2)}
-"""A GPU's kernels sum in other orders, and may round to TF32."""
 WEIGHTS_NATS = {4: 5e-3, 2: 0.2}
 """By bytes of a number."""
 
 _passed: set[str] = set()
-
-
-def limits(device: str) -> Limits:
-    return LIMITS["cuda" if device.startswith("cuda") else "cpu"]
 
 
 def check_engine(
@@ -68,16 +41,25 @@ def check_engine(
     that would run it; `names`: of the full model's weights; `checked`: what others with the same code have found.
     Returns what to tell others."""
     key = key_of("engine", fields, device=device, longest=longest, deterministic=deterministic)
-    return _once(key, checked, lambda: judge_engine(
-        _config(fields), make, device=device, longest=longest, deterministic=deterministic, names=names
-    ))  # fmt: skip
+
+    def test() -> object:
+        from windfall.selftest import judge  # imports torch and transformers: only if the answer is not known
+
+        how: dict[str, Any] = {"device": device, "longest": longest, "names": names}
+        return judge.engine(_config(fields), make, deterministic=deterministic, **how)
+
+    return _once(key, checked, test)
 
 
 def check_trainer(fields: Fields, *, device: str, longest: int, names: Iterable[str] | None = None) -> str:
     key = key_of("trainer", fields, device=device, longest=longest)
-    return _once(key, (), lambda: judge_trainer(
-        _config(fields), device=device, longest=longest, names=names
-    ))  # fmt: skip
+
+    def test() -> object:
+        from windfall.selftest import judge
+
+        return judge.trainer(_config(fields), device=device, longest=longest, names=names)
+
+    return _once(key, (), test)
 
 
 def check_weights(model: Any) -> None:
@@ -95,74 +77,7 @@ def check_weights(model: Any) -> None:
         )  # fmt: skip
 
 
-def judge_engine(
-    config: Any, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
-    names: Iterable[str] | None = None,
-) -> Figures:  # fmt: skip
-    """What is measured, now; raises WindfallError if it is too much."""
-    from windfall.selftest import compare
-
-    what = f"windfall's engine does not compute {_name(config)} as transformers does"
-
-    def measure(small: Any) -> Figures:
-        if deterministic and (why := compare.depends_on_neighbors(small)):
-            return Figures(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
-        most, refused = limits(device).nats, ""
-        apart = compare.engine_apart(small, make, longest=longest, most=most)
-        if apart.by > most:
-            refused = f"{what}: log-probs differ by {apart.by:.2g} nats ({apart.what}); rounding is below {most:g}"
-        elif deterministic and not compare.same_bits(small, make, longest=longest):
-            refused = f"run.deterministic does not hold for {_name(config)}: alone and among others its bits differ"
-        return Figures(nats=apart.by, refused=refused)
-
-    return _judged(measure, what, config, device, longest, names)
-
-
-def judge_trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> Figures:
-    from windfall.selftest import compare
-
-    what = f"windfall's trainer does not compute {_name(config)} as transformers does"
-
-    def measure(small: Any) -> Figures:
-        nats, gradient = compare.trainer_apart(small)
-        most, refused = limits(device), ""
-        if nats.by > most.nats:
-            refused = f"{what}: log-probs differ by {nats.by:.2g} nats; rounding is below {most.nats:g}"
-        elif gradient.by > most.gradient:
-            share = f"{gradient.by:.2g} of its size ({gradient.what}); rounding is below {most.gradient:g}"
-            refused = f"{what}: a weight's gradient differs by {share}"
-        return Figures(nats=nats.by, gradient=gradient.by, refused=refused)
-
-    return _judged(measure, what, config, device, longest, names)
-
-
-def _judged(
-    measure: Callable[[Any], Figures], what: str, config: Any, device: str, longest: int,
-    names: Iterable[str] | None,
-) -> Figures:  # fmt: skip
-    from windfall.selftest import compare
-    from windfall.selftest.small import small
-
-    first, names = None, None if names is None else list(names)
-    for seed in SEEDS:
-        try:
-            made = small(config, names, longest=longest, device=device, seed=seed)
-            found = measure(made)
-        except WindfallError as e:
-            raise WindfallError(f"{what}: {e.what}", where="model.path", fix=FIX) from e
-        except Exception as e:  # fault boundary: any model's code, which windfall does not know
-            said = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-            raise WindfallError(f"{what}: {said}", where="model.path", fix=FIX) from e
-        if not found.refused:
-            return found
-        first = first or found
-        if compare.depends_on_neighbors(made) is None:
-            break
-    assert first is not None
-    raise WindfallError(first.refused, where="model.path", fix=FIX)
-
-
-def _once(key: str, checked: Iterable[str], test: Callable[[], Figures]) -> str:
+def _once(key: str, checked: Iterable[str], test: Callable[[], object]) -> str:
     path = _folder() / key
     if key not in _passed and key not in checked and not path.is_file():
         test()
@@ -218,7 +133,3 @@ def _remember(path: Path) -> None:
         path.touch()
     except OSError:
         return
-
-
-def _name(config: Any) -> str:
-    return (getattr(config, "architectures", None) or [config.model_type])[0]

@@ -118,7 +118,7 @@ def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8
 
 
 def trainer_of(shape: dict[str, Any], micro_tokens: int) -> TorchTrainer:
-    recipe = config.parse({"train": {"lr": 1e-6}}, where="benchmark")
+    recipe = config.parse({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
     return TorchTrainer(model_of(shape, NAME), algorithms.make("grpo"), recipe, micro_tokens=micro_tokens)
 
 

@@ -257,7 +257,7 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
             out.print(f"{name} left out: {e}")
             continue
         model = models.load(name, dtype="float32", device=device)
-        recipe = config.parse({"train": {"lr": lr}}, where="benchmark")
+        recipe = config.parse({"train": {"lr": lr, "engine_gap_limit": 99.0}}, where="benchmark")
         trainer = TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=512)
         both = {d: Publisher(dtype=d) for d in ("float32", "bfloat16")}
         for step in range(1, steps + 1):

@@ -217,3 +217,30 @@ def test_no_gradient_is_a_number() -> None:
     line = Console(Recipe(), FOLDER)._line(step(1, 0.0, grad_norm=0.0))
     assert "nan" not in line
     assert "grad 0.000" in line
+
+
+def test_a_gap_is_said_again_only_when_it_has_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    console = Console(Recipe(), tmp_path)
+    for step, mean in enumerate((0.06, 0.07, 0.1, 0.13, 0.14), 1):
+        console.show({"kind": "instant", "name": "engine_gap", "step": step, "mean": mean, "max": 1.0, "alarm": 0.05})
+    lines = out.getvalue().splitlines()
+    assert ["step 1:" in lines[0], "step 4:" in lines[1], len(lines)] == [True, True, 2]
+    assert "train.engine_gap_limit = 0.3" in lines[0]
+
+
+def test_a_small_worker_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    console = Console(Recipe(), tmp_path)
+    for n in range(5):
+        said = {"kind": "instant", "name": "work_rejected", "worker": "w1", "response": f"{n}/0", "tokens": 99}
+        console.show({**said, "why": "does not fit"})
+    console.show({"kind": "instant", "name": "no_room", "response": "1/0", "tokens": 99, "most": 40.0})
+    console.show({"kind": "instant", "name": "worker_stuck", "worker": "w2", "why": "no byte in 60 s"})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "w1 cannot take responses of 99 tokens" in lines[0]
+    assert "none has more than 40" in lines[1]
+    assert "w2 is sent away: no byte in 60 s" in lines[2]

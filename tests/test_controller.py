@@ -34,6 +34,8 @@ class World:
         self.over = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000
         """Checkpoints."""
+        self.gap = 0.0
+        """Between engine and trainer, in every report."""
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
         self.skipped: set[int] = set()
@@ -85,6 +87,7 @@ class World:
         self._updates += 1
         skipped = "not finite" if self._updates - 1 in self.skip else ""
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": skipped}
+        values |= {"engine_gap": self.gap, "engine_gap_max": 9 * self.gap}
         return Report(**values), state.step if state else None  # pyright: ignore
 
     # of the pace: nobody generates here, so training may begin at once
@@ -181,6 +184,15 @@ def test_groups_go_on_being_made_while_one_is_trained_on(tmp_path: Path) -> None
     world.groups, world.accumulate = groups, accumulate  # pyright: ignore
     world.micro_tokens = 1
     assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}).step == 1
+
+
+@pytest.mark.parametrize(("gap", "alarms"), [(0.04, 0), (0.06, 3)])
+def test_a_gap_between_engine_and_trainer_is_told(tmp_path: Path, gap: float, alarms: int) -> None:
+    world = World(mixed)
+    world.gap = gap
+    world.run(tmp_path)
+    told = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
+    assert [(e["step"], e["mean"], e["alarm"]) for e in told] == [(n + 1, gap, 0.05) for n in range(alarms)]
 
 
 def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:

@@ -267,3 +267,51 @@ def test_second_ctrl_c_kills_all_at_once(here: Path) -> None:
     assert process.returncode == 130, out + err
     assert "Traceback" not in err
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left), 5.0)
+
+
+BREAKS = """
+from pathlib import Path
+from windfall.train import trainer
+
+real = trainer.TorchTrainer.finish
+
+def finish(self):
+    failed = Path("failed")
+    if self.optimizer.updates >= 1 and not failed.exists():  # in its second step
+        failed.touch()
+        raise MemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+    return real(self)
+
+trainer.TorchTrainer.finish = finish
+"""
+RUN = """
+import sys
+from pathlib import Path
+from windfall.launch import supervisor, vigil
+
+vigil.FIRST_WAIT_S = 0.2
+supervisor.PRELOADED.append("breaks")
+from windfall import cli
+sys.argv = ["windfall", "train", "small.toml", "--set", "run.steps=3", "--set", "checkpoint.every=1"]
+cli.main()
+"""
+
+
+def test_a_run_goes_on_after_its_trainer_has_failed(here: Path) -> None:
+    """A real run, whose trainer is out of memory once: it goes on from checkpoint and journal."""
+    (here / "breaks.py").write_text(BREAKS)
+    (here / "run.py").write_text(RUN)
+    path = f"{here}:{os.environ.get('PYTHONPATH', '')}"
+    process = subprocess.run(
+        [sys.executable, "run.py"], capture_output=True, text=True, cwd=here, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    said = "the trainer failed: MemoryError: CUDA out of memory. Tried to allocate 9 GiB; starting it again in 0.2 s"
+    assert f"{said} (failure 1 of 4)" in process.stdout.replace("\n", " ")
+    log = [json.loads(line) for line in (here / "runs/small/events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "step")] == [1, 2, 3]
+    assert next(e["why"] for e in log if e["name"] == "trainer_lost").startswith("it failed: MemoryError: CUDA out of")
+    assert "Traceback" in (here / "runs/small/trainer.log").read_text()
+    second = next(e for e in log if (e["kind"], e["name"], e.get("step")) == ("scalar", "step", 2))
+    assert second["restored"] == second["made"] > 0, "what was generated came from the journal"

@@ -15,6 +15,7 @@ from windfall.accounts import Accounts
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded
 from windfall.rollout import manager, past
+from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.giving import Giving
 from windfall.rollout.journal import Journal
 from windfall.rollout.ledger import Ledger
@@ -93,7 +94,7 @@ def work_goes_to_whoever_is_ready(patch: Patch) -> None:
     patch.setattr(Members, "routable", routable)
 
 
-@breaks("version", seed=21)
+@breaks("version", seed=20)
 def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
     """After a fall back a step is trained again: the version's number is the same, its weights need not be."""
 
@@ -242,6 +243,33 @@ def a_lost_worker_keeps_its_work(patch: Patch) -> None:
 @breaks("holder")
 def silence_is_never_noticed(patch: Patch) -> None:
     patch.setattr(Members, "tick", lambda self, now_s: [])
+
+
+@breaks("holder")
+def a_pull_that_hangs_is_never_noticed(patch: Patch) -> None:
+    patch.setattr(Members, "_stuck", lambda self, member, now_s: "")
+
+
+@breaks("no error")
+def an_error_in_a_callback(patch: Patch) -> None:
+    real = Dispatch._settle
+
+    def settle(self: Dispatch) -> None:
+        real(self)
+        if self.ledger.counts.moved > 20:
+            raise KeyError("nobody expected it")
+
+    patch.setattr(Dispatch, "_settle", settle)
+
+
+@breaks("no error")
+def one_worker_that_rejects_ends_the_run(patch: Patch) -> None:
+    def rejected_by(self: Dispatch, member: Any, message: Any) -> None:
+        for entry in self.ledger.held(member.id):
+            if entry.handle == message.handle:
+                self._rejected(entry.episode.id, message.why)
+
+    patch.setattr(Dispatch, "_rejected_by", rejected_by)
 
 
 @breaks("progress", seed=3)

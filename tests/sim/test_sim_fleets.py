@@ -63,11 +63,24 @@ def test_an_engine_with_little_room_makes_some_wait(simulated: Simulated) -> Non
 
     wide, log = simulated(watch, **STAYS)
     assert max(most) == (0, 0)
-    narrow, tight = simulated(watch, sim={"worker_kv_tokens": 250}, **STAYS)
+    narrow, tight = simulated(watch, sim={"worker_kv_tokens": 380}, **STAYS)
     assert max(w for w, _ in most) > 0
     assert max(p for _, p in most) > 0
     assert narrow.book.real_tokens == wide.book.real_tokens, "the same responses"
-    assert tight[-1]["m"] > 1.05 * log[-1]["m"], "later"
+    assert tight[-1]["m"] > 1.02 * log[-1]["m"], "later"
+
+
+def test_a_worker_that_is_too_small_for_every_response_gets_none(simulated: Simulated) -> None:
+    """And what only local can make does not wait for the others while local is paused."""
+    done, log = simulated(sim={"worker_kv_tokens": 250}, **STAYS)
+    assert [e["responses"] for e in steps_of(log)] == [64] * len(steps_of(log))
+    assert all(m.made == 0 for m in done.dispatch.members.all.values() if m.name != "local")
+    assert any(e["name"] == "local_resumed" and "has room" in e["why"] for e in log)
+
+
+def test_a_run_whose_workers_are_all_too_small_ends_with_a_word(simulated: Simulated) -> None:
+    with pytest.raises(WindfallError, match=r"no worker has had more than 250\. Set engine\.kv_tokens to 367"):
+        simulated(sim={"worker_kv_tokens": 250}, **{**STAYS, "fleet": {**STAYS.get("fleet", {}), "local": False}})
 
 
 def test_workers_are_kept_by_advice(simulated: Simulated) -> None:

@@ -118,7 +118,7 @@ def test_blocks_have_the_gradients_of_the_module(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_a_trainer_on_blocks_has_the_gradient_of_one_on_the_module(name: str) -> None:
     model, made = model_of(name), samples(9)
-    recipe = config.parse({"algorithm": {"kl": 0.1}}, where="test")
+    recipe = config.parse({"algorithm": {"kl": 0.1}, "train": {"engine_gap_limit": 99.0}}, where="test")
 
     def gradient(on_blocks: bool, micro_tokens: int, padded: bool) -> torch.Tensor:
         model.zero_grad()
@@ -333,7 +333,7 @@ def test_bfloat16_gradients_are_those_of_float32(name: str, keep: int | None, mo
     half, made = model_of(name, monkeypatch).cuda().bfloat16(), samples(24, longest=200)
     exact = model_of(name, monkeypatch).cuda()
     exact.load_state_dict({n: p.float() for n, p in half.state_dict().items()})
-    recipe = config.parse({}, where="test")
+    recipe = config.parse({"train": {"engine_gap_limit": 99.0}}, where="test")
 
     def gradient(t: TorchTrainer, micro_tokens: int) -> torch.Tensor:
         t.micro_tokens = micro_tokens
@@ -367,7 +367,7 @@ def test_steps_in_bfloat16_learn() -> None:
     """The log-probs of what had a positive advantage rise, and Adam's state survives a restart."""
     model, made = model_of("qwen3").cuda().bfloat16(), samples(16, longest=100)
     made = [Sample(ids=s.ids, targets=s.targets, behaviour=s.behaviour, advantage=1.0, limit=s.limit) for s in made]
-    recipe = config.parse({"train": {"lr": 1e-3}}, where="test")
+    recipe = config.parse({"train": {"lr": 1e-3, "engine_gap_limit": 99.0}}, where="test")
     t = TorchTrainer(model, algorithms.make("dr_grpo"), recipe, micro_tokens=500)
     before = t.learner.score(made, 1.0)[0].mean()
     for _ in range(10):

@@ -65,6 +65,21 @@ def gradients(t: TorchTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in t.model.parameters() if p.grad is not None]).clone()
 
 
+def test_an_engine_that_computes_another_model_ends_it_before_the_update(model: Any) -> None:
+    """A run whose log-probs were 1.2 nats apart on average ended with status 0 before."""
+    made = [replace(s, behaviour=s.behaviour - 1.2) for s in samples(model, 4)]
+    t = trainer(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    t.accumulate(made)
+    with pytest.raises(WindfallError, match=r"engine and trainer disagree .* differ by 1\.2 nats") as failed:
+        t.finish()
+    assert failed.value.where == "train.engine_gap_limit"
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "nothing was applied"
+    allowed = trainer(model, train={"engine_gap_limit": 1.5})
+    allowed.accumulate(made)
+    assert allowed.finish().engine_gap == pytest.approx(1.2, abs=1e-3)
+
+
 def test_logprobs_equal_the_engines_to_1e_5(model: Any) -> None:
     made = samples(model, 16)
     for pack in packs(made, 300):
@@ -236,8 +251,8 @@ def test_kl_pulls_back_to_the_reference(model: Any) -> None:
         for p in model.parameters():
             p.add_(0.02 * torch.randn_like(p))
     t = TorchTrainer(
-        model, algorithms.make("grpo"), recipe(algorithm={"kl": 1.0}, train={"lr": 1e-3}), micro_tokens=256,
-        reference=reference,
+        model, algorithms.make("grpo"), recipe(algorithm={"kl": 1.0}, train={"lr": 1e-3, "engine_gap_limit": 9.0}),
+        micro_tokens=256, reference=reference,
     )  # fmt: skip
     distances = []
     for _ in range(8):

@@ -239,7 +239,7 @@ class Fleet(Section):
     gone_s: float = Field(default=8.0, gt=0)
     """Silent for so long, it is given up, and its responses go on elsewhere."""
     stalled_s: float = Field(default=60.0, gt=0)
-    """So is one that has work and makes no engine step for this long."""
+    """So is one that has work and makes no engine step, or pulls weights and gets no byte of them, for this long."""
     tls_cert: FilePath | None = None
     """Certificate chain (PEM): workers then dial https."""
     tls_key: FilePath | None = None

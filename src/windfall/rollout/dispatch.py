@@ -53,7 +53,7 @@ class Dispatch:
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.journal, self._migration = journal, t.migration
-        self._room = Room(self.ledger)
+        self.room = Room(self.ledger)
         self._events = events
         self._turn_ended: Callable[[str], None] = lambda id: None
         self._rejected: Callable[[str, str], None] = lambda id, why: None
@@ -194,7 +194,7 @@ class Dispatch:
         self._soon()
 
     def _look_for_room(self, now: float) -> None:
-        if (verdict := self._room.look(self.members.here(), now)) is None:
+        if (verdict := self.room.look(self.members.here(), now)) is None:
             return
         if verdict.why:
             self._rejected(verdict.response, verdict.why)

@@ -38,7 +38,7 @@ class Room:
         staying = [w for w in here if w.state is not State.DRAINING]
         known = [w for w in staying if w.booted]
         most = max((w.longest for w in known), default=math.inf)
-        entry = self._too_long(most)
+        entry = self.too_long(most)
         if entry is None:
             self._since_s = None
             return None
@@ -57,7 +57,7 @@ class Room:
         )
         return Verdict(response=entry.episode.id, tokens=needed, most=most, why=why if over else "")
 
-    def _too_long(self, most: float) -> Entry | None:
+    def too_long(self, most: float) -> Entry | None:
         """A queued response that needs more room than this."""
         if self._ledger.longest <= most:
             return None

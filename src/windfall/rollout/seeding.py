@@ -190,8 +190,8 @@ class Seeding:
             self.over.set()
         elif self._missing and self._plan is not None and len(self._dispatch.ledger):
             self._apply(self._plan)
-        elif local.state is State.PAUSED and self._dispatch.ledger.queue and not self._others():
-            self._events.instant("local_resumed", why="no other worker is there")
+        elif local.state is State.PAUSED and self._dispatch.ledger.queue and (why := self._alone()):
+            self._events.instant("local_resumed", why=why)
             self.over.clear()  # from here on the step is one of local alone, whoever else may come
             self._resume(local)
 
@@ -244,6 +244,14 @@ class Seeding:
         """Those that make tokens of this step, or could."""
         offer = self._dispatch.offer
         return self._dispatch.members.routable(offer.version, offer.digest) if offer is not None else []
+
+    def _alone(self) -> str:
+        """Why nobody but local can make what is queued, if so."""
+        others = self._others()
+        if not others:
+            return "no other worker is there"
+        small = self._dispatch.room.too_long(max(m.longest for m in others))
+        return "no other worker has room for a response that is queued" if small else ""
 
     def _look(self, now: float) -> None:
         self._area += len(self._others()) * (now - self._looked_s)

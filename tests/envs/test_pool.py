@@ -356,7 +356,7 @@ def test_broken_module_is_refused_with_file_and_line(
 
 def test_module_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = refused("no_such_env:Env", tmp_path, monkeypatch)
-    assert "env.factory: there is no module 'no_such_env'" in said
+    assert "env.factory: cannot import 'no_such_env': there is no module 'no_such_env'" in said
     assert str(tmp_path) in said
 
 

@@ -54,7 +54,9 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
         if e.name is None or not (module_name == e.name or module_name.startswith(f"{e.name}.")):
             raise _broken(f"importing {module_name}", e) from e
         fix = f"It is looked for in {os.getcwd()} and in the packages of {sys.executable}."
-        raise WindfallError(f"there is no module {e.name!r}", where="env.factory", fix=fix) from e
+        raise WindfallError(
+            f"cannot import {module_name!r}: there is no module {e.name!r}", where="env.factory", fix=fix
+        ) from e
     except (Exception, SystemExit) as e:  # fault boundary: an environment is anybody's code
         raise _broken(f"importing {module_name}", e) from e
     if not hasattr(module, name):

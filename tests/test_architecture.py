@@ -45,6 +45,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "rollout/algorithm2.py",
     "rollout/balance.py",
     "rollout/course.py",
+    "rollout/crowd.py",
     "rollout/shape.py",
     "rollout/speed.py",
     "rollout/worth.py",

@@ -14,7 +14,7 @@ from typing import Literal
 
 from windfall.rollout import algorithm2
 from windfall.rollout.balance import Load, place
-from windfall.rollout.course import Crowd
+from windfall.rollout.crowd import Crowd
 from windfall.rollout.ledger import Entry, Ledger
 from windfall.rollout.members import Member
 from windfall.rollout.rebalance import Running, rebalance

@@ -69,7 +69,7 @@ def solved(model: Any, tok: PreTrainedTokenizerFast, temperature: float, tasks: 
     model.eval()
     tasks_ = [Arithmetic(seed=7).task(i) for i in range(tasks)]
     tok.padding_side = "left"
-    inputs = tok([t.prompt for t in tasks_], return_tensors="pt", padding=True).to(model.device)
+    inputs = tok([str(t.prompt) for t in tasks_], return_tensors="pt", padding=True).to(model.device)
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     out = model.generate(**inputs, max_new_tokens=160, **how)
     right = 0

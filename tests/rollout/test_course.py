@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from windfall.rollout.course import PARTS, Course, Crowd, Mark, Rates
+from windfall.rollout.course import PARTS, Course, Mark
+from windfall.rollout.crowd import Crowd, Rates
 from windfall.rollout.speed import Profile
 
 LOCAL = Crowd.of(Profile(fixed_s=100 / 40_000, each_s=1 / 40_000))
@@ -49,7 +50,10 @@ class Step:
         return out
 
     def _crowd(self, at_s: float, seed_s: float) -> Crowd:
-        return self.rates.crowd(at_s, seed_s) if at_s >= self.come_s else self.rates.local
+        r = self.rates
+        if at_s < max(r.pull_s, self.come_s):
+            return r.local if at_s < seed_s else Crowd()
+        return r.others if at_s >= seed_s else r.local + r.others
 
     def there(self, seed_s: float) -> list[tuple[float, Crowd]]:
         changes = sorted({0.0, self.rates.pull_s, self.come_s, seed_s})
@@ -85,7 +89,7 @@ def test_a_step_tells_how_others_end(step: Step, workers: int, share: float) -> 
     course = Course()
     course.learn(step.marks(3.0), step.there(3.0), 256, 1.0)
     other = Step(replace(step.rates, others=Crowd.of(ONE, count=workers)), step.lengths)
-    seed_s = share * course.made_s(other.rates, math.inf)
+    seed_s = share * course.made_s(other.rates)
     assert course.end_s(other.rates, seed_s) == pytest.approx(other.end_s(seed_s), rel=0.06)
 
 
@@ -152,5 +156,5 @@ def test_what_was_made_and_thrown_away_leaves_a_plan_that_is_a_number() -> None:
     rates = Rates(tokens=1000, responses=10, local=Crowd.steady(50), others=Crowd.steady(100), train=200.0)
     course = Course()
     course.learn([Mark(5.0, 600, 200, 5), Mark(9.0, 1300, 1000, 0)], [(0.0, Crowd.steady(150))], 10, 1.0)
-    assert math.isfinite(course.made_s(rates, math.inf))
-    assert 0 <= course.best(rates) <= course.made_s(rates, math.inf)
+    assert math.isfinite(course.made_s(rates))
+    assert 0 <= course.best(rates) <= course.made_s(rates)

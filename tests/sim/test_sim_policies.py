@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from windfall.rollout import offload
 from windfall.sim.service import Service
 
 Simulated = Callable[..., Any]
@@ -55,3 +56,45 @@ def test_nothing_is_lost_under_any_policy(simulated: Simulated, techniques: dict
     assert [e["responses"] for e in steps] == [64] * 3
     assert sum(e["made"] for e in steps) == done.book.real_tokens
     assert sum(e["workers_lost"] for e in steps) > 0, "or this says little"
+
+
+def late(folder: Path, at_s: float, nodes: int) -> dict[str, Any]:
+    """A fleet that comes together, that late, and stays."""
+    trace = folder / "late.csv"
+    trace.write_text("".join(f"{round(at_s * 1000)},add,n{n}\n" for n in range(nodes)))
+    return {"file": str(trace), "nodes": nodes}
+
+
+def test_a_fleet_that_comes_late_is_planned_with_in_the_step_it_comes_in(simulated: Simulated, tmp_path: Path) -> None:
+    """Nothing is known of these workers when they come. Waiting for the next step would generate and train in turn."""
+    trace = late(tmp_path, 40.0, 6)
+    sections = {"run": {"steps": 6}, "rollout": ROLLOUT, "sim": LONG, "train": {"micro_tokens": 8000}}
+    _, log = simulated(**sections, trace=trace)
+    step = next(e["step"] for e in log if e["name"] == "plan" and e["others"])
+    assert step > 1, "the trainer's own rates are known by then"
+    plans = [e["seed_s"] for e in log if e["name"] == "plan" and e["step"] == step]
+    assert plans[-1] is not None
+    assert plans[-1] > 0
+
+
+def test_the_first_t_seed_is_as_good_as_the_best_constant_one(
+    simulated: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is learned in the first step, in the middle of which the fleet comes. Had it been there on average, as many
+    all the time as that comes to, groups would become whole at other times."""
+    trace, trainer = late(tmp_path, 6.0, 12), LONG["trainer"] | {"train_s": 0.0001}
+    sections = {"run": {"steps": 2}, "rollout": ROLLOUT, "sim": LONG | {"trainer": trainer}, "trace": trace}
+
+    def second_s() -> float:
+        _, log = simulated(**sections, train={"micro_tokens": 8000})
+        return next(e["s"] for e in log if (e["kind"], e["name"]) == ("scalar", "step") and e["step"] == 2)
+
+    own_s, constant_s = second_s(), list[float]()
+    for seed_s in (3.0, 4.5, 6.0):
+        monkeypatch.setattr(offload.Predict, "again", lambda self, others, now, s=seed_s: planned(others, s))
+        constant_s.append(second_s())
+    assert own_s <= 1.03 * min(constant_s) < max(constant_s)
+
+
+def planned(others: offload.Others, seed_s: float) -> offload.Plan:
+    return offload.Plan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.ALONE

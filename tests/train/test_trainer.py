@@ -12,6 +12,7 @@ import torch
 
 from windfall import algorithms, config, models
 from windfall.engine.engine import TorchEngine
+from windfall.errors import WindfallError
 from windfall.train import head
 from windfall.train import logprobs as chunked
 from windfall.train.gradients import Gradients

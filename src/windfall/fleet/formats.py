@@ -70,19 +70,13 @@ def parse(text: str, where: str, say: Say = _say) -> list[Change]:
     if not lines:
         raise WindfallError("the trace is empty", where=where, fix=FORMATS)
     counts = "-" in lines[0][1].partition(",")[0].strip()[1:]
-    read = [_refusing(_counted if counts else _named, line, f"{where}, line {n}") for n, line in lines]
-    rows = _sorted(
-        [_Row(at_s=at_s, what=what, n=n, line=line) for (n, line), (at_s, what) in zip(lines, read, strict=True)],
-        where,
-        say,
-    )
+    rows = _sorted([_row(n, line, counts, where) for n, line in lines], where, say)
     nodes, changes, up = _Counts(), list[Change](), set[str]()
     for row in rows:
-        at_s = row.at_s - rows[0].at_s if counts else row.at_s
-        new = nodes.to(at_s, row.what) if isinstance(row.what, int) else [replace(row.what, at_s=at_s)]
+        new = nodes.to(row.at_s - rows[0].at_s, row.what) if isinstance(row.what, int) else [row.what]
         for change in new:
             if wrong := _wrong(change, 0.0, up):
-                raise _refused(wrong, row.line, f"{where}, line {row.n}")
+                raise row.refused(wrong)
             changes.append(change)
     check(changes, where)
     return changes
@@ -92,38 +86,35 @@ def parse(text: str, where: str, say: Say = _say) -> list[Change]:
 class _Row:
     """A line of a trace: when, and what happens or how many are up."""
 
-    at_s: float
-    what: Change | int
-    n: int
     line: str
+    where: str
+    at_s: float = 0.0
+    what: Change | int = 0
+
+    def refused(self, what: str) -> WindfallError:
+        return WindfallError(f"{what}: {self.line.strip()[:80]!r}", where=self.where, fix=FORMATS)
+
+
+def _row(n: int, line: str, counts: bool, where: str) -> _Row:
+    row, fields = _Row(line=line, where=f"{where}, line {n}"), [field.strip() for field in line.split(",")]
+    if len(fields) != 3:
+        raise row.refused(f"{len(fields)} fields instead of 3")
+    try:
+        at_s, what = _counted(fields) if counts else _named(fields)
+    except ValueError as e:
+        raise row.refused(str(e)) from None
+    return replace(row, at_s=at_s, what=what)
 
 
 def _sorted(rows: list[_Row], where: str, say: Say) -> list[_Row]:
-    """By time. Whoever polls several zones, or a clock that is set, writes lines a little out of order."""
-    back = [(a, b) for a, b in pairwise(rows) if b.at_s < a.at_s]
+    """By time. Several pollers, or a clock that is set, write lines a little out of order."""
+    back = [(a.at_s - b.at_s, b) for a, b in pairwise(rows) if b.at_s < a.at_s]
     if back:
-        far_s = max(a.at_s - b.at_s for a, b in back)
         say(
-            f"warning: {where}: the time goes back {len(back)} times in {len(rows)} lines, first in line "
-            f"{back[0][1].n}, by {far_s:g} s at most; the lines were sorted by time"
+            f"warning: {back[0][1].where}: the time goes back here and in {len(back) - 1} more of {len(rows)} lines, "
+            f"by {max(s for s, _ in back):g} s at most; the lines of {where} were sorted by time"
         )
     return sorted(rows, key=lambda row: row.at_s)
-
-
-def _refusing(
-    read: Callable[[list[str]], tuple[float, Change | int]], line: str, where: str
-) -> tuple[float, Change | int]:
-    fields = [field.strip() for field in line.split(",")]
-    try:
-        if len(fields) != 3:
-            raise ValueError(f"{len(fields)} fields instead of 3")
-        return read(fields)
-    except ValueError as e:
-        raise _refused(str(e), line, where) from None
-
-
-def _refused(what: str, line: str, where: str) -> WindfallError:
-    return WindfallError(f"{what}: {line.strip()[:80]!r}", where=where, fix=FORMATS)
 
 
 def text(changes: Sequence[Change]) -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from windfall.rollout import algorithm2
 from windfall.rollout.balance import Load, place
-from windfall.rollout.course import Crowd
+from windfall.rollout.crowd import Crowd
 from windfall.rollout.ledger import Entry, Ledger, room
 from windfall.rollout.members import Member
 from windfall.rollout.rebalance import Running, rebalance

@@ -28,7 +28,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.rollout.course import START, Course, Crowd, Mark, Rates
+from windfall.rollout.course import START, Course, Mark
+from windfall.rollout.crowd import Crowd, Rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,8 @@ import asyncio
 import math
 
 from windfall.events import EventLog
-from windfall.rollout.course import Crowd, Mark
+from windfall.rollout.course import Mark
+from windfall.rollout.crowd import Crowd
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Member, State
 from windfall.rollout.offload import Measured, Offload, Others, Plan

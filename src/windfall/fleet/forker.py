@@ -1,6 +1,7 @@
 """The nursery process: imports once what workers need, then forks a worker for every request.
 
-    python -m windfall.fleet.forker ENTRY MODULE ...        ENTRY is module:function, called as a command would be
+    python -m windfall.fleet.forker ENTRY MODULE ...        ENTRY is module:function, called as a command would be;
+                                                            MODULE may be module:function:argument, called once
 
     in    {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} signals one, {"ping"}: a line of JSON each
     out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"}; {"name", "pid", "exit"} when one ends;
@@ -185,9 +186,13 @@ def _threads() -> int:
 
 def _load(entry: str, modules: list[str]) -> Callable[[], Any]:
     module, _, function = entry.partition(":")
-    for name in [*modules, module]:
+    for step in [*modules, module]:
+        name, _, call = step.partition(":")
         try:
-            importlib.import_module(name)
+            imported = importlib.import_module(name)
+            if call:
+                called, _, argument = call.partition(":")
+                getattr(imported, called)(argument)
         except Exception as e:  # fault boundary: whatever an import raises is told to the one who asked for it
             raise ImportError(f"cannot import {name}: {type(e).__name__}: {e}") from e
     called = getattr(sys.modules[module], function or "main", None)

@@ -32,8 +32,9 @@ FORK_TIMEOUT_S = 30.0
 PING_S = 5.0
 MOST_UNANSWERED = 6
 """Pings. Not a time: what we cannot hear while we stand still ourselves is not held against it."""
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""Else numpy starts threads when it is imported, and then nothing can be forked."""
+FORKABLE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Without the first, numpy starts threads when it is imported, and then nothing can be forked. Without the second, a
+library that asks torch whether there is a GPU initializes CUDA, which a forked process cannot use."""
 
 
 class NurseryLost(ConnectionError):
@@ -41,7 +42,8 @@ class NurseryLost(ConnectionError):
 
 
 class Nursery:
-    """`entry` is `module:function`; `modules` are imported before it, and see `env` (by default ours)."""
+    """`entry` is `module:function`; `modules` are imported before it, and see `env` (by default ours). One that is
+    `module:function:argument` is called as well: what it does, and so imports, no worker has to do again."""
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Nursery:
         import_timeout_s: float = 180.0,
     ) -> None:
         self._entry, self._modules, self._log = entry, list(modules), log
-        self._env = {**(os.environ if env is None else env), **ONE_THREAD}
+        self._env = {**(os.environ if env is None else env), **FORKABLE}
         self._import_timeout_s = import_timeout_s
         self._link: asyncio.Task[_Link] | None = None
 

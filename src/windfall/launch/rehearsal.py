@@ -1,7 +1,7 @@
 """What the nursery does before it forks: the start of a worker and of a trainer, as far as it goes without a device.
 
-A list of modules to import is not enough. Libraries import much of what they need on first use, and what that is depends
-on the model: transformers has a file for every architecture. So the nursery builds the run's model and calls it once.
+A list of modules to import is not enough. Libraries import much of what they need on first use, and what that is
+depends on the model: transformers has a file per architecture. So the nursery builds the run's model and calls it once.
 The model is on the `meta` device, where tensors have shapes but no numbers, so its size costs neither memory nor time.
 
 Rules, because a fork follows:

@@ -234,6 +234,31 @@ def test_what_cannot_be_imported_is_said(within: Callable[..., None], tmp_path: 
         within(test, "threaded")
 
 
+def test_a_call_that_leaves_a_thread_is_left_out(within: Callable[..., None], tmp_path: Path) -> None:
+    """What is called before the fork is for speed: it may not keep a run from starting."""
+
+    async def test(nursery: Nursery, start: Start) -> None:
+        assert await (await start("w1", "import eager; print(eager.called, end='')")).wait() == 0
+
+    (tmp_path / "eager.py").write_text(
+        "import threading, time\ncalled = []\n"
+        "def call(word):\n    called.append(word)\n"
+        "def start(word):\n    call(word)\n    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "def harmless(word):\n    start(word)\n    thread = threading.enumerate()[-1].native_id\n"
+        "    open(f'/proc/self/task/{thread}/comm', 'w').write('jemalloc_bg_thd')\n"
+    )
+    within(test, "eager:call:a:b c")
+    assert (tmp_path / "w1.log").read_text() == "['a:b c']"
+    assert (tmp_path / "nursery.log").read_text() == ""
+    (tmp_path / "w1.log").unlink()
+    within(test, "eager:start:x")
+    assert (tmp_path / "w1.log").read_text() == "[]"
+    assert "there are 2 threads" in (tmp_path / "nursery.log").read_text()
+    (tmp_path / "w1.log").unlink()
+    within(test, "eager:harmless:x")  # its library knows about forks
+    assert (tmp_path / "w1.log").read_text() == "['x']"
+
+
 def test_an_import_that_never_ends_is_given_up(toy_env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text("import time; time.sleep(60)")
 

@@ -8,7 +8,8 @@
           {"pong"} for every ping
 
 - It has one thread whenever it forks, or it refuses: a thread of the parent's would be missing in the child, with its
-  locks held for ever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1.
+  locks held for ever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1. Threads that their library
+  starts again in a forked process do not count.
 - When its input closes, or on SIGTERM, it kills the process groups of all workers, waits for them, and ends.
 - A worker asks the kernel to be killed when this process dies (PR_SET_PDEATHSIG), so `kill -9` here leaves none behind.
 - A worker has its own session and environment, default signal handlers, and no file descriptor of this process. What a
@@ -35,6 +36,8 @@ from windfall.fleet.guard import die_with_parent
 
 Request = dict[str, Any]
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)
+FORK_SAFE = ("jemalloc_bg_thd",)
+"""Threads by name. jemalloc, which pyarrow brings, stops its own before a fork and starts it again after."""
 
 
 class Forker:
@@ -181,7 +184,8 @@ def _check(request: Request) -> None:
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+    return sum(name not in FORK_SAFE for name in names)
 
 
 def _load(entry: str, modules: list[str]) -> Callable[[], Any]:

@@ -43,7 +43,8 @@ class NurseryLost(ConnectionError):
 
 class Nursery:
     """`entry` is `module:function`; `modules` are imported before it, and see `env` (by default ours). One that is
-    `module:function:argument` is called as well: what it does, and so imports, no worker has to do again."""
+    `module:function:argument` is called as well: what it does, and so imports, no worker has to do again. That is for
+    speed alone: a nursery that cannot fork after such calls is started again without them."""
 
     def __init__(
         self,
@@ -110,6 +111,18 @@ class Nursery:
         return task.result()
 
     async def _launch(self) -> _Link:
+        try:
+            return await self._launch_with(self._modules)
+        except WindfallError as e:
+            plain = [module.partition(":")[0] for module in self._modules]
+            if plain == self._modules:
+                raise
+            self._modules = plain
+            with self._log.open("a") as log:
+                log.write(f"{e}\nIt is started again with imports alone; workers will take longer to start.\n")
+            return await self._launch_with(plain)
+
+    async def _launch_with(self, modules: Sequence[str]) -> _Link:
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -117,7 +130,7 @@ class Nursery:
                 # SIGTERM, not SIGKILL, when we die: it then takes the process groups of its workers along.
                 nursery = process.launch(
                     name="nursery",
-                    argv=[sys.executable, "-m", "windfall.fleet.forker", self._entry, *self._modules],
+                    argv=[sys.executable, "-m", "windfall.fleet.forker", self._entry, *modules],
                     env=self._env,
                     log=self._log,
                     channel=theirs.fileno(),

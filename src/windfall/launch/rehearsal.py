@@ -1,12 +1,14 @@
 """What the nursery does before it forks: the start of a worker and of a trainer, as far as it goes without a device.
 
 A list of modules to import is not enough. Libraries import much of what they need on first use, and what that is
-depends on the model: transformers has a file per architecture. So the nursery builds the run's model and calls it once.
-The model is on the `meta` device, where tensors have shapes but no numbers, so its size costs neither memory nor time.
+depends on the model: transformers has a file per architecture. So the nursery builds the run's model, on the `meta`
+device, where tensors have shapes but no numbers: the size of the model costs neither memory nor time.
 
 Rules, because a fork follows:
-- no thread is started (forker.py checks), so no text is encoded and no gradient is computed here;
-- no CUDA context is made: a forked process could not use the GPU.
+- nothing is computed, differentiated or encoded here: oneDNN, autograd and tokenizers start threads, and a forked
+  process that uses them then waits for ever for threads it does not have;
+- the model is not called: on the meta device of a torch with CUDA that may make a CUDA context, which a forked process
+  cannot use.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from pathlib import Path
 import torch
 
 from windfall import algorithms, config, envs, models
-from windfall.engine.packed import Packed
 from windfall.train import checkpoint
 from windfall.worker import build
 
@@ -44,15 +45,12 @@ def rehearse(folder: str) -> None:
         found = checkpoint.all_in(Path(folder) / "checkpoints")
         where = found[-1] if found else Path(models.resolve(recipe.model.path))
         if (where / "config.json").is_file():  # else it will be downloaded or converted first
-            call(where)
+            build_empty(where)
     except Exception:  # fault boundary: see above
         traceback.print_exc()
 
 
-@torch.inference_mode()
-def call(where: Path) -> None:
-    """Build the model in this folder without its weights, call it once, and load its tokenizer."""
-    model = build.whole(json.loads((where / "config.json").read_text()), "float32", "meta")
-    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-    model(input_ids=ids, position_ids=ids, use_cache=False, batch=Packed.of([2, 2], "meta"))
+def build_empty(where: Path) -> None:
+    """Build the model in this folder without its weights, and load its tokenizer."""
+    build.whole(json.loads((where / "config.json").read_text()), "float32", "meta")
     models.load_tokenizer(str(where))

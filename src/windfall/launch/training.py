@@ -67,6 +67,8 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     state = checkpoint.read_state(found[-1]) if found else State(step=0, next_task=0)
     device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
     model = models.load(source, dtype=dtype, device=device)
+    if device == "cpu":
+        devices.choose_linear(model, deterministic=recipe.run.deterministic)
     tokenizer = models.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     derived = derive(recipe, model, device, dtype, longest_prompt(recipe, text_for(tokenizer, model)))

@@ -103,7 +103,12 @@ def plain(steps: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.clip_norm)
         adam.step()
         adam.zero_grad()
-    print(json.dumps({"tokens": made, "rewards": [before, held_out()]}))
+        print(
+            f"step {step + 1}: reward {float(rewards.mean()):.3f}, {made} tokens, {time.process_time():.1f} CPU s",
+            flush=True,
+        )
+    after = held_out()
+    print(json.dumps({"tokens": made, "rewards": [before, after]}))
 
 
 # --- both, measured ---

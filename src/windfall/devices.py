@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ from windfall.errors import WindfallError
 
 TURN_S = 120.0
 """Others have so long to take their memory; then this process goes on all the same."""
+DECODE_ROWS = 32
+"""Rows of a matrix product that is measured: about what a small engine decodes at once."""
+LARGEST_SIDE = 512
+"""Larger matrices are measured at this size, so that measuring takes milliseconds whatever the model."""
+MARGIN = 1.1
+"""oneDNN is turned off if it takes this much longer: it is torch's default, and a measurement is never exact."""
 
 
 def place(device: str, dtype: str, threads: int) -> tuple[str, str]:
@@ -34,6 +42,46 @@ def place(device: str, dtype: str, threads: int) -> tuple[str, str]:
         # cuDNN's attention plans anew for every shape; continuous batching has a new shape at almost every step.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
+
+
+def choose_linear(model: Any, *, deterministic: bool) -> bool:
+    """Let torch multiply matrices on this CPU with oneDNN or, where that is faster, with its BLAS library. Returns
+    whether oneDNN is used. It is a setting of the whole process, for engine and trainer alike.
+
+    The two round differently. So a deterministic run does not measure: its workers must agree, bit for bit. It takes
+    what is faster on every machine of the architecture that was measured (docs/engine.md)."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if deterministic:
+        used = platform.machine() not in ("aarch64", "arm64")
+    else:
+        sides = {m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)}
+        smaller = {(min(a, LARGEST_SIDE), min(b, LARGEST_SIDE)) for a, b in sides}
+        used = _onednn_is_faster(frozenset(smaller), model.dtype, torch.get_num_threads())
+    torch.backends.mkldnn.enabled = used  # pyright: ignore[reportAttributeAccessIssue]
+    return used
+
+
+@cache
+def _onednn_is_faster(sides: frozenset[tuple[int, int]], dtype: Any, threads: int) -> bool:
+    """For one linear layer of each (outputs, inputs). `threads` is what torch is set to."""
+    import torch
+
+    del threads
+    layers = [(torch.ones(DECODE_ROWS, b, dtype=dtype), torch.ones(a, b, dtype=dtype)) for a, b in sides]
+    took_s = {True: float("inf"), False: float("inf")}
+    with torch.inference_mode():
+        for attempt in range(4):
+            for used in took_s:
+                torch.backends.mkldnn.enabled = used  # pyright: ignore[reportAttributeAccessIssue]
+                began_s = time.perf_counter()
+                for x, weight in layers:
+                    torch.nn.functional.linear(x, weight)
+                if attempt:  # the first call of each also prepares
+                    took_s[used] = min(took_s[used], time.perf_counter() - began_s)
+    return took_s[True] <= MARGIN * took_s[False]
 
 
 def describe(device: str) -> str:

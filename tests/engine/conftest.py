@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import MODELS, build
 
+from windfall import devices
 from windfall.engine import attention
 
 
@@ -16,6 +17,7 @@ from windfall.engine import attention
 def plain(request: pytest.FixtureRequest) -> Any:
     """The model as transformers runs it: the oracle."""
     torch.set_num_threads(1)
+    devices.choose_linear(None, deterministic=True)  # as a worker of a deterministic run does
     return build(request.param)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import windfall
+
 TOY = """
 import os, sys
 
@@ -64,6 +66,8 @@ def read_when() -> Callable[..., str]:
 
 @pytest.fixture
 def toy_env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `toy:main` runs the Python code that is its first argument."""
+    """An environment in which `toy:main` runs the Python code that is its first argument, with the windfall under
+    test, which need not be the installed one."""
     (tmp_path / "toy.py").write_text(TOY)
-    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    source = Path(windfall.__file__).parent.parent
+    return {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}:{source}"}

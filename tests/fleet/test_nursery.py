@@ -1,6 +1,7 @@
 """The nursery: forked workers are like fresh ones, and nobody is left behind, whoever dies.
 
-The workers here run small pieces of code. Torch in a forked worker is what `python -m windfall.fleet.start_time` shows.
+The workers here run small pieces of code, but for the last test, which is a real run. Torch in a forked worker is what
+`python -m windfall.fleet.start_time` shows.
 """
 
 from __future__ import annotations
@@ -233,6 +234,31 @@ def test_what_cannot_be_imported_is_said(within: Callable[..., None], tmp_path: 
         within(test, "threaded")
 
 
+def test_a_call_that_leaves_a_thread_is_left_out(within: Callable[..., None], tmp_path: Path) -> None:
+    """What is called before the fork is for speed: it may not keep a run from starting."""
+
+    async def test(nursery: Nursery, start: Start) -> None:
+        assert await (await start("w1", "import eager; print(eager.called, end='')")).wait() == 0
+
+    (tmp_path / "eager.py").write_text(
+        "import threading, time\ncalled = []\n"
+        "def call(word):\n    called.append(word)\n"
+        "def start(word):\n    call(word)\n    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
+        "def harmless(word):\n    start(word)\n    thread = threading.enumerate()[-1].native_id\n"
+        "    open(f'/proc/self/task/{thread}/comm', 'w').write('jemalloc_bg_thd')\n"
+    )
+    within(test, "eager:call:a:b c")
+    assert (tmp_path / "w1.log").read_text() == "['a:b c']"
+    assert (tmp_path / "nursery.log").read_text() == ""
+    (tmp_path / "w1.log").unlink()
+    within(test, "eager:start:x")
+    assert (tmp_path / "w1.log").read_text() == "[]"
+    assert "there are 2 threads" in (tmp_path / "nursery.log").read_text()
+    (tmp_path / "w1.log").unlink()
+    within(test, "eager:harmless:x")  # its library knows about forks
+    assert (tmp_path / "w1.log").read_text() == "['x']"
+
+
 def test_an_import_that_never_ends_is_given_up(toy_env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text("import time; time.sleep(60)")
 
@@ -358,3 +384,37 @@ def test_a_fork_that_takes_too_long_is_an_oserror_and_can_be_asked_for_again(
         assert await (await start("a", "pass")).wait() == 0
 
     within(test)
+
+
+TELL_IMPORTS = """
+import os, sys
+
+class Tell:
+    def find_spec(self, name, path=None, target=None):
+        os.write(2, f"imports {name}\\n".encode())
+
+os.register_at_fork(after_in_child=lambda: sys.meta_path.insert(0, Tell()))
+"""
+ROOT = Path(__file__).parent.parent.parent
+MOST_IMPORTS = 20
+"""The command line's parser, codecs of an address, and packages that are looked for and not installed: about ten."""
+
+
+@pytest.mark.timeout(180)
+def test_a_real_worker_and_a_real_trainer_import_next_to_nothing_after_the_fork(tmp_path: Path) -> None:
+    """Every process of a real run says what it looks for on the disk after it was forked, from its start to its end."""
+    (tmp_path / "sitecustomize.py").write_text(TELL_IMPORTS)
+    changes = ["run.steps=1", "rollout.groups=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.tasks=0",
+               "trace.nodes=0", "fleet.workers=1", f"run.folder={tmp_path}"]  # fmt: skip
+    command = [sys.executable, "-m", "windfall.cli", "train", str(ROOT / "recipes" / "demo.toml")]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
+    done = subprocess.run(
+        [*command, *(word for c in changes for word in ("--set", c))],
+        env=env, capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    workers = sorted((tmp_path / "demo" / "workers").iterdir())
+    for log in (workers[0], tmp_path / "demo" / "trainer.log"):
+        imported = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("imports ")]
+        assert imported, "the process told nothing: is the hook of this test in place?"
+        assert len(imported) <= MOST_IMPORTS, f"{log.name}: {len(imported)} modules: {imported}"

@@ -231,6 +231,29 @@ def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -
     assert torch.allclose(gradients(pieces), expected, atol=2e-5, rtol=1e-3)
 
 
+def test_what_has_no_credit_is_reported_and_costs_no_backward_pass(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups whose responses all got the same reward: half of them at the end of the demo."""
+    made = samples(model)
+    some = [s if i % 2 else replace(s, advantage=0.0) for i, s in enumerate(made)]
+    calls: list[int] = []
+    backward = chunked.Autograd.backward
+    monkeypatch.setattr(chunked.Autograd, "backward", lambda *args: (calls.append(1), backward(*args)))
+    gradients = []
+    for given in (some, [s for s in some if s.advantage]):
+        t = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
+        t.accumulate(given)
+        gradients.append([g.clone() for g in t.optimizer.gradients.all()])
+        assert len(calls) == 1
+        assert t.finish().responses == len(given)
+        calls.clear()
+        model.load_state_dict(models.load("tiny", dtype="float32", device="cpu").state_dict())
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+    t.accumulate([replace(s, advantage=0.0) for s in made])
+    assert not calls
+    assert t.finish().tokens == sum(len(s.targets) for s in made)
+
+
 def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any) -> None:
     made = samples(model, 8)
     t = trainer(model, train={"lr": 5e-3})

@@ -1,13 +1,15 @@
 """The nursery process: imports once what workers need, then forks a worker for every request.
 
-    python -m windfall.fleet.forker ENTRY MODULE ...        ENTRY is module:function, called as a command would be
+    python -m windfall.fleet.forker ENTRY MODULE ...        ENTRY is module:function, called as a command would be;
+                                                            MODULE may be module:function:argument, called once
 
     in    {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} signals one, {"ping"}: a line of JSON each
     out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"}; {"name", "pid", "exit"} when one ends;
           {"pong"} for every ping
 
 - It has one thread whenever it forks, or it refuses: a thread of the parent's would be missing in the child, with its
-  locks held for ever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1.
+  locks held for ever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1. Threads that their library
+  starts again in a forked process do not count.
 - When its input closes, or on SIGTERM, it kills the process groups of all workers, waits for them, and ends.
 - A worker asks the kernel to be killed when this process dies (PR_SET_PDEATHSIG), so `kill -9` here leaves none behind.
 - A worker has its own session and environment, default signal handlers, and no file descriptor of this process. What a
@@ -34,6 +36,8 @@ from windfall.fleet.guard import die_with_parent
 
 Request = dict[str, Any]
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)
+FORK_SAFE = ("jemalloc_bg_thd",)
+"""Threads by name. jemalloc, which pyarrow brings, stops its own before a fork and starts it again after."""
 
 
 class Forker:
@@ -180,14 +184,19 @@ def _check(request: Request) -> None:
 
 
 def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
+    return sum(name not in FORK_SAFE for name in names)
 
 
 def _load(entry: str, modules: list[str]) -> Callable[[], Any]:
     module, _, function = entry.partition(":")
-    for name in [*modules, module]:
+    for step in [*modules, module]:
+        name, _, call = step.partition(":")
         try:
-            importlib.import_module(name)
+            imported = importlib.import_module(name)
+            if call:
+                called, _, argument = call.partition(":")
+                getattr(imported, called)(argument)
         except Exception as e:  # fault boundary: whatever an import raises is told to the one who asked for it
             raise ImportError(f"cannot import {name}: {type(e).__name__}: {e}") from e
     called = getattr(sys.modules[module], function or "main", None)

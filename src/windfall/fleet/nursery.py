@@ -32,8 +32,9 @@ FORK_TIMEOUT_S = 30.0
 PING_S = 5.0
 MOST_UNANSWERED = 6
 """Pings. Not a time: what we cannot hear while we stand still ourselves is not held against it."""
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-"""Else numpy starts threads when it is imported, and then nothing can be forked."""
+FORKABLE = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Without the first, numpy starts threads when it is imported, and then nothing can be forked. Without the second, a
+library that asks torch whether there is a GPU initializes CUDA, which a forked process cannot use."""
 
 
 class NurseryLost(ConnectionError):
@@ -41,7 +42,9 @@ class NurseryLost(ConnectionError):
 
 
 class Nursery:
-    """`entry` is `module:function`; `modules` are imported before it, and see `env` (by default ours)."""
+    """`entry` is `module:function`; `modules` are imported before it, and see `env` (by default ours). One that is
+    `module:function:argument` is called as well: what it does, and so imports, no worker has to do again. That is for
+    speed alone: a nursery that cannot fork after such calls is started again without them."""
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Nursery:
         import_timeout_s: float = 180.0,
     ) -> None:
         self._entry, self._modules, self._log = entry, list(modules), log
-        self._env = {**(os.environ if env is None else env), **ONE_THREAD}
+        self._env = {**(os.environ if env is None else env), **FORKABLE}
         self._import_timeout_s = import_timeout_s
         self._link: asyncio.Task[_Link] | None = None
 
@@ -108,6 +111,18 @@ class Nursery:
         return task.result()
 
     async def _launch(self) -> _Link:
+        try:
+            return await self._launch_with(self._modules)
+        except WindfallError as e:
+            plain = [module.partition(":")[0] for module in self._modules]
+            if plain == self._modules:
+                raise
+            self._modules = plain
+            with self._log.open("a") as log:
+                log.write(f"{e}\nIt is started again with imports alone; workers will take longer to start.\n")
+            return await self._launch_with(plain)
+
+    async def _launch_with(self, modules: Sequence[str]) -> _Link:
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -115,7 +130,7 @@ class Nursery:
                 # SIGTERM, not SIGKILL, when we die: it then takes the process groups of its workers along.
                 nursery = process.launch(
                     name="nursery",
-                    argv=[sys.executable, "-m", "windfall.fleet.forker", self._entry, *self._modules],
+                    argv=[sys.executable, "-m", "windfall.fleet.forker", self._entry, *modules],
                     env=self._env,
                     log=self._log,
                     channel=theirs.fileno(),

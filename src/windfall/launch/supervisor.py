@@ -42,8 +42,6 @@ from windfall.launch.vigil import how as ended
 from windfall.link import auth
 from windfall.types import Lease
 
-PRELOADED = ["torch", "transformers", "windfall.launch.training", "windfall.launch.joining", "windfall.worker.build",
-             "windfall.engine.engine", "windfall.train.trainer", "windfall.weights.publish"]  # fmt: skip
 QUICK_DEATHS = 8
 """A process that is killed so often within QUICK_S of its start has a cause that starting it again does not cure."""
 QUICK_S = 5.0
@@ -123,8 +121,9 @@ class Supervisor:
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         nursery = Nursery(
-            entry="windfall.cli:main", modules=PRELOADED, log=self.folder / "nursery.log", env=environment
-        )
+            entry="windfall.cli:main", modules=[f"windfall.launch.rehearsal:rehearse:{self.folder}"],
+            log=self.folder / "nursery.log", env=environment,
+        )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
         async with self._signals(nursery), nursery, self._showing():
             await self._all(nursery, environment)

@@ -86,6 +86,8 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     state = found.state if found else State(step=0, next_task=0)
     device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
     model = models.load(source, dtype=dtype, device=device)
+    if device == "cpu":
+        devices.choose_linear(model, deterministic=recipe.run.deterministic)
     tokenizer = models.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     async with hosted(recipe.env, recipe.run.seed) as env:

@@ -71,17 +71,20 @@ class Head:
         return torch.cat(parts, 1) if parts else torch.empty(3, 0, device=hidden.device)
 
     @torch.no_grad()
-    def learn(self, hidden: Tensor, targets: Tensor, sizes: Sequence[int], temperature: float, weigh: Weigh) -> Tensor:
-        """`sizes`: rows of each sample. Adds to the head's gradient, and returns that of the hidden states."""
-        back, waiting = torch.empty_like(hidden), None
+    def learn(
+        self, hidden: Tensor, targets: Tensor, sizes: Sequence[int], temperature: float, weigh: Weigh
+    ) -> Tensor | None:
+        """`sizes`: rows of each sample. Adds to the head's gradient, and returns that of the hidden states; None if it
+        is zero because every weight is."""
+        back, waiting, found = torch.empty_like(hidden), None, False
         for samples, rows in tiles(sizes, self._tile_rows()):
             scored = self._score(hidden, targets, temperature, samples, rows)
             if waiting is not None:
-                self._back(waiting, hidden, targets, temperature, weigh, back)
+                found |= self._back(waiting, hidden, targets, temperature, weigh, back)
             waiting = scored
         if waiting is not None:
-            self._back(waiting, hidden, targets, temperature, weigh, back)
-        return back
+            found |= self._back(waiting, hidden, targets, temperature, weigh, back)
+        return back if found else None
 
     def _score(
         self, hidden: Tensor, targets: Tensor, temperature: float, samples: tuple[int, int], rows: list[tuple[int, int]]
@@ -102,11 +105,16 @@ class Head:
 
     def _back(
         self, tile: Tile, hidden: Tensor, targets: Tensor, temperature: float, weigh: Weigh, back: Tensor
-    ) -> None:
+    ) -> bool:
+        """Whether there is anything to learn from this tile."""
         if tile.there is not None:
             tile.there.synchronize()
         logp, entropy = tile.on_host.double().numpy()
         weights = torch.from_numpy(np.ascontiguousarray(weigh(*tile.samples, logp, entropy), np.float32))
+        if not weights.any():
+            for a, b in tile.rows:
+                back[a:b] = 0.0
+            return False
         if hidden.is_cuda:
             weights = weights.pin_memory().to(hidden.device, non_blocking=True)
         assert self.gradients is not None
@@ -123,6 +131,7 @@ class Head:
             self.gradients.add_product([self.linear.weight], grad, hidden[a:b])
             if getattr(self.linear, "bias", None) is not None:
                 self.gradients.add(self.linear.bias, grad.float().sum(0))
+        return True
 
     def _own_back(self, hidden: Tensor, targets: Tensor, sums: Tensor, weights: Tensor, temperature: float) -> Tensor:
         """The gradient of the hidden states; those of the head's weights are added by autograd."""

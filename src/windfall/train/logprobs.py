@@ -52,6 +52,11 @@ class Autograd:
         tape.backward(grad)
         self._learning(False)
 
+    def forget(self, tape: Any) -> None:
+        """In place of `backward`, where every gradient is zero."""
+        del tape
+        self.model.eval()
+
 
 class Learner:
     def __init__(
@@ -90,7 +95,11 @@ class Learner:
         rows, targets = lay(samples, self.model.device)
         hidden, tape = self.body.forward(rows, learning=True)
         sizes = [len(s.targets) for s in samples]
-        self.body.backward(tape, self.head.learn(hidden, targets, sizes, temperature, weigh))
+        back = self.head.learn(hidden, targets, sizes, temperature, weigh)
+        if back is None:
+            self.body.forget(tape)
+        else:
+            self.body.backward(tape, back)
 
 
 def lay(samples: Sequence[Sample], device: torch.device) -> tuple[Rows, Tensor]:

@@ -61,7 +61,10 @@ class TorchTrainer:
         """Per token: entropy, gap to the engine, clipped, k3."""
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
-        for pack in self._packs([s for s in samples if s.targets]):
+        # Those without credit apart: a pack of them needs no backward pass. They are scored for the report alone.
+        credited = [s for s in samples if s.targets and s.advantage]
+        others = [s for s in samples if s.targets and not s.advantage]
+        for pack in [*self._packs(credited), *self._packs(others)]:
             reference = self._frozen(self.reference, pack) if self.reference is not None else [None] * len(pack)
 
             self.learner.learn(pack, self.temperature, partial(self._weights, pack, reference))

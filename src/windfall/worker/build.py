@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from windfall import models
-from windfall.devices import free_bytes, turn
+from windfall.devices import choose_linear, free_bytes, turn
 from windfall.errors import WindfallError
 from windfall.link.messages import Engine, Readied
 from windfall.selftest import shrink, verdict
@@ -45,7 +45,7 @@ def whole(fields: dict[str, Any], dtype: str, device: str) -> Any:
     how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention.NAME}
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        model = hollow(config, device, **how) if device.startswith("cuda") else None
+        model = hollow(config, device, **how)
         if model is None:
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, **how)
@@ -130,6 +130,8 @@ def _timed(spec: Engine, device: str, given: Any, share: float, version: int) ->
     model = model_for(spec, device) if given is None else given
     check(spec, device, model)
     why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
+    if device == "cpu":
+        choose_linear(model, deterministic=spec.deterministic)
     # One at a time looks how much is free, and takes its part of it.
     with turn(device):
         running, kv_tokens = sizes(spec, token_bytes(model), device, share)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from windfall import algorithms, config, envs, models
+from windfall import algorithms, config, models
 from windfall.train import checkpoint
 from windfall.worker import build
 
@@ -40,7 +40,6 @@ def rehearse(folder: str) -> None:
         importlib.import_module(name)
     try:
         recipe = config.load(Path(folder) / "recipe.toml")
-        envs.make(recipe.env, recipe.run.seed)
         algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
         found = checkpoint.all_in(Path(folder) / "checkpoints")
         where = found[-1] if found else Path(models.resolve(recipe.model.path))

@@ -96,7 +96,7 @@ def test_log_with_foreign_lines_is_gone_on_with_and_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["address.json", "fleet.json"])
-@pytest.mark.parametrize("kind", DAMAGES.keys() - {"a directory"})
+@pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"a directory"}))
 def test_damaged_files_of_the_life_before_do_no_harm(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).write_text(json.dumps({"url": "http://127.0.0.1:1", "port": 1, "pid": 1}))
     damage(tmp_path / name, kind)

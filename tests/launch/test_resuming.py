@@ -121,7 +121,7 @@ def test_file_that_cannot_be_read(run: Path) -> None:
         resuming.check_files(run)
 
 
-@pytest.mark.parametrize("kind", DAMAGES.keys() - {"missing", "a directory"})
+@pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
 def test_damaged_address_is_put_away_with_a_word(run: Path, kind: str) -> None:
     path = run / "address.json"
     path.write_text(json.dumps({"url": "http://127.0.0.1:8700", "port": 8700, "pid": 1}))

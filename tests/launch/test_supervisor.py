@@ -195,7 +195,7 @@ def test_only_who_pressed_ctrl_c_is_told_of_the_second(tmp_path: Path, said: io.
     assert "press Ctrl-C again" in said.getvalue()
 
 
-@pytest.mark.parametrize("kind", DAMAGES.keys() - {"missing", "a directory"})
+@pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
 def test_damaged_word_of_a_process_is_no_word(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".trainer.failure"
     path.write_text(json.dumps({"what": "it broke", "where": "here", "fix": "Mend it."}))

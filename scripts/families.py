@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import re
 import sys
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -240,29 +243,40 @@ def autograd_apart(exact: Any, samples: Any, weights: Any, grads: dict[str, Any]
     return max((float((grads[n] - g).norm()) / max(float(g.norm()), 1e-3 * whole), n) for n, g in both)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="FAMILY")
-    parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def quiet() -> None:
+    """At the start of a process that tests families."""
     warnings.filterwarnings("ignore")
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+
+
+def one(case: tuple[str, str, dict[str, Any], int], *, verified: bool) -> tuple[Row, float]:
+    """The row of one family, and how long it took."""
+    name, kind, fields, longest = case
+    began = time.monotonic()
+    row = row_of(name, kind, fields, longest)
+    if row.engine_ok or row.trainer_ok:
+        made = small(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
+        row.deterministic = deterministic(made, longest) if row.engine_ok else ""
+        row.verified = verify(made.config, row, longest) if verified else ""
+    return row, time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="FAMILY")
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    cases = [case for case in families() if not options.names or {case[0], case[1]} & set(options.names)]
     rows: list[Row] = []
-    for name, kind, fields, longest in families():
-        if options.names and not {name, kind} & set(options.names):
-            continue
-        began = time.monotonic()
-        row = row_of(name, kind, fields, longest)
-        if row.engine_ok or row.trainer_ok:
-            made = small(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
-            row.deterministic = deterministic(made, longest) if row.engine_ok else ""
-            row.verified = verify(made.config, row, longest) if options.verify else ""
-        rows.append(row)
-        print(f"{time.monotonic() - began:5.1f} s  " + " | ".join(row.cells()), flush=True)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), initializer=quiet) as pool:
+        for row, took_s in pool.map(partial(one, verified=options.verify), cases):
+            rows.append(row)
+            print(f"{took_s:5.1f} s  " + " | ".join(row.cells()), flush=True)
     if options.names and not rows:
         raise SystemExit(f"no such family: {', '.join(options.names)}")
     table = markdown(rows)

@@ -62,7 +62,7 @@ class Optimizer:
         grads = self.gradients.all()
         norm = float(torch.nn.utils.get_total_norm(grads)) / abs(divisor) if grads else 0.0
         fit = math.isfinite(norm)
-        if fit:
+        if fit and grads:  # there are none before the first backward pass
             clip = self.options.clip_norm / norm if norm > self.options.clip_norm else 1.0
             torch._foreach_mul_(grads, clip / divisor)  # pyright: ignore[reportPrivateImportUsage]
             for group in self._adam.param_groups:

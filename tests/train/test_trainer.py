@@ -167,12 +167,13 @@ def test_what_has_no_credit_is_reported_and_costs_no_backward_pass(model: Any, m
         torch.testing.assert_close(a, b)
     fresh = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
     model.zero_grad()
-    for t in (fresh, t):  # before the first gradient, and after
-        t.accumulate([replace(s, advantage=0.0) for s in made])
+    for each in (fresh, t):  # before the first gradient, and after
+        each.accumulate([replace(s, advantage=0.0) for s in made])
         assert not calls
-        report = t.finish()
+        report = each.finish()
         assert report.tokens == sum(len(s.targets) for s in made)
-        assert report.grad_norm == 0 and not report.skipped
+        assert report.grad_norm == 0
+        assert not report.skipped
 
 
 def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any) -> None:

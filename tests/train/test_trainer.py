@@ -249,9 +249,15 @@ def test_what_has_no_credit_is_reported_and_costs_no_backward_pass(model: Any, m
         model.load_state_dict(models.load("tiny", dtype="float32", device="cpu").state_dict())
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
-    t.accumulate([replace(s, advantage=0.0) for s in made])
-    assert not calls
-    assert t.finish().tokens == sum(len(s.targets) for s in made)
+    fresh = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
+    model.zero_grad()
+    for each in (fresh, t):  # before the first gradient, and after
+        each.accumulate([replace(s, advantage=0.0) for s in made])
+        assert not calls
+        report = each.finish()
+        assert report.tokens == sum(len(s.targets) for s in made)
+        assert report.grad_norm == 0
+        assert not report.skipped
 
 
 def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any) -> None:

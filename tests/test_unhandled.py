@@ -121,6 +121,6 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
     with pytest.raises(KeyError, match="nobody expected it"):
         joining.main(
-            "http://127.0.0.1:9", "token", name="w", kind="spot", device="cpu", region="", price_usd_per_h=0.0,
-            threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0,
+            "http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
+            price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0,
         )  # fmt: skip

@@ -83,6 +83,32 @@ class Console:
                     self._bar.update(self._task, completed=event["step"])
             case "advice":
                 self._advise(event)
+            case "engine_gap":
+                if event["mean"] > 2 * self._gap:  # the same again is no news
+                    self._gap = event["mean"]
+                    self._out.print(
+                        f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
+                        f"{event['mean']:.3g} nats on average, {event['max']:.3g} at most (said again when it doubles; "
+                        f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
+                    )
+            case "trainer_lost":
+                self._out.print(f"[red]the trainer is gone[/]: {escape(event['why'])}")
+            case "stopping":
+                self._out.print("stopping and saving; press Ctrl-C again to end at once")
+            case "reward_missing":
+                self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
+            case "task_skipped":
+                self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
+            case "update_skipped":
+                of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
+                self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")
+            case _:
+                self._show_fleet(event)
+                self._show_damage(event)
+
+    def _show_fleet(self, event: Event) -> None:
+        """Workers that come and go, and who else dials."""
+        match event["name"]:
             case "worker_joined":
                 self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['lease']}, {event['device']})")
             case "worker_lost":
@@ -109,20 +135,18 @@ class Console:
                     f"[yellow]no worker is large enough[/] for response {event['response']}: it needs room for "
                     f"{event['tokens']} tokens, and none has more than {event['most']:g}; waiting for another worker"
                 )
-            case "engine_gap":
-                if event["mean"] > 2 * self._gap:  # the same again is no news
-                    self._gap = event["mean"]
-                    self._out.print(
-                        f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
-                        f"{event['mean']:.3g} nats on average, {event['max']:.3g} at most (said again when it doubles; "
-                        f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
-                    )
             case "worker_suspect":
                 self._out.print(f"[yellow]?[/] {escape(event['worker'])} is {event['why']}")
             case "no_workers":
                 self._out.print(
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
                 )
+            case "refused":
+                self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}")
+
+    def _show_damage(self, event: Event) -> None:
+        """Files of the run that are not as they were written."""
+        match event["name"]:
             case "checkpoint_damaged":
                 self._out.print(
                     f"[red]checkpoint damaged[/]: {escape(event['what'])}; going on from step {event['step']}, later "
@@ -138,10 +162,6 @@ class Console:
                 self._out.print(f"[yellow]journal lost[/]: {where}; {what}")
             case "journal_strays":
                 self._out.print(f"[yellow]not a journal file, skipped[/]: {escape(', '.join(event['files']))}")
-            case "trainer_lost":
-                self._out.print(f"[red]the trainer is gone[/]: {escape(event['why'])}")
-            case "refused":
-                self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}")
             case "log_foreign":
                 self.say(
                     f"{self._folder / 'events.jsonl'}: {event['lines']} lines are not windfall's and are skipped; the "
@@ -150,15 +170,6 @@ class Console:
             case "log_gap":
                 which = f"steps {event['first']} to {event['last']} are missing"
                 self.say(f"{self._folder / 'events.jsonl'}: {which}; the run goes on, and figures leave them out")
-            case "stopping":
-                self._out.print("stopping and saving; press Ctrl-C again to end at once")
-            case "reward_missing":
-                self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
-            case "task_skipped":
-                self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
-            case "update_skipped":
-                of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
-                self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")
 
     def _advise(self, e: Event) -> None:
         """Said when it asks for a change, once."""

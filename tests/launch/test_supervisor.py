@@ -103,7 +103,7 @@ def test_a_trainer_that_fails_is_started_again_and_the_cause_is_said(
     def happens() -> None:
         crash(tmp_path)
         if started[0] == 3:  # a step was completed since the last failure
-            it._take(json.dumps({"kind": "scalar", "name": "step", "step": 3}).encode())
+            it._take(json.dumps({"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 3}).encode())
 
     monkeypatch.setattr(it._console, "show", lambda event: None)
     start, started = ends(*[1] * 9, then=happens)
@@ -199,9 +199,9 @@ def test_only_who_pressed_ctrl_c_is_told_of_the_second(tmp_path: Path, said: io.
 def test_damaged_word_of_a_process_is_no_word(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".trainer.failure"
     path.write_text(json.dumps({"what": "it broke", "where": "here", "fix": "Mend it."}))
-    assert str(of(tmp_path)._failure()) == "here: it broke\nMend it."
+    assert str(folders.failure(tmp_path, "trainer", 1)) == "here: it broke\nMend it."
     damage(path, kind)
-    assert of(tmp_path)._failure() is None
+    assert folders.failure(tmp_path, "trainer", 1).what == "the trainer ended with status 1"
 
 
 # real runs
@@ -290,7 +290,8 @@ from pathlib import Path
 from windfall.launch import supervisor, vigil
 
 vigil.FIRST_WAIT_S = 0.2
-supervisor.PRELOADED.append("breaks")
+real = supervisor.Nursery
+supervisor.Nursery = lambda **how: real(**{**how, "modules": [*how["modules"], "breaks"]})
 from windfall import cli
 sys.argv = ["windfall", "train", "small.toml", "--set", "run.steps=3", "--set", "checkpoint.every=1"]
 cli.main()

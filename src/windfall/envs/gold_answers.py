@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.envs.extract import is_number
+from windfall.envs.limits import OVER
 from windfall.envs.process import variables
 from windfall.envs.rows import Row, read
 from windfall.errors import WindfallError
@@ -64,7 +64,7 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
         out, err = child.communicate()
         return [json.loads(line) for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
     reasons = [json.loads(line) for line in out.splitlines()]
-    if child.returncode == -signal.SIGXCPU:
+    if child.returncode == -OVER:
         return [*reasons, f"comparing it takes more than {cpu_s:g} s of CPU time"]
     if child.returncode:
         told = err.decode(errors="replace").strip().splitlines()[-3:]

@@ -3,19 +3,24 @@
 One answer of `9**9**9` keeps the interpreter busy for hours without releasing its lock. Under `cpu_limit` the kernel
 ends the process instead; no Python code has to run for that. It limits CPU time, not time on the clock, so a verdict
 does not depend on how busy the machine is.
+
+The limit is a timer (ITIMER_PROF), not RLIMIT_CPU: that one is absolute, and the kernel holds it against a count that
+drifts away from what a process can read of its CPU time. In a process that has graded for a minute, it ended calls
+that had taken a tenth of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import resource
-import time
+import signal
 from collections.abc import Callable, Iterator
 
 from windfall.types import Feedback
 
 MEMORY_BYTES = 4 << 30
+OVER = signal.SIGPROF
+"""What ends a process that is over its limit of CPU time."""
 
 announce: Callable[[Feedback], None] = lambda verdict: None  # noqa: E731
 """Tells the parent what the current call is worth if the kernel ends this process; set by `child`."""
@@ -23,14 +28,13 @@ announce: Callable[[Feedback], None] = lambda verdict: None  # noqa: E731
 
 @contextlib.contextmanager
 def cpu_limit(cpu_s: float, verdict: Feedback) -> Iterator[None]:
-    """Over the limit (whole seconds, rounded up) the process ends, and the call under way gets `verdict`."""
+    """Over the limit the process ends by OVER, and the call under way gets `verdict`."""
     announce(verdict)
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s), hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def limit_memory() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 import zlib
 from collections import deque
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from windfall import envs
+from windfall.envs import limits
 from windfall.envs.calls import Call, Child, exited
 from windfall.envs.failures import EnvFailed, waited
 from windfall.envs.process import ChildProcess
@@ -223,7 +223,7 @@ class EnvPool:
             what = f"the process that builds it {how} after {time.monotonic() - child.born_s:.1f} s"
             self._cannot(WindfallError(what, where=f"environment {self.name}", fix=stack))
         call = child.sent.pop(number, None)
-        if call is not None and call.verdict is not None and code == -signal.SIGXCPU:
+        if call is not None and call.verdict is not None and code == -limits.OVER:
             call.succeed(call.verdict)
         elif call is not None:
             call.fail(EnvFailed(f"the process that ran {call.name} {how}", f"the process {how}", stack))

@@ -294,6 +294,14 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
             where="rollout.max_tokens",
             fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
         )
+    room = recipe.engine.kv_tokens // recipe.engine.page_size * recipe.engine.page_size
+    if recipe.engine.kv_tokens and room < longest:
+        raise WindfallError(
+            f"a KV cache of {room} tokens has no room for one response: prompts of {prompt_tokens} tokens and "
+            f"rollout.max_tokens = {o.max_tokens} need {longest}",
+            where="engine.kv_tokens",
+            fix=f"Set it to at least {-(-longest // recipe.engine.page_size) * recipe.engine.page_size}, or to 0.",
+        )
     pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.

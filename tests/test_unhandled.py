@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from windfall import unhandled
+from windfall.errors import WindfallError
 from windfall.launch import joining
 
 
@@ -71,6 +74,23 @@ def test_what_comes_up_while_it_is_taken_down_does_not_hide_the_cause() -> None:
         asyncio.run(unhandled.guard(main()))
 
 
+@pytest.mark.parametrize("swallows", [False, True])
+def test_what_fails_during_the_cleanup_does_not_hide_the_error_it_cleans_up_after(swallows: bool) -> None:
+    async def cleanup() -> None:
+        asyncio.get_running_loop().call_soon(fail)
+        with contextlib.suppress(*([asyncio.CancelledError] if swallows else [])):
+            await asyncio.sleep(30)
+
+    async def main() -> None:
+        try:
+            raise WindfallError("the disk is full")
+        finally:
+            await cleanup()
+
+    with pytest.raises(WindfallError, match="the disk is full"):
+        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+
+
 def test_an_error_in_the_last_moment_counts() -> None:
     async def main() -> str:
         asyncio.get_running_loop().call_exception_handler({"message": "at the end", "exception": KeyError("late")})
@@ -124,3 +144,27 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
             "http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0,
         )  # fmt: skip
+
+
+HANGS = """
+import asyncio, time
+from windfall.launch import joining
+from windfall.worker.agent import Agent
+
+async def run(self, clouds=()):
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 300)
+    await asyncio.sleep(0.1)
+    print("it is over")
+    return 3
+
+Agent.run = run
+joining.Boot.__init__ = lambda self, device, threads: None
+joining.glance = lambda device: (1, "a device")
+joining.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
+             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
+"""
+
+
+def test_worker_with_a_pull_that_hangs_ends_all_the_same() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], timeout=30, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "it is over\n"), done.stderr

@@ -4,6 +4,7 @@
 
 - The first unexpected exception of a callback (`call_soon`, `call_later`), of a task that nobody awaits, or reported
   with `call_exception_handler`, cancels `main` and is raised in its place. Its traceback is logged at once.
+- If `main` was failing already and such an exception only disturbs its cleanup, the error of `main` itself is raised.
 - Trouble with one socket (a peer, too many open files) is logged only: whoever uses the socket hears of it anyway.
 
 The virtual loop of the simulator has the same rule (sim/loop.py).
@@ -38,15 +39,24 @@ async def guard(main: Coroutine[Any, Any, T]) -> T:
     loop.set_exception_handler(handle)
     try:
         result = await task
-    except BaseException:  # what the cancelling of `main` brought up is told in favor of what caused it
-        if errors:
-            raise errors[0] from None
-        raise
+    except BaseException as e:  # it goes on up, unless it only follows from what `main` was cancelled for
+        if not errors:
+            raise
+        raise (_before_cancelling(e) or errors[0]) from None
     finally:
         loop.set_exception_handler(before)
     if errors:
         raise errors[0]
     return result
+
+
+def _before_cancelling(error: BaseException) -> BaseException | None:
+    """What a cancelled coroutine had failed with before it was cancelled; None: it was all right until then."""
+    chain = [error]
+    while (cause := chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    last = max((i for i, e in enumerate(chain) if isinstance(e, asyncio.CancelledError)), default=-1)
+    return chain[last + 1] if last + 1 < len(chain) else None
 
 
 def report(task: asyncio.Task[Any]) -> None:

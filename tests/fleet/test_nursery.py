@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
+from windfall.fleet import nursery as nurseries
 from windfall.fleet.base import Handle
 from windfall.fleet.nursery import Nursery, NurseryLost
 
@@ -418,3 +419,11 @@ def test_a_real_worker_and_a_real_trainer_import_next_to_nothing_after_the_fork(
         imported = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("imports ")]
         assert imported, "the process told nothing: is the hook of this test in place?"
         assert len(imported) <= MOST_IMPORTS, f"{log.name}: {len(imported)} modules: {imported}"
+
+
+def test_a_process_that_outlives_sigkill_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nurseries, "KILL_TIMEOUT_S", 0.05)
+    asyncio.run(nurseries._gone(os.getpid()))
+    assert f"worker process {os.getpid()} to end by SIGKILL" in caplog.text

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile.checkpoints import flip
 from hostile.files import DAMAGES, damage, file_for_folder
 
 from windfall import config
@@ -18,6 +20,7 @@ from windfall.events import EventLog
 from windfall.launch import folder as folders
 from windfall.launch import resuming
 from windfall.link import auth
+from windfall.train import verify
 
 
 @pytest.fixture
@@ -164,7 +167,12 @@ def ended(run: Path, **end: Any) -> None:
     log.scalar("step", step=20)
     log.instant("end", **end)
     log.close()
-    (run / "checkpoints" / "step-000020").mkdir(parents=True)
+    saved = run / "checkpoints" / "step-000020"
+    (saved / "windfall").mkdir(parents=True)
+    (saved / "config.json").write_text("{}")
+    (saved / "windfall" / "optimizer.safetensors").write_bytes(b"moments")
+    (saved / "windfall" / "state.json").write_text('{"step": 20, "next_task": 80, "checksums": true}')
+    verify.write_checksums(saved)
 
 
 def test_finished_run_is_known_by_the_end_of_its_log(run: Path) -> None:
@@ -182,7 +190,13 @@ def test_run_that_was_stopped_or_lost_its_checkpoint_is_not_finished(run: Path) 
     ended(run, step=20, finished=False)
     assert resuming.finished(edited(run), run) is None
     EventLog(run / "events.jsonl").instant("end", step=20, finished=True)
-    (run / "checkpoints" / "step-000020").rmdir()
+    shutil.rmtree(run / "checkpoints" / "step-000020")
+    assert resuming.finished(edited(run), run) is None
+
+
+def test_run_whose_last_checkpoint_is_damaged_is_not_finished(run: Path) -> None:
+    ended(run, step=20, finished=True)
+    flip(run / "checkpoints" / "step-000020" / "windfall" / "optimizer.safetensors")
     assert resuming.finished(edited(run), run) is None
 
 

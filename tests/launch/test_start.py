@@ -15,13 +15,17 @@ from windfall.launch import folder as folders
 from windfall.launch import start
 
 
-def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: WindfallError, steps: int = 0) -> Path:
-    """The folder of a run that ended with this error, after so many steps."""
+def failing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: WindfallError, steps: int = 0, workers: int = 0
+) -> Path:
+    """The folder of a run that ended with this error, after so many steps, and with so many workers."""
     recipe = Recipe(run=config.Run(folder=tmp_path / "runs"))
     folder = folders.new_folder(recipe)
 
     def run(*_: object) -> None:
         log = EventLog(folder / "events.jsonl")
+        for worker in range(workers):
+            log.instant("worker_joined", worker=f"w{worker}")
         for step in range(1, steps + 1):
             log.scalar("step", step=step)
         log.close()
@@ -53,6 +57,11 @@ def test_what_the_message_refers_to_stays(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_was_learned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failing(tmp_path, monkeypatch, WindfallError("it broke"), steps=1).is_dir()
+
+
+def test_logs_of_a_run_that_had_a_worker_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = WindfallError("3 workers in a row were lost with it", where="response 1/0")
+    assert failing(tmp_path, monkeypatch, error, workers=1).is_dir()
 
 
 def test_folder_that_cannot_be_filled_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

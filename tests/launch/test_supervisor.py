@@ -18,7 +18,7 @@ import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
-from windfall import config
+from windfall import config, unhandled
 from windfall.console import Console
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
@@ -316,3 +316,49 @@ def test_a_run_goes_on_after_its_trainer_has_failed(here: Path) -> None:
     assert "Traceback" in (here / "runs/small/trainer.log").read_text()
     second = next(e for e in log if (e["kind"], e["name"], e.get("step")) == ("scalar", "step", 2))
     assert second["restored"] == second["made"] > 0, "what was generated came from the journal"
+
+
+# the reader of the event log
+
+EVENT = b'{"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 3}\n'
+
+
+def test_event_that_the_reader_cannot_take_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = of(tmp_path)
+
+    def fails(line: bytes) -> None:
+        raise RuntimeError(f"nobody expected {len(line)} bytes")
+
+    async def main() -> None:
+        async with it._showing():
+            (tmp_path / "events.jsonl").write_bytes(EVENT)
+            await asyncio.sleep(30)
+
+    monkeypatch.setattr(it, "_take", fails)
+    with pytest.raises(RuntimeError, match="nobody expected"):
+        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+
+
+def test_event_log_that_cannot_be_read_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: io.StringIO
+) -> None:
+    it, path, fails = of(tmp_path), tmp_path / "events.jsonl", [True, True]
+    real = Path.open
+
+    def opens(self: Path, *args: Any, **options: Any) -> Any:
+        if self == path and fails:
+            fails.pop()
+            raise OSError(5, "Input/output error")
+        return real(self, *args, **options)
+
+    async def main() -> None:
+        async with it._showing():
+            path.write_text(EVENT.decode())
+            monkeypatch.setattr(Path, "open", opens)
+            async with asyncio.timeout(10):
+                while it._reached != 3:
+                    await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(it._console, "show", lambda event: None)
+    asyncio.run(unhandled.guard(main()))
+    assert said.getvalue().count("the event log cannot be read: [Errno 5]") == 1

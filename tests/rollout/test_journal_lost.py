@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hostile.checkpoints import JOURNALS, add_strays, flip
 
-from windfall.events import EventLog
+from windfall.events import EventLog, read
 from windfall.link.messages import Tokens
 from windfall.rollout.damage import known
 from windfall.rollout.journal import Found, Journal, records
@@ -171,3 +171,28 @@ def test_the_journal_stays_until_steps_are_done_again(tmp_path: Path) -> None:
     log = expected(write(tmp_path), 11, 12)
     assert not log.saved(11)
     assert log.saved(12)
+
+
+@pytest.mark.parametrize("lengths", [7, "long", {"1": 2}, [3], [["3"]], [[None]], [[[1]]]])
+def test_lengths_of_another_shape_are_not_believed(tmp_path: Path, lengths: Any) -> None:
+    path = write(tmp_path)
+    log = expected(path)
+    log.hear({"kind": "scalar", "name": "step", "step": 11, "lengths": lengths})
+    assert lost(tmp_path, log) is None
+
+
+@pytest.mark.parametrize("file", [7, None, "", "notes.wal", "x", ["000012.wal"]])
+def test_journal_of_another_name_is_not_believed(tmp_path: Path, file: Any) -> None:
+    path = write(tmp_path)
+    log = expected(path)
+    log.hear({"kind": "instant", "name": "journal", "file": file})
+    assert lost(tmp_path, log) is None
+
+
+def test_damaged_checkpoint_is_told_once_and_another_with_the_same_pid_too(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    recovery = Recovery(log)
+    for pid, what in ((1, "step 4 is cut"), (2, "step 4 is cut"), (1, "step 2 is cut"), (1, "step 2 is cut")):
+        recovery.say_checkpoints(2, {"pid": pid, "checkpoint_damaged": what})
+    log.close()
+    assert [e["what"] for e in read(log.path)] == ["step 4 is cut", "step 2 is cut"]

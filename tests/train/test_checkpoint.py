@@ -19,6 +19,7 @@ from hostile.checkpoints import CHECKPOINTS, cut, flip, of_0_2, rename_step
 from windfall import config, models, offline
 from windfall.errors import WindfallError
 from windfall.events import read
+from windfall.launch import training
 from windfall.train import checkpoint
 from windfall.train.checkpoint import State
 from windfall.train.optimizer import Optimizer
@@ -230,6 +231,19 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> Non
                 return
         time.sleep(0.02)
     raise AssertionError(f"waited 60 s for step {step} of {run}")
+
+
+def test_damaged_checkpoint_is_told_by_the_next_trainer_if_the_first_one_died(two: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(two, tmp_path / "c"))
+    flip(folder / "step-000004" / "model.safetensors")
+    _, first = training._checkpoint(folder)
+    assert first["checkpoint_damaged"].startswith("step-000004/model.safetensors: its checksum is ")
+    assert first["checkpoint_damaged"].endswith("(now damaged-step-000004)")
+    found, second = training._checkpoint(folder)
+    assert found is not None
+    assert (found.state.step, second) == (2, first)
+    shutil.copytree(two / "step-000004", folder / "step-000004")  # made again: the damaged one is of no interest
+    assert training._checkpoint(folder)[1] == {}
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_makes_the_same_weights_again(tmp_path: Path) -> None:

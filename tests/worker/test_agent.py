@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doorway import SPEC, Site, episode, expected, opened
@@ -165,13 +166,21 @@ def test_the_run_hears_why_a_worker_refuses_its_model(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_refused_for_now_dials_again(tmp_path: Path) -> None:
+def test_refused_for_now_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             terms, s.gate.terms = s.gate.terms, None
+            dials, attend = [0], s.gate.worker
+
+            async def counted(*args: Any) -> None:
+                dials[0] += 1
+                await attend(*args)
+
+            monkeypatch.setattr(s.gate, "worker", counted)
             w = start()
-            await s.until(lambda: len(w.said) >= 2, "it was refused twice")
-            assert all("the run is still starting" in line for line in w.said)
+            await s.until(lambda: dials[0] >= 3, "it was refused twice")
+            assert len(w.said) == 1, "and says so once"
+            assert "the run is still starting" in w.said[0]
             s.gate.terms = terms
             await s.until(lambda: s.state("w") is State.READY, "it is there")
 

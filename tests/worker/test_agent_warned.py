@@ -103,6 +103,25 @@ def test_warned_worker_that_loses_its_link_comes_back_if_that_is_worth_it(tmp_pa
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("left_s", [60.0, None])
+def test_warned_during_a_glitch_it_comes_back_if_there_is_time(tmp_path: Path, left_s: float | None) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            await s.dispatch._outbox._links["w"].close("a glitch")
+            await s.until(lambda: w.agent._session is None, "it has no link")
+            w.agent.warned(Notice(source="azure", left_s=left_s, detail="Preempt"))
+            if left_s is None:
+                assert await w.ends() == 0
+                assert s.named("worker_warned") == []
+                return
+            await s.until(lambda: s.named("worker_warned"), "the next link is told")
+            assert left_s - 20.0 < s.named("worker_warned")[-1]["left_s"] < left_s
+
+    asyncio.run(main())
+
+
 def test_controller_that_does_not_answer_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "LEAVE_S", 0.2)
 

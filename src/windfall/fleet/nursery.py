@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.fleet.base import KILL_TIMEOUT_S, Handle
 
+_LOG = logging.getLogger(__name__)
 FORK_TIMEOUT_S = 30.0
 PING_S = 5.0
 MOST_UNANSWERED = 6
@@ -268,4 +270,5 @@ async def _gone(pid: int) -> None:
         except (FileNotFoundError, ProcessLookupError):
             return
         await asyncio.sleep(0.01)
-    raise TimeoutError(f"waited {KILL_TIMEOUT_S:g} s for worker process {pid} to end by SIGKILL")
+    # Nobody awaits this, and the run can go on: the kernel ends such a process when its disk or driver lets it go.
+    _LOG.warning("waited %g s for worker process %d to end by SIGKILL; going on without", KILL_TIMEOUT_S, pid)

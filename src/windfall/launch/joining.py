@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -74,11 +74,16 @@ def main(
         loop.add_signal_handler(signal.SIGINT, leave)
         return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
+    async def live() -> NoReturn:
+        """Ends the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls, and
+        the engine's thread may be in the middle of a step that nobody needs."""
+        code = await unhandled.guard(run())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
     try:
-        code = asyncio.run(unhandled.guard(run()))
+        asyncio.run(live())
     except BaseException:  # it goes on up, once nobody imports any more
         start.over()
         raise
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the engine's thread may be in the middle of a step that nobody needs

@@ -13,7 +13,7 @@ from windfall import config, events
 from windfall.config import Change, Recipe
 from windfall.errors import WindfallError
 from windfall.launch import folder as folders
-from windfall.train import checkpoint
+from windfall.train import checkpoint, verify
 
 FILES = (
     "recipe.toml", folders.BEGAN, "events.jsonl", "token", "trainer.secret", "address.json", "fleet.json",
@@ -59,10 +59,16 @@ def check_changes(recipe: Recipe, folder: Path) -> list[Change]:
 
 
 def finished(recipe: Recipe, folder: Path) -> int | None:
-    """How many steps a finished run has; None: there is something left to do."""
+    """How many steps a finished run has; None: there is something left to do. A damaged last checkpoint is, too."""
     end = events.last(folder / "events.jsonl")
     if end is None or end["name"] != "end" or end.get("finished") is not True:
         return None
     step = end.get("step", 0)
-    saved = (folder / "checkpoints" / checkpoint.name(step)).is_dir()
-    return step if saved and step >= recipe.run.steps else None
+    path = folder / "checkpoints" / checkpoint.name(step)
+    if step < recipe.run.steps or not path.is_dir():
+        return None
+    try:
+        checkpoint.check(path)
+    except verify.Damaged:  # the trainer says so, sets it aside, and repeats the last steps
+        return None
+    return step

@@ -23,8 +23,8 @@ def train(recipe: Recipe, folder: Path, *, token: str | None = None, quiet: bool
             auth.make_token(folder / "token", token)
             _run(recipe, folder, Console(recipe, folder) if not quiet else None)
         except WindfallError as e:
-            # Nothing was learned. The folder is kept only if the message sends its reader there.
-            if not _steps(folder) and not any(said in str(e) for said in (str(folder), ".log", "windfall resume")):
+            # No worker ever came. The folder is kept only if the message sends its reader there.
+            if not _worked(folder) and not any(said in str(e) for said in (str(folder), ".log", "windfall resume")):
                 folders.remove(folder)
             raise
 
@@ -64,10 +64,11 @@ def _record(recipe: Recipe, folder: Path, changes: list[Change]) -> None:
             log.instant("recipe", changed={c.key: [c.began, c.now] for c in changes})
 
 
-def _steps(folder: Path) -> bool:
-    """Has this run completed a step?"""
-    log = folder / "events.jsonl"
-    return log.is_file() and any((e["kind"], e["name"]) == ("scalar", "step") for e in events.scan(log))
+def _worked(folder: Path) -> bool:
+    """Has a worker joined, or a step been completed? Then logs and journal tell what became of it. Nothing is written
+    to the journal but its head before a worker has joined."""
+    log, signs = folder / "events.jsonl", (("instant", "worker_joined"), ("scalar", "step"))
+    return log.is_file() and any((e["kind"], e["name"]) in signs for e in events.scan(log))
 
 
 def _run(recipe: Recipe, folder: Path, console: Console | None) -> None:

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import algorithms, events, models
+from windfall import algorithms, events, models, unhandled
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.console import Console
 from windfall.envs.gold_answers import check_answers
@@ -287,7 +287,8 @@ class Supervisor:
     async def _showing(self) -> AsyncIterator[None]:
         path = self.folder / "events.jsonl"
         at = path.stat().st_size if path.is_file() else 0
-        show = asyncio.create_task(self._show(path, at))
+        show = asyncio.create_task(self._show(path, at), name="showing the event log")
+        show.add_done_callback(unhandled.report)  # without it the run would go on unseen, and its end be missed
         try:
             yield
         finally:
@@ -297,16 +298,22 @@ class Supervisor:
 
     async def _show(self, path: Path, at: int) -> None:
         """Every line that is added to the event log."""
-        rest = b""
+        rest, said = b"", ""
         while True:
-            if path.is_file():
-                with path.open("rb") as file:
-                    file.seek(at)
-                    data = file.read()
-                at += len(data)
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._take(line)
+            data = b""
+            try:
+                if path.is_file():
+                    with path.open("rb") as file:
+                        file.seek(at)
+                        data = file.read()
+            except OSError as e:  # it may be over by the next look
+                if str(e) != said:
+                    said = str(e)
+                    self._say(f"the event log cannot be read: {e}; trying again")
+            at += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._take(line)
             await asyncio.sleep(0.1)
 
     def _take(self, line: bytes) -> None:

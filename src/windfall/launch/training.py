@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -37,6 +38,9 @@ from windfall.worker import build
 from windfall.worker.agent import Agent
 from windfall.worker.build import engine_for
 from windfall.worker.shared import HasThem, Shared
+
+WHY = "damaged.txt"
+"""In a checkpoint that was set aside: what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,11 +160,29 @@ def _checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]
     print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)
     if not found.checked.hashed:
         notes["checkpoint_unchecked"] = f"{found.path.name} {found.checked}"
-    if found.damaged:
-        aside = [f"{damaged.short} (now {checkpoint.set_aside(damaged).name})" for damaged in found.damaged]
+    for damaged in found.damaged:
+        with contextlib.suppress(OSError):  # a disk that is full: the note then lacks the reason, which the log has
+            (damaged.checkpoint / WHY).write_text(damaged.short, encoding="utf-8")
+        print(f"damaged: {damaged.short} (now {checkpoint.set_aside(damaged).name})", file=sys.stderr, flush=True)
+    if aside := _set_aside(folder, found.state.step):
         notes["checkpoint_damaged"] = "; ".join(aside)
-        print(f"damaged: {notes['checkpoint_damaged']}", file=sys.stderr, flush=True)
     return found, notes
+
+
+def _set_aside(folder: Path, step: int) -> list[str]:
+    """What was wrong with the checkpoints after `step` that were set aside, newest first: by this process, or by one
+    that died before it could tell the controller."""
+    newer: list[tuple[int, str, str]] = []
+    for path in folder.glob(f"{checkpoint.DAMAGED}step-*"):
+        number = path.name.removeprefix(f"{checkpoint.DAMAGED}step-").partition("-")[0]
+        if not number.isdecimal() or int(number) <= step:
+            continue
+        try:
+            why = (path / WHY).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            why = f"step-{number}: set aside earlier, see trainer.log"
+        newer.append((int(number), path.name, why))
+    return [f"{why} (now {name})" for _, name, why in sorted(newer, reverse=True)]
 
 
 async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:

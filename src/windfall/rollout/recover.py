@@ -8,6 +8,7 @@ the length of each. What was made of the step under way is known from the journa
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Mapping
 from itertools import count
@@ -17,6 +18,7 @@ from windfall.events import Event, EventLog
 from windfall.rollout.damage import UNKNOWN, Lost, known
 from windfall.rollout.journal import Found
 
+_FILE = re.compile(r"[0-9]{6,}\.wal")
 NOTES = ("checkpoint_damaged", "checkpoint_unchecked")
 """Facts of a trainer, and the events that they become."""
 
@@ -30,8 +32,8 @@ class Recovery:
         self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. What lies before the oldest is forgotten: a long log must not fill memory."""
-        self._told: set[tuple[str, int]] = set()
-        """What trainers found wrong with checkpoints, by their process: said once, however often they dial."""
+        self._told: set[tuple[str, str]] = set()
+        """What trainers found wrong with checkpoints: said once, however many of them find it, and dial."""
         self._lengths: dict[int, list[list[int]]] = {}
         """By step since the last checkpoint: for every task drawn, the tokens of each response."""
         self._file = ""
@@ -41,7 +43,7 @@ class Recovery:
     def say_checkpoints(self, step: int, facts: Mapping[str, Any]) -> None:
         """What a trainer that has `step` says of the checkpoints it found."""
         for name in NOTES:
-            if name in facts and (name, facts["pid"]) not in self._told:
+            if name in facts and (name, facts[name]) not in self._told:
                 self._events.instant(name, step=step, pid=facts["pid"], what=facts[name])
 
     def say_journal(self, found: Found, *, step: int, next_task: int) -> None:
@@ -52,17 +54,22 @@ class Recovery:
             self._events.instant("journal_strays", files=list(found.strays))
 
     def hear(self, event: Event) -> None:
+        """Fields that are not of the shape that windfall writes are somebody else's, and are not believed."""
         match event["kind"], event["name"]:
             case "scalar", "step":
-                self._lengths[event.get("step", 0)] = event.get("lengths") or []
+                lengths = event.get("lengths") or []
+                if _are_lengths(lengths):
+                    self._lengths[event.get("step", 0)] = lengths
             case "span", "checkpoint":
                 self._saved.append(event.get("step", 0))
                 if len(self._saved) == self._saved.maxlen:
                     self._lengths = {s: rows for s, rows in self._lengths.items() if s > min(self._saved)}
             case "instant", "journal":
-                self._file = event.get("file", "")
+                file = event.get("file")
+                if isinstance(file, str) and _FILE.fullmatch(file):
+                    self._file = file
             case "instant", name if name in NOTES:
-                self._told.add((name, event.get("pid", 0)))
+                self._told.add((name, str(event.get("what", ""))))
 
     def saved(self, step: int) -> bool:
         """The checkpoint of `step` is on disk. May the journal begin anew? Not after a fall back, as long as it has
@@ -108,6 +115,13 @@ class Recovery:
 def wanted(id: str, next_task: int) -> bool:
     """Whether somebody may still ask for a response: not if it is of a step that is trained."""
     return ":" in id or int(id.partition("/")[0]) >= next_task
+
+
+def _are_lengths(value: Any) -> bool:
+    """Rows of token counts?"""
+    return isinstance(value, list) and all(
+        isinstance(row, list) and all(type(tokens) is int for tokens in row) for row in value
+    )
 
 
 def _number(file: str) -> int:

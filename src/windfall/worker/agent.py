@@ -114,13 +114,15 @@ class Agent:
         if notice.advice:
             return
         loop = asyncio.get_running_loop()
-        if self._session is None or not self._session.host.built:
-            self._finish(0)  # nobody to tell, nothing to hand over
-            return
         told, left_s = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail), notice.left_s or 0.0
+        built = self._host is not None and self._host.built
+        if not built or (self._session is None and left_s < LEAVE_S):
+            self._finish(0)  # nothing to hand over, or nobody to tell in time
+            return
         if time.monotonic() + left_s < self._taken_s:
             self._notice, self._taken_s = told, time.monotonic() + left_s
-        self._session.say(told)
+        if self._session is not None:  # the next session says it otherwise
+            self._session.say(told)
         loop.call_later(left_s + LEAVE_S, self._finish, 0)
 
     def _finish(self, code: int) -> None:
@@ -147,7 +149,9 @@ class Agent:
                 if not e.again:
                     self._say(f"refused: {e}")
                     return 3
-                self._say(f"refused for now: {e}")
+                if (line := f"refused for now: {e}") != said:  # the same again and again is said once
+                    said = line
+                    self._say(line)
                 wait_s = min(wait_s, 0.5)
             except Stalled as e:
                 self._say(str(e))
@@ -156,7 +160,7 @@ class Agent:
                 if self._refused or time.monotonic() + LEAVE_S > self._taken_s:
                     self._say(f"no link: {e}; leaving")
                     return 3 if self._refused else 0
-                if str(e) != said:  # the same again and again is said once
+                if str(e) != said:
                     said = str(e)
                     self._say(f"no link: {e}; dialling again for {self._patience_s:g} s")
             if time.monotonic() - alone_s > self._patience_s:

@@ -36,6 +36,8 @@ class World:
         """Checkpoints."""
         self.gap = 0.0
         """Between engine and trainer, in every report."""
+        self.gaps: dict[int, float] = {}
+        """The same in one update, counted from 0."""
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
         self.skipped: set[int] = set()
@@ -87,7 +89,8 @@ class World:
         self._updates += 1
         skipped = "not finite" if self._updates - 1 in self.skip else ""
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": skipped}
-        values |= {"engine_gap": self.gap, "engine_gap_max": 9 * self.gap}
+        gap = self.gaps.get(self._updates - 1, self.gap)
+        values |= {"engine_gap": gap, "engine_gap_max": 9 * gap}
         return Report(**values), state.step if state else None  # pyright: ignore
 
     # of the pace: nobody generates here, so training may begin at once
@@ -193,6 +196,15 @@ def test_a_gap_between_engine_and_trainer_is_told(tmp_path: Path, gap: float, al
     world.run(tmp_path)
     told = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
     assert [(e["step"], e["mean"], e["alarm"]) for e in told] == [(n + 1, gap, 0.05) for n in range(alarms)]
+
+
+@pytest.mark.parametrize(("gap", "told"), [(0.06, 0.06), (float("nan"), None)])
+def test_a_gap_in_any_update_of_a_step_is_told(tmp_path: Path, gap: float, told: float | None) -> None:
+    world = World(mixed)
+    world.gaps = {0: gap}
+    world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2})
+    (said,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
+    assert said["mean"] == told
 
 
 def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -84,11 +85,12 @@ class Console:
             case "advice":
                 self._advise(event)
             case "engine_gap":
-                if event["mean"] > 2 * self._gap:  # the same again is no news
-                    self._gap = event["mean"]
+                mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # not finite
+                if mean > 2 * self._gap:  # the same again is no news
+                    self._gap = mean
                     self._out.print(
                         f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
-                        f"{event['mean']:.3g} nats on average, {event['max']:.3g} at most (said again when it doubles; "
+                        f"{mean:.3g} nats on average, {most:.3g} at most (said again when it doubles; "
                         f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
                     )
             case "trainer_lost":

@@ -25,6 +25,7 @@ The state of a run is (step, next_task) and the weights. Tasks, seeds and hence 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -317,9 +318,9 @@ class Controller:
             self.events.instant(
                 "update_skipped", step=step, why=WHY_SKIPPED[why], updates=skipped.count(why), of=len(reports)
             )
-        gap, widest, alarm = last["engine_gap"], last["engine_gap_max"], self.recipe.train.engine_gap_alarm
-        if gap > alarm:
-            self.events.instant("engine_gap", step=step, mean=gap, max=widest, alarm=alarm)
+        worst, alarm = max(reports, key=_gap), self.recipe.train.engine_gap_alarm
+        if _gap(worst) > alarm:
+            self.events.instant("engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm)
         self.events.scalar(
             "step",
             step=step,
@@ -365,6 +366,11 @@ def _now() -> float:
 
 def _tokens(groups: Sequence[Group]) -> int:
     return sum(len(r.prompt) + len(r.tokens) for g in groups for r in g.responses)
+
+
+def _gap(report: Report) -> float:
+    """A gap that is not a number is as wide as can be."""
+    return report.engine_gap if math.isfinite(report.engine_gap) else math.inf
 
 
 def _mean(values: Sequence[float]) -> float:

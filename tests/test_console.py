@@ -46,6 +46,13 @@ def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
     return msgspec.to_builtins(Totals(holders=made))
 
 
+def test_skipped_updates_are_summed_by_cause() -> None:
+    events = [step(1, 0.5, updates_skipped=3, updates_not_finite=2), step(2, 0.5, updates_skipped=1)]
+    said = told(events, finished=True)
+    assert "2 (no gradient;" in said
+    assert "2 (gradient not finite;" in said
+
+
 def test_dollars_by_step_and_by_run(capsys: pytest.CaptureFixture[str]) -> None:
     cost = bill(trainer=(3600.0, 20.0), spot=(3600.0, 5.0))
     void = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "void", "bill": bill(spot=(3600.0, 5.0))}

@@ -13,6 +13,7 @@ import pytest
 from windfall import algorithms
 from windfall.config import parse
 from windfall.controller import HELD_OUT, Controller
+from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events import EventLog, read
@@ -260,8 +261,42 @@ def test_several_updates_of_one_step(tmp_path: Path) -> None:
     events = {e["name"]: e for e in read(tmp_path / "events.jsonl")}
     skipped = {k: events["update_skipped"][k] for k in ("step", "why", "updates", "of")}
     assert skipped == {"step": 1, "why": "the gradient was not finite", "updates": 1, "of": 2}
-    assert events["step"]["updates_skipped"] == 1
+    assert (events["step"]["updates_skipped"], events["step"]["updates_not_finite"]) == (1, 1)
     assert events["step"]["trained"] == 6
+
+
+def test_run_without_a_finite_gradient_ends_with_an_error(tmp_path: Path) -> None:
+    world = World(mixed)
+    world.skip = {0, 1, 2}
+    with pytest.raises(WindfallError, match="all 3 updates were skipped, because no gradient was finite"):
+        world.run(tmp_path)
+    assert world.kept.step == 3
+    world = World(mixed)
+    world.skip = {0, 2}
+    assert world.run(tmp_path).step == 3
+
+
+def test_evaluation_without_a_reward_counts_only_its_own(tmp_path: Path) -> None:
+    """Step 1 leaves a response without a reward; the evaluation after it has four."""
+    world = World(lambda index: [None] if index >= HELD_OUT and world.only("update") else [0.0, 1.0])
+    begin = world.begin
+
+    def one_missing(step: int) -> None:
+        begin(step)
+        world.failures.miss("0/0", EnvFailed("no reward", "none"))
+
+    world.begin = one_missing
+    groups = world.groups
+
+    def counted(tasks: range, **options: Any) -> AsyncGenerator[Group]:
+        if tasks[0] >= HELD_OUT and world.only("update"):
+            for index in tasks:
+                world.failures.miss(f"{index}/0", EnvFailed("no reward", "none"))
+        return groups(tasks, **options)
+
+    world.groups = counted  # pyright: ignore
+    with pytest.raises(WindfallError, match="no response of the evaluation after step 1 got a reward; 4 are missing"):
+        world.run(tmp_path, run={"steps": 1})
 
 
 def test_response_without_a_reward_is_not_trained_on(tmp_path: Path) -> None:

@@ -266,9 +266,12 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
         early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
         out.append(f"                             {made / max(1e-9, rollout - early):,.0f} tok/s while generating")
-        skipped = sum(e.get("updates_skipped", 0) for e in steps)
+        broken = sum(e.get("updates_not_finite", 0) for e in steps)
+        skipped = sum(e.get("updates_skipped", 0) for e in steps) - broken
         if skipped:
             out.append(f"  updates skipped            {skipped} (no gradient; the weights stayed as they were)")
+        if broken:
+            out.append(f"  updates skipped            {broken} (gradient not finite; the weights stayed as they were)")
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (counted, not trained on)")

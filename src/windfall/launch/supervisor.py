@@ -67,7 +67,9 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    return asyncio.run(trial(hosted(recipe.env, recipe.run.seed), recipe.rollout.reward_timeout_s))
+    host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
+    _, said = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
+    return said
 
 
 def _check_groups(recipe: Recipe) -> None:

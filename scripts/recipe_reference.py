@@ -19,6 +19,9 @@ and `--set`, lists every key that differs, on the console and in the event log (
 Another model, seed or environment needs a new run, which may start from a checkpoint of this one:
 `windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
 
+`runs/NAME/data.began.json` has a digest of the files of a `jsonl` environment. They may move, but a run is not resumed
+with other contents, nor with rows added: which task comes when follows from all rows.
+
 A key beats its section. Keys and sections that are not listed are free: fleets, devices, engines, traces and
 checkpoints may change from one life to the next.
 

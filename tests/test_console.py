@@ -46,6 +46,13 @@ def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
     return msgspec.to_builtins(Totals(holders=made))
 
 
+def test_skipped_updates_are_summed_by_cause() -> None:
+    events = [step(1, 0.5, updates_skipped=3, updates_not_finite=2), step(2, 0.5, updates_skipped=1)]
+    said = told(events, finished=True)
+    assert "2 (no gradient;" in said
+    assert "2 (gradient not finite;" in said
+
+
 def test_dollars_by_step_and_by_run(capsys: pytest.CaptureFixture[str]) -> None:
     cost = bill(trainer=(3600.0, 20.0), spot=(3600.0, 5.0))
     void = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "void", "bill": bill(spot=(3600.0, 5.0))}
@@ -223,10 +230,11 @@ def test_a_gap_is_said_again_only_when_it_has_doubled(tmp_path: Path, monkeypatc
     out = io.StringIO()
     monkeypatch.setattr("windfall.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
     console = Console(Recipe(), tmp_path)
-    for step, mean in enumerate((0.06, 0.07, 0.1, 0.13, 0.14), 1):
+    for step, mean in enumerate((0.06, 0.07, 0.1, 0.13, 0.14, None), 1):
         console.show({"kind": "instant", "name": "engine_gap", "step": step, "mean": mean, "max": 1.0, "alarm": 0.05})
     lines = out.getvalue().splitlines()
-    assert ["step 1:" in lines[0], "step 4:" in lines[1], len(lines)] == [True, True, 2]
+    assert ["step 1:" in lines[0], "step 4:" in lines[1], len(lines)] == [True, True, 3]
+    assert "in step 6: their log-probs differ by inf nats" in lines[2]
     assert "train.engine_gap_limit = 0.3" in lines[0]
 
 

@@ -13,6 +13,7 @@ import pytest
 from windfall import algorithms
 from windfall.config import parse
 from windfall.controller import HELD_OUT, Controller
+from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events import EventLog, read
@@ -36,6 +37,8 @@ class World:
         """Checkpoints."""
         self.gap = 0.0
         """Between engine and trainer, in every report."""
+        self.gaps: dict[int, float] = {}
+        """The same in one update, counted from 0."""
         self.skip: set[int] = set()
         """Which updates, counted from 0, find a gradient that is not finite."""
         self.skipped: set[int] = set()
@@ -87,7 +90,8 @@ class World:
         self._updates += 1
         skipped = "not finite" if self._updates - 1 in self.skip else ""
         values = {f.name: 0.0 for f in fields(Report)} | {"tokens": 3, "skipped": skipped}
-        values |= {"engine_gap": self.gap, "engine_gap_max": 9 * self.gap}
+        gap = self.gaps.get(self._updates - 1, self.gap)
+        values |= {"engine_gap": gap, "engine_gap_max": 9 * gap}
         return Report(**values), state.step if state else None  # pyright: ignore
 
     # of the pace: nobody generates here, so training may begin at once
@@ -195,6 +199,15 @@ def test_a_gap_between_engine_and_trainer_is_told(tmp_path: Path, gap: float, al
     assert [(e["step"], e["mean"], e["alarm"]) for e in told] == [(n + 1, gap, 0.05) for n in range(alarms)]
 
 
+@pytest.mark.parametrize(("gap", "told"), [(0.06, 0.06), (float("nan"), None)])
+def test_a_gap_in_any_update_of_a_step_is_told(tmp_path: Path, gap: float, told: float | None) -> None:
+    world = World(mixed)
+    world.gaps = {0: gap}
+    world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2})
+    (said,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
+    assert said["mean"] == told
+
+
 def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:
     world = World(mixed)
     world.run(tmp_path, start=State(step=2, next_task=9))
@@ -248,8 +261,42 @@ def test_several_updates_of_one_step(tmp_path: Path) -> None:
     events = {e["name"]: e for e in read(tmp_path / "events.jsonl")}
     skipped = {k: events["update_skipped"][k] for k in ("step", "why", "updates", "of")}
     assert skipped == {"step": 1, "why": "the gradient was not finite", "updates": 1, "of": 2}
-    assert events["step"]["updates_skipped"] == 1
+    assert (events["step"]["updates_skipped"], events["step"]["updates_not_finite"]) == (1, 1)
     assert events["step"]["trained"] == 6
+
+
+def test_run_without_a_finite_gradient_ends_with_an_error(tmp_path: Path) -> None:
+    world = World(mixed)
+    world.skip = {0, 1, 2}
+    with pytest.raises(WindfallError, match="all 3 updates were skipped, because no gradient was finite"):
+        world.run(tmp_path)
+    assert world.kept.step == 3
+    world = World(mixed)
+    world.skip = {0, 2}
+    assert world.run(tmp_path).step == 3
+
+
+def test_evaluation_without_a_reward_counts_only_its_own(tmp_path: Path) -> None:
+    """Step 1 leaves a response without a reward; the evaluation after it has four."""
+    world = World(lambda index: [None] if index >= HELD_OUT and world.only("update") else [0.0, 1.0])
+    begin = world.begin
+
+    def one_missing(step: int) -> None:
+        begin(step)
+        world.failures.miss("0/0", EnvFailed("no reward", "none"))
+
+    world.begin = one_missing
+    groups = world.groups
+
+    def counted(tasks: range, **options: Any) -> AsyncGenerator[Group]:
+        if tasks[0] >= HELD_OUT and world.only("update"):
+            for index in tasks:
+                world.failures.miss(f"{index}/0", EnvFailed("no reward", "none"))
+        return groups(tasks, **options)
+
+    world.groups = counted  # pyright: ignore
+    with pytest.raises(WindfallError, match="no response of the evaluation after step 1 got a reward; 4 are missing"):
+        world.run(tmp_path, run={"steps": 1})
 
 
 def test_response_without_a_reward_is_not_trained_on(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -84,11 +85,12 @@ class Console:
             case "advice":
                 self._advise(event)
             case "engine_gap":
-                if event["mean"] > 2 * self._gap:  # the same again is no news
-                    self._gap = event["mean"]
+                mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # not finite
+                if mean > 2 * self._gap:  # the same again is no news
+                    self._gap = mean
                     self._out.print(
                         f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
-                        f"{event['mean']:.3g} nats on average, {event['max']:.3g} at most (said again when it doubles; "
+                        f"{mean:.3g} nats on average, {most:.3g} at most (said again when it doubles; "
                         f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
                     )
             case "trainer_lost":
@@ -264,9 +266,12 @@ def summarise(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
         early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
         out.append(f"                             {made / max(1e-9, rollout - early):,.0f} tok/s while generating")
-        skipped = sum(e.get("updates_skipped", 0) for e in steps)
+        broken = sum(e.get("updates_not_finite", 0) for e in steps)
+        skipped = sum(e.get("updates_skipped", 0) for e in steps) - broken
         if skipped:
             out.append(f"  updates skipped            {skipped} (no gradient; the weights stayed as they were)")
+        if broken:
+            out.append(f"  updates skipped            {broken} (gradient not finite; the weights stayed as they were)")
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (counted, not trained on)")

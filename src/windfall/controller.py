@@ -25,6 +25,7 @@ The state of a run is (step, next_task) and the weights. Tasks, seeds and hence 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -36,6 +37,7 @@ from windfall.algorithms.base import Algorithm
 from windfall.config import Recipe
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import HeldOut
+from windfall.errors import WindfallError
 from windfall.events import EventLog
 from windfall.rollout.manager import Rollout, Stopped
 from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
@@ -123,6 +125,9 @@ class Controller:
     """What is evaluated on; None: as many tasks from HELD_OUT on as the recipe says."""
     micro_tokens: int = 0
     state: State = field(default_factory=lambda: State(step=0, next_task=0))
+    updates: int = 0
+    not_finite: int = 0
+    """Updates of this process's steps, and those of them that were skipped because their gradient was not finite."""
 
     async def run(self) -> State:
         """All steps that are left. Returns the state that was reached and saved."""
@@ -145,6 +150,8 @@ class Controller:
             await self._step()
             await self._save_if_due()
             await self._evaluate_if_due()
+        if 0 < self.updates == self.not_finite:
+            raise _nothing_learned(self.updates)
         return self.state
 
     async def _save_if_due(self) -> None:
@@ -283,6 +290,7 @@ class Controller:
         sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
         lengths: dict[int, int] = {}
+        self.rollout.reset_counters()  # what was missing in the step before is not missing here
         self.pace.everybody()
         with self.events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + held_out.tasks)
@@ -313,13 +321,15 @@ class Controller:
         drawn = range(self.state.next_task - batch.drawn, self.state.next_task)
         last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
         skipped = [r.skipped for r in reports if r.skipped]
+        self.updates += len(reports)
+        self.not_finite += skipped.count(NOT_FINITE)
         for why in sorted(set(skipped)):
             self.events.instant(
                 "update_skipped", step=step, why=WHY_SKIPPED[why], updates=skipped.count(why), of=len(reports)
             )
-        gap, widest, alarm = last["engine_gap"], last["engine_gap_max"], self.recipe.train.engine_gap_alarm
-        if gap > alarm:
-            self.events.instant("engine_gap", step=step, mean=gap, max=widest, alarm=alarm)
+        worst, alarm = max(reports, key=_gap), self.recipe.train.engine_gap_alarm
+        if _gap(worst) > alarm:
+            self.events.instant("engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm)
         self.events.scalar(
             "step",
             step=step,
@@ -344,6 +354,7 @@ class Controller:
             **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
             trained=sum(r.tokens for r in reports),
             updates_skipped=len(skipped),
+            updates_not_finite=skipped.count(NOT_FINITE),
             **self.counters(),
         )
 
@@ -365,6 +376,20 @@ def _now() -> float:
 
 def _tokens(groups: Sequence[Group]) -> int:
     return sum(len(r.prompt) + len(r.tokens) for g in groups for r in g.responses)
+
+
+def _nothing_learned(updates: int) -> WindfallError:
+    return WindfallError(
+        f"nothing was learned since the run was started or resumed: all {updates} updates were skipped, because no "
+        "gradient was finite",
+        where="train",
+        fix="The model may be damaged, or its dtype too narrow: try model.dtype = 'float32', or another model.",
+    )
+
+
+def _gap(report: Report) -> float:
+    """A gap that is not a number is as wide as can be."""
+    return report.engine_gap if math.isfinite(report.engine_gap) else math.inf
 
 
 def _mean(values: Sequence[float]) -> float:

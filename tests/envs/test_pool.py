@@ -394,7 +394,8 @@ def test_environment_that_can_be_built_only_once(tmp_path: Path, monkeypatch: py
 
 
 def test_trial_says_what_came_back() -> None:
-    said = asyncio.run(trial(EnvPool(section(hostile.NeverDone), 0), 5.0))
+    task, said = asyncio.run(trial(EnvPool(section(hostile.NeverDone), 0), 5.0))
+    assert task.prompt == "0+1="
     assert said.startswith("environment NeverDone: task 'hostile/0' was made; an empty response to it got an obs")
 
 
@@ -411,6 +412,15 @@ def test_trial_refuses_what_fails(env: type, says: str) -> None:
         asyncio.run(trial(EnvPool(section(env), 0), 0.5))
     assert f"environment {env.__name__}: " in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_trial_is_made_again_after_a_failure_that_passes(tmp_path: Path) -> None:
+    env = section(hostile.FailsAtFirst, file=str(tmp_path / "calls"), failures=2)
+    with pytest.raises(WindfallError, match=r"raised ConnectionError.*\(2 trial calls"):
+        asyncio.run(trial(EnvPool(env, 0), 5.0, tries=2))
+    (tmp_path / "calls").unlink()
+    _, said = asyncio.run(trial(EnvPool(env, 0), 5.0, tries=3))
+    assert said.endswith("got reward 0")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math_verify")

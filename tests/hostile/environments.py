@@ -51,6 +51,17 @@ class Awaiting(Sound):
         return super().feedback(task, turns)
 
 
+class FailsAtFirst(Sound):
+    """The first `failures` calls fail, in whichever process they are made; `file` counts them."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        with open(self.options["file"], "a+") as file:
+            file.write(".")
+            if file.tell() <= self.options["failures"]:
+                raise ConnectionError("the judge is busy")
+        return Feedback(reward=0.0)
+
+
 class Sleeps(Sound):
     """Blocks, as `requests` without a timeout does."""
 

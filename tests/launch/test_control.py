@@ -284,3 +284,20 @@ def test_steps_that_the_log_lacks_are_named_once(
     log.close()
     said = [(e["first"], e["last"]) for e in read(tmp_path / "events.jsonl") if e["name"] == "log_gap"]
     assert said == ([gap] if gap else [])
+
+
+@pytest.mark.parametrize(
+    ("change", "void"),
+    [("rollout.reward_timeout_s=9.0", False), ("rollout.reward_tries=9", False), ("train.micro_tokens=99", False),
+     ("train.checkpoint_activations=true", False), ("train.engine_gap_alarm=0.01", False),
+     ("train.engine_gap_limit=0.9", False), ("env.path='/moved.jsonl'", False), ("run.steps=99", False),
+     ("run.device='cpu'", False), ("eval.tasks=3", False), ("run.seed=3", True), ("run.deterministic=true", True),
+     ("model.dtype='bfloat16'", True), ("model.path='smollm2-135m'", True), ("env.scoring='exact'", True),
+     ("algorithm.kl=0.1", True), ("rollout.temperature=0.5", True), ("train.lr=0.5", True)],
+)  # fmt: skip
+def test_the_journal_is_void_only_when_tokens_could_differ(tmp_path: Path, change: str, void: bool) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[env]\nname = "jsonl"\npath = "rows.jsonl"\n')
+    before, after = config.load(recipe), config.load(recipe, [change])
+    assert before != after
+    assert (control.settings(before) != control.settings(after)) is void

@@ -72,15 +72,6 @@ def test_longer_run_stretches_a_schedule_and_says_so(run: Path) -> None:
     assert [c.verdict for c in found] == ["noted", "noted"]
 
 
-def test_a_file_that_has_moved_is_no_other_environment(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.touch()
-    env = config.JsonLinesEnv(name="jsonl", path=data)
-    run = folders.new_folder(Recipe(env=env, run=config.Run(folder=tmp_path / "runs")))
-    (found,) = resuming.check_changes(edited(run, "env.path=/moved.jsonl"), run)
-    assert found.verdict == "noted"
-
-
 def test_changes_count_from_the_beginning_not_from_the_last_life(run: Path) -> None:
     folders.write_recipe(edited(run, "train.lr=0.5"), run)
     (found,) = resuming.check_changes(edited(run), run)
@@ -204,3 +195,60 @@ def test_run_that_was_killed_in_a_later_life_is_not_finished(run: Path) -> None:
     ended(run, step=20, finished=True)
     EventLog(run / "events.jsonl").instant("resumed", step=20)
     assert resuming.finished(edited(run), run) is None
+
+
+# the data files
+
+
+@pytest.fixture
+def trained_on(tmp_path: Path) -> tuple[Path, Path]:
+    """A data file, and the folder of a run that has begun with it."""
+    data = tmp_path / "good.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    env = config.JsonLinesEnv(name="jsonl", path=data, scoring="exact")
+    return data, folders.new_folder(Recipe(run=config.Run(name="rows", folder=tmp_path / "runs"), env=env))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [("+", "-", "as long as before, with other contents"), ("1+1", "1+1+0", "68 bytes before, 70 now"),
+     ("4\"}\n", "4\"}\n{}\n", "3 bytes were added at its end, which changes the order of its rows")],
+)  # fmt: skip
+def test_edited_data_is_refused(trained_on: tuple[Path, Path], old: str, new: str, says: str) -> None:
+    data, run = trained_on
+    resuming.check_changes(edited(run), run)
+    data.write_text(data.read_text().replace(old, new))
+    with pytest.raises(WindfallError) as caught:
+        resuming.check_changes(edited(run), run)
+    assert f"env.path: {data}: {says}" in caught.value.what
+    assert "Restore the file" in caught.value.fix
+
+
+def test_data_may_move_but_not_change(trained_on: tuple[Path, Path]) -> None:
+    data, run = trained_on
+    other = data.rename(data.with_name("moved.jsonl"))
+    (found,) = resuming.check_changes(edited(run, f"env.path='{other}'"), run)
+    assert found.key == "env.path"
+    other.write_text('{"prompt": "1+1=", "answer": "3"}\n')
+    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*good\.jsonl: 68 bytes before, 34 now"):
+        resuming.check_changes(edited(run, f"env.path='{other}'"), run)
+    with pytest.raises(WindfallError, match="cannot read the data file"):
+        resuming.check_changes(edited(run), run)
+
+
+def test_run_without_a_record_of_its_data_gets_one(trained_on: tuple[Path, Path]) -> None:
+    _, run = trained_on
+    record = run / folders.DATA_BEGAN
+    said = record.read_bytes()
+    record.unlink()
+    assert any("data.began.json: missing" in line for line in resuming.check_files(run))
+    resuming.check_changes(edited(run), run)
+    assert record.read_bytes() == said
+    assert not any("data.began.json" in line for line in resuming.check_files(run))
+
+
+def test_damaged_record_of_data_is_refused(trained_on: tuple[Path, Path]) -> None:
+    _, run = trained_on
+    (run / folders.DATA_BEGAN).write_text('{"env.path": 3}')
+    with pytest.raises(WindfallError, match="the record of the run's data files is damaged"):
+        resuming.check_changes(edited(run), run)

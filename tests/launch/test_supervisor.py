@@ -151,6 +151,35 @@ def test_trace_without_machines_is_refused(tmp_path: Path) -> None:
         supervisor.check(recipe)
 
 
+def test_response_longer_than_the_context_is_refused_before_anything_starts() -> None:
+    recipe = config.parse({"rollout": {"max_tokens": 100000}}, where="here")
+    with pytest.raises(
+        WindfallError, match=r"prompts of \d+ tokens and rollout.max_tokens = 100000 exceed the model's"
+    ):
+        supervisor.check(recipe)
+
+
+def test_a_long_first_prompt_is_no_reason_to_refuse_others(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": n * "1", "answer": "1"} for n in range(300, 340, 10)]
+    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(WindfallError, match=r"exceed the model's context of 512"):
+        supervisor.check(config.parse({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
+    for short in (0, 3):  # whichever of them is task 0
+        mixed = [{"prompt": "1", "answer": "1"} if n == short else row for n, row in enumerate(rows)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+        supervisor.check(config.parse({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
+
+
+def test_messages_without_a_chat_template_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
+    with pytest.raises(WindfallError, match="the model's tokenizer has no chat template"):
+        supervisor.check(config.parse({"env": env}, where="here"))
+
+
 def test_how_to_join(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:81", "port": 81}))
     of(tmp_path)._tell_how_to_join()

@@ -291,6 +291,15 @@ def test_kl_pulls_back_to_the_reference(model: Any) -> None:
     assert distances[-1] < 0.7 * distances[0]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_log_probs_that_are_not_finite_are_above_any_limit(model: Any, value: float) -> None:
+    made = samples(model, 4)
+    t = trainer(model, train={"engine_gap_limit": 1e6})
+    t.accumulate([replace(made[0], behaviour=np.full_like(made[0].behaviour, value)), *made[1:]])
+    with pytest.raises(WindfallError, match="cannot be compared, because some are not finite"):
+        t.finish()
+
+
 def test_a_gradient_that_is_not_finite_is_not_used(model: Any) -> None:
     made = samples(model, 4)
     before = {n: p.clone() for n, p in model.named_parameters()}

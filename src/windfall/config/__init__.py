@@ -1,6 +1,6 @@
 """The recipe: everything a run depends on, in one TOML file."""
 
-from windfall.config.changes import RULES, Change, changes
+from windfall.config.changes import RULES, Change, changes, deciding
 from windfall.config.file import dump, load, parse
 from windfall.config.sections import (
     Algorithm,
@@ -51,6 +51,7 @@ __all__ = [
     "Trace",
     "Train",
     "changes",
+    "deciding",
     "dump",
     "load",
     "parse",

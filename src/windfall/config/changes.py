@@ -2,7 +2,7 @@
 
     fixed      refused, because figures before and after the change would not belong to one run
     noted      accepted; the consequence is said
-    free       accepted; listed with the other changes
+    free       accepted; listed with the other changes. No token of a response depends on it: the journal stays valid
 
 A rule for a key beats the rule for its section. A key without any rule is free.
 """
@@ -25,7 +25,7 @@ RULES: dict[str, tuple[Verdict, str]] = {
     "model.path": ("fixed", "A run goes on from its own checkpoint; another model would only become its KL reference."),
     "model.dtype": ("noted", "Log-probs before and after are rounded differently."),
     "env": ("fixed", "Rewards before and after would measure different tasks."),
-    "env.path": ("noted", "The file must hold the same rows in the same order."),
+    "env.path": ("free", "The file's contents are compared with those that the run began with."),
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are made under other settings."),
     "rollout.reward_tries": ("free", ""),
@@ -33,6 +33,8 @@ RULES: dict[str, tuple[Verdict, str]] = {
     "train": ("noted", "Updates after this point follow other settings."),
     "train.micro_tokens": ("free", ""),
     "train.checkpoint_activations": ("free", ""),
+    "train.engine_gap_alarm": ("free", ""),
+    "train.engine_gap_limit": ("free", ""),
     "eval": ("noted", "Rewards on held-out tasks before and after are not comparable."),
     "eval.every": ("free", ""),
 }
@@ -66,8 +68,26 @@ def changes(began: Recipe, now: Recipe) -> list[Change]:
             was, is_ = before[section].get(key), after[section].get(key)
             if was != is_:
                 name = f"{section}.{key}"
-                verdict, why = RULES.get(name) or RULES.get(section) or ("free", "")
+                verdict, why = _rule(section, key)
                 if name == "run.steps" and now.train.schedule == "constant":
                     verdict, why = "free", ""
                 out.append(Change(key=name, began=was, now=is_, verdict=verdict, why=why))
     return out
+
+
+def deciding(recipe: Recipe) -> dict[str, Any]:
+    """All keys that can decide which tokens a response gets, with their values. A run that is made longer keeps the
+    responses of the step under way, and evaluations have responses of their own."""
+    said = recipe.model_dump(mode="json")
+    sections = ("run", "model", "env", "algorithm", "rollout", "train")
+    apart = {"run.name", "run.folder", "run.steps"}
+    return {
+        f"{section}.{key}": value
+        for section in sections
+        for key, value in said[section].items()
+        if _rule(section, key)[0] != "free" and f"{section}.{key}" not in apart
+    }
+
+
+def _rule(section: str, key: str) -> tuple[Verdict, str]:
+    return RULES.get(f"{section}.{key}") or RULES.get(section) or ("free", "")

@@ -81,12 +81,7 @@ def main(folder: Path) -> int:
 
 def settings(recipe: Recipe) -> str:
     """A fingerprint of all that decides which tokens a response gets. The journal is void when it changes."""
-    parts = [recipe.env, recipe.algorithm, recipe.rollout, recipe.train, recipe.model]
-    alike = {"engine_gap_alarm", "engine_gap_limit"}  # they only decide when to stop
-    said = json.dumps(
-        [p.model_dump(mode="json", exclude=alike) for p in parts] + [recipe.run.seed, recipe.run.deterministic]
-    )
-    return xxhash.xxh3_128_hexdigest(said.encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(config.deciding(recipe)).encode())
 
 
 class Control:

@@ -2,7 +2,7 @@
 
 runs/NAME/
   recipe.toml  events.jsonl  checkpoints/  journal/       what the run is, and all it knows
-  recipe.began.toml                                       the recipe that the run began with; never rewritten
+  recipe.began.toml  data.began.json                      the recipe and the data files that the run began with
   token  trainer.secret                                   for joining, as a worker or as the trainer; for its owner only
   address.json  fleet.json                                where the controller listens; the fleet as it was last
   controller.log  trainer.log  nursery.log  workers/*.log what the processes said
@@ -21,11 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 
 BEGAN = "recipe.began.toml"
+DATA_BEGAN = "data.began.json"
+DATA_BLOCK = 1 << 20
 LOOK_S = 0.3
 """A lock is tried for so long at least: somebody may just be looking whether it is held, which takes microseconds."""
 
@@ -33,6 +37,7 @@ LOOK_S = 0.3
 def new_folder(recipe: Recipe) -> Path:
     """runs/name, or runs/name-2, -3, ... when that is taken: a run never writes into another."""
     recipe = anchored(recipe)
+    data = json.dumps(_data(recipe))
     wanted = recipe.run.folder / recipe.run.name
     for n in range(1, 10_000):
         folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
@@ -45,6 +50,7 @@ def new_folder(recipe: Recipe) -> Path:
         try:
             write_recipe(recipe, folder)
             replace(folder / BEGAN, config.dump(recipe))
+            replace(folder / DATA_BEGAN, data)
         except OSError as e:
             remove(folder)
             fix = "Make room, or set run.folder."
@@ -70,6 +76,73 @@ def began(folder: Path) -> Recipe:
     except WindfallError as e:
         fix = "This is the recipe that the run began with. Put it back; without this file, recipe.toml is taken for it."
         raise WindfallError(e.what, where=e.where, fix=fix) from e
+
+
+def check_data(recipe: Recipe, folder: Path) -> None:
+    """Refuses data files that do not hold what they held when the run began: the task of every index follows from
+    their rows. A run that is older than this record gets one of the files as they are now."""
+    now, path = _data(recipe), folder / DATA_BEGAN
+    if not path.exists():
+        try:
+            replace(path, json.dumps(now))
+        except OSError as e:
+            raise WindfallError(f"cannot record the data files: {e.strerror or e}", where=str(path)) from e
+        return
+    began = read_json(path)
+    if began is None or not all(
+        isinstance(was, dict) and {*was} >= {"file", "bytes", "xxh3"} for was in began.values()
+    ):
+        fix = "Put it back, or remove it: the data files as they are now are then taken for those of the run."
+        raise WindfallError("the record of the run's data files is damaged", where=str(path), fix=fix)
+    changed = [_data_change(key, began[key], now[key]) for key in began if key in now and _differ(began[key], now[key])]
+    if changed:
+        what = "\n  ".join(["the data is not what this run began with:", *changed])
+        fix = "Restore the file as it was and resume, or start a new run with it: windfall train RECIPE.toml"
+        raise WindfallError(what, where=str(folder), fix=fix)
+
+
+def data_warnings(folder: Path) -> list[str]:
+    """For a run that has data files and no record of what they held when it began."""
+    if (folder / DATA_BEGAN).exists() or not isinstance(began(folder).env, config.JsonLinesEnv):
+        return []
+    return [f"{folder / DATA_BEGAN}: missing; the data files as they are now are taken for those the run began with"]
+
+
+def _differ(was: dict[str, Any], now: dict[str, Any]) -> bool:
+    return (was["bytes"], was["xxh3"]) != (now["bytes"], now["xxh3"])
+
+
+def _data_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
+    path = Path(now["file"])
+    how = f"{was['bytes']:,} bytes before, {now['bytes']:,} now"
+    if now["bytes"] == was["bytes"]:
+        how = "as long as before, with other contents"
+    elif now["bytes"] > was["bytes"] and _digest(key, path, was["bytes"])["xxh3"] == was["xxh3"]:
+        how = f"{now['bytes'] - was['bytes']:,} bytes were added at its end, which changes the order of its rows"
+    place = f"{path} instead of {was['file']}" if now["file"] != was["file"] else str(path)
+    return f"{key}: {place}: {how}"
+
+
+def _data(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What is in each data file that the recipe names, by its key."""
+    if not isinstance(recipe.env, config.JsonLinesEnv):
+        return {}
+    files = {"env.path": recipe.env.path, "env.eval_path": recipe.env.eval_path}
+    return {key: _digest(key, path) for key, path in files.items() if path is not None}
+
+
+def _digest(key: str, path: Path, most: int | None = None) -> dict[str, Any]:
+    """Of the file, or of its first so many bytes."""
+    digest, size = xxhash.xxh3_128(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(DATA_BLOCK if most is None else min(DATA_BLOCK, most - size)):
+                digest.update(block)
+                size += len(block)
+    except OSError as e:
+        fix = "Restore the file, or correct its path."
+        raise WindfallError(f"cannot read the data file: {e.strerror or e}", where=f"{key} = {path}", fix=fix) from e
+    return {"file": str(path), "bytes": size, "xxh3": digest.hexdigest()}
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:

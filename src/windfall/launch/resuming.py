@@ -34,7 +34,7 @@ def check_files(folder: Path) -> list[str]:
             raise WindfallError(what, where=str(path), fix="Move it away, or put the right one back.")
         if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if is_folder else 0)):
             raise WindfallError("the run cannot read and write this", where=str(path), fix="Change its permissions.")
-    warnings = []
+    warnings = folders.data_warnings(folder)
     path = folder / "address.json"
     if path.exists() and folders.address(folder) is None:
         path.unlink()
@@ -55,6 +55,7 @@ def check_changes(recipe: Recipe, folder: Path) -> list[Change]:
         )
         fix += f"windfall train RECIPE.toml --set model.path={folder / 'checkpoints' / 'step-...'}"
         raise WindfallError(what, where=str(folder), fix=fix)
+    folders.check_data(recipe, folder)
     return changes
 
 

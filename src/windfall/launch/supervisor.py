@@ -34,8 +34,8 @@ from windfall.fleet.base import Handle, Provider
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
 from windfall.fleet.replay import TraceProvider
+from windfall.launch import fitting, invitation, security
 from windfall.launch import folder as folders
-from windfall.launch import invitation, security
 from windfall.launch.following import Following
 from windfall.launch.vigil import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, Troubles
 from windfall.launch.vigil import how as ended
@@ -67,7 +67,10 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    return asyncio.run(trial(hosted(recipe.env, recipe.run.seed), recipe.rollout.reward_timeout_s))
+    host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
+    task, said = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
+    unchecked = fitting.check(recipe, task)
+    return f"{said}; {unchecked}" if unchecked else said
 
 
 def _check_groups(recipe: Recipe) -> None:

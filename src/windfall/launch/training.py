@@ -19,12 +19,12 @@ import xxhash
 
 from windfall import algorithms, config, devices, listening, models, unhandled
 from windfall.config import Recipe
-from windfall.envs.base import Host
 from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.launch import folder as folders
 from windfall.launch import security
+from windfall.launch.fitting import fit, prompt_lengths
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
@@ -257,21 +257,6 @@ def text_for(tokenizer: Any, model: Any) -> Text:
     return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
 
 
-async def prompt_lengths(env: Host, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
-    """In tokens, of the first tasks that can be made in reasonable time."""
-    await env.ready()
-    timeout_s = recipe.rollout.reward_timeout_s
-    asked = [env.task(first + i, timeout_s) for i in range(count)]
-    done, late = await asyncio.wait(asked, timeout=2 * timeout_s)
-    for future in late:
-        future.cancel()
-    made = [future for future in done if future.exception() is None]
-    if not made:
-        why = next((str(future.exception()) for future in asked if future in done), f"none came in {2 * timeout_s:g} s")
-        raise WindfallError(f"none of the first {count} tasks could be made: {why}", where=f"environment {env.name}")
-    return [len(text.prompt(future.result().prompt)) for future in made]
-
-
 def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engine:
     """What a worker needs to know to build the engine."""
     e, o = recipe.engine, recipe.rollout
@@ -306,24 +291,7 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
     """`prompts` are lengths in tokens. Tasks whose prompts leave no room for a response are skipped by the rollout."""
     c, o = model.config, recipe.rollout
     context = getattr(c, "max_position_embeddings", None)
-    fitting = [n for n in prompts if not context or n + o.max_tokens <= context]
-    prompt_tokens = max(fitting) if fitting else min(prompts)
-    longest = prompt_tokens + o.max_tokens
-    if context and not fitting:
-        raise WindfallError(
-            f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens} exceed the model's context of "
-            f"{context}",
-            where="rollout.max_tokens",
-            fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
-        )
-    room = recipe.engine.kv_tokens // recipe.engine.page_size * recipe.engine.page_size
-    if recipe.engine.kv_tokens and room < longest:
-        raise WindfallError(
-            f"a KV cache of {room} tokens has no room for one response: prompts of {prompt_tokens} tokens and "
-            f"rollout.max_tokens = {o.max_tokens} need {longest}",
-            where="engine.kv_tokens",
-            fix=f"Set it to at least {-(-longest // recipe.engine.page_size) * recipe.engine.page_size}, or to 0.",
-        )
+    longest = fit(recipe, prompts, context) + o.max_tokens
     pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.

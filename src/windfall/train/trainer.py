@@ -106,7 +106,7 @@ class TorchTrainer:
         tokens, lr = seen.shape[1], self.optimizer.rate()
         entropy, gap, clipped, kl = seen.mean(1).tolist() if tokens else (0.0,) * 4
         widest = float(seen[1].max()) if tokens else 0.0
-        if gap > self.gap_limit:  # without numbers, the gradient has none either, and the update is skipped
+        if not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN is neither above nor below any limit
             raise too_far(gap, widest, self.gap_limit)
         norm, skipped = self.optimizer.update(self._divisor)
         report = Report(
@@ -119,9 +119,11 @@ class TorchTrainer:
 
 def too_far(gap: float, widest: float, limit: float) -> WindfallError:
     """The policy that made the responses is not the one that is trained: an update would follow a wrong gradient."""
+    how = f"differ by {gap:.3g} nats on average ({widest:.3g} at most), and the limit is {limit:g}"
+    if not np.isfinite(gap):
+        how = f"cannot be compared, because some are not finite (their mean difference is {gap})"
     return WindfallError(
-        f"engine and trainer disagree on this model: their log-probs of the same tokens differ by {gap:.3g} nats on "
-        f"average ({widest:.3g} at most), and the limit is {limit:g}; the update was not made",
+        f"engine and trainer disagree on this model: their log-probs of the same tokens {how}; the update was not made",
         where="train.engine_gap_limit",
         fix="Likely causes: the engine does not compute this architecture as transformers does, another version of "
         "transformers or torch on a worker, damaged weights, or a dtype too narrow for this model. Try model.dtype = "

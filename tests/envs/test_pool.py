@@ -152,6 +152,34 @@ def test_failure_is_named_and_the_next_call_works(env: type, text: str, says: st
     run(go)
 
 
+@pytest.mark.parametrize("text", ["no JSON", "3", '[77, "value", 0, 0, 1.0, null]', '[2, "value", 0, 0, "x", null]'])
+def test_what_is_not_an_answer_fails_the_call_and_not_the_controller(text: str) -> None:
+    async def go() -> None:
+        async with hosting(hostile.Scribbles, from_task=1) as pool:
+            error = await failure(ask(pool, 1, text))
+            assert "environment Scribbles: its process sent what is not an answer to a call; does it fork?" in str(
+                error
+            )
+            assert (await ask(pool, 0, "four")).reward == 4.0
+
+    run(go)
+
+
+def test_environment_that_forks_ends_its_process_only(capfd: pytest.CaptureFixture[str]) -> None:
+    async def go() -> None:
+        errors = list[Any]()
+        async with hosting(hostile.Forks, from_task=1) as pool:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+            with contextlib.suppress(EnvFailed):
+                await ask(pool, 1)
+            await asyncio.sleep(0.3)
+            assert (await ask(pool, 0, "four")).reward == 4.0
+        assert errors == []
+
+    run(go)
+    assert "environment Forks: its process sent what is not an answer" in capfd.readouterr().err
+
+
 def test_same_failure_has_the_same_cause_whatever_it_says() -> None:
     async def go() -> None:
         async with hosting(hostile.Raises) as pool:

@@ -6,7 +6,9 @@ Each behaves until `from_task` where that makes sense, so that a run passes its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
 import sys
 import threading
 import time
@@ -118,6 +120,25 @@ class Raises(Sound):
 class Leaves(Sound):
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         os._exit(3)
+
+
+class Forks(Sound):
+    """Both processes return from the call, so it is answered twice."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        os.fork()
+        return Feedback(reward=1.0)
+
+
+class Scribbles(Sound):
+    """Writes to every descriptor that it finds."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.write(fd, turns[-1].text.encode() + b"\n")
+        return Feedback(reward=1.0)
 
 
 class ExitsPolitely(Sound):

@@ -13,7 +13,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 import time
 import zlib
 from collections import deque
@@ -22,7 +24,7 @@ from typing import Any, Self
 
 from windfall import envs
 from windfall.envs import limits
-from windfall.envs.calls import Call, Child, exited
+from windfall.envs.calls import Call, Child, answer, exited
 from windfall.envs.failures import EnvFailed, waited
 from windfall.envs.process import ChildProcess
 from windfall.envs.sizing import Sizing
@@ -134,9 +136,27 @@ class EnvPool:
         if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
 
-    def _heard(self, child: Child, message: list[Any]) -> None:
+    def _heard(self, child: Child, line: bytes) -> None:
+        if child not in self._children:
+            return  # it was killed, and its calls have failed or were sent again
+        try:
+            self._take(child, *json.loads(line))
+        except (ValueError, TypeError, LookupError, RecursionError):  # fault boundary: the bytes of a child
+            self._nonsense(child, line)
+
+    def _nonsense(self, child: Child, line: bytes) -> None:
+        """Environments can reach the link: one that forks answers a call twice."""
+        why = "its process sent what is not an answer to a call; does it fork?"
+        print(f"environment {self.name}: {why} It said {line[:200]!r}", file=sys.stderr, flush=True)
+        for call in child.sent.values():
+            call.fail(EnvFailed(f"environment {self.name}: {why} ({call.name} was under way)", why))
+        if not child.ready:
+            self._cannot(WindfallError(why, where=f"environment {self.name}", fix="Build it without a fork."))
+        self._kill(child)
+
+    def _take(self, child: Child, number: int, what: str, *rest: Any) -> None:
+        """Raises one of the errors of `_heard`, with nothing changed, where this is no answer to a call."""
         child.heard_s = time.monotonic()
-        number, what, *rest = message
         if what == "ready":
             self._ready(child, *rest)
         elif what == "refused":
@@ -144,19 +164,19 @@ class EnvPool:
             self._kill(child)
             self._cannot(WindfallError(what, where=where or f"environment {self.name}", fix=fix))
         elif what == "waits":
-            child.waiting.add(number)
+            child.waiting.add(child.sent[number].number)
         elif what == "verdict":
             child.sent[number].verdict = Feedback(reward=rest[0])
         else:
-            call = child.sent.pop(number)
+            call, (took_s, slept_s, *said) = child.sent[number], rest
+            value = answer(what, call.what, said)
+            self._sizing.learn(call.what, float(took_s), float(slept_s))
+            del child.sent[number]
             child.waiting.discard(number)
-            self._sizing.learn(call.what, *rest[:2])
-            if what == "failed":
-                call.fail(EnvFailed(*rest[2:]))
-            elif call.what == "task":
-                call.succeed(Task(id=rest[2], prompt=rest[3]))
+            if isinstance(value, EnvFailed):
+                call.fail(value)
             else:
-                call.succeed(Feedback(reward=rest[2], observation=rest[3]))
+                call.succeed(value)
         if self._pending:
             self._pump_soon()
 
@@ -168,7 +188,7 @@ class EnvPool:
     def _start(self) -> None:
         child = Child(time.monotonic())
         child.process = ChildProcess(
-            strict=self._strict, heard=lambda message: self._heard(child, message),
+            strict=self._strict, heard=lambda line: self._heard(child, line),
             ended=lambda *end: self._ended(child, *end),
         )  # fmt: skip
         self._children.append(child)

@@ -31,10 +31,8 @@ STACK_CHARS = 4000
 
 
 class ChildProcess:
-    def __init__(
-        self, *, strict: bool, heard: Callable[[list[Any]], None], ended: Callable[[int, int, str], None]
-    ) -> None:
-        """`heard` gets every message; `ended` the exit status, the call whose code was running, and the stack that a
+    def __init__(self, *, strict: bool, heard: Callable[[bytes], None], ended: Callable[[int, int, str], None]) -> None:
+        """`heard` gets every line, whatever it holds; `ended` the exit status, the call whose code was running, and the stack that a
         crash left. `strict`: for an environment that ships with windfall."""
         self._heard, self._ended = heard, ended
         self._read, self._unsent = b"", b""
@@ -90,7 +88,7 @@ class ChildProcess:
             return
         *lines, self._read = (self._read + data).split(b"\n")
         for line in lines:
-            self._heard(json.loads(line))
+            self._heard(line)
 
     # its end
 

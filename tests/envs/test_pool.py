@@ -122,6 +122,25 @@ def test_loop_that_is_blocked_by_nobodys_call_is_given_up(monkeypatch: pytest.Mo
     run(go)
 
 
+def test_call_that_swallows_its_cancellation_is_killed_while_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pools, "SILENT_S", 0.3)
+
+    async def go() -> None:
+        async with hosting(hostile.Stubborn) as pool:
+            hang = asyncio.create_task(failure(ask(pool, 1, "hang", 0.4)))
+            deadline = time.monotonic() + 10.0
+            while not hang.done() and time.monotonic() < deadline:
+                assert (await ask(pool, 2)).reward == 1.0
+            assert hang.done()
+            error = await hang
+            assert error.error == "waited 0.4 s for Stubborn.feedback of task 'hostile/1'"
+            assert "await asyncio.sleep(1e6)" in error.traceback
+
+    run(go)
+
+
 @pytest.mark.parametrize(
     ("env", "text", "says"),
     [

@@ -94,6 +94,19 @@ class Hangs(Sound):
         return Feedback(reward=1.0)
 
 
+class Stubborn(Sound):
+    """Swallows its cancellation and waits on."""
+
+    async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, task: Task, turns: Sequence[Turn]
+    ) -> Feedback:
+        while turns[-1].text == "hang":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+        await asyncio.sleep(0.01)
+        return Feedback(reward=1.0)
+
+
 class HoldsTheLock(Sound):
     """Keeps the interpreter's lock, so that no thread of the process runs any more."""
 

@@ -22,6 +22,10 @@ class Call:
     future: asyncio.Future[Any]
     verdict: Feedback | None = None
     """What it is worth if the kernel ends its child for using too much CPU time."""
+    late_s: float | None = None
+    """When its child cancelled it for being over its limit."""
+    stack: str = ""
+    """Where it stood then."""
     moves: int = 0
     """Children that ended under it without any sign whose fault it was."""
 

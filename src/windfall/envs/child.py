@@ -95,7 +95,7 @@ class Child:
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()
-        step = Stepped(number, limit_s, self._board, lambda number: self.tell(number, "waits"))
+        step = Stepped(number, limit_s, self._board, self.tell)
         step.inner = self._answer(step, what, args)
         step.task = self._running[number] = loop.create_task(step)
         step.task.add_done_callback(lambda _: self._over(step))

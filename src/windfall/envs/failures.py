@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from windfall.types import Feedback, Task
 
@@ -49,6 +50,16 @@ def waited(name: str, timeout_s: float, trace: str = "") -> EnvFailed:
 
 def garbage(name: str, fault: str) -> EnvFailed:
     return EnvFailed(f"{name} is wrong: {fault}", f"wrong: {fault[:80]}")
+
+
+def awaiting(coroutine: Any) -> str:
+    """Where a coroutine that waits stands, less our own frames."""
+    here, frames = str(Path(__file__).parent), list[tuple[FrameType, int]]()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        if not frame.f_code.co_filename.startswith(here):
+            frames.append((frame, frame.f_lineno))
+        coroutine = coroutine.cr_await
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())[-TRACEBACK_CHARS:]
 
 
 def place(e: BaseException) -> str:

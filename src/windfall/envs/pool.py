@@ -35,7 +35,8 @@ BUILD_S = 300.0
 """How long an environment may take to be imported and built."""
 LOOK_S = 0.1
 SILENT_S = 5.0
-"""Added to the limit of a call before a child is given up that neither runs a call nor answers."""
+"""Added to the limit of a call before a child is given up that neither runs a call nor answers, or in which a call goes
+on after it was cancelled."""
 MOST_WAITING = 1024
 """Calls of an `async def` under way in one child."""
 MOST_MOVES = 5
@@ -129,7 +130,7 @@ class EnvPool:
             child, call = min(free, key=lambda c: (c.queued, len(c.waiting))), self._pending.popleft()
             if not child.sent:
                 child.heard_s = time.monotonic()
-            child.sent[call.number] = call
+            child.sent[call.number], call.late_s, call.stack = call, None, ""
             out.setdefault(child, []).append((call.number, call.what, *call.args, call.limit_s))
         for child, messages in out.items():
             child.process.send(messages)
@@ -165,6 +166,8 @@ class EnvPool:
             self._cannot(WindfallError(what, where=where or f"environment {self.name}", fix=fix))
         elif what == "waits":
             child.waiting.add(child.sent[number].number)
+        elif what == "late":
+            child.sent[number].late_s, child.sent[number].stack = child.heard_s, str(rest[0])
         elif what == "verdict":
             child.sent[number].verdict = Feedback(reward=rest[0])
         else:
@@ -226,7 +229,7 @@ class EnvPool:
                 stack = await child.process.kill(stack=bool(blamed))
             finally:
                 for call in blamed:
-                    call.fail(waited(call.name, call.limit_s, stack))
+                    call.fail(waited(call.name, call.limit_s, call.stack or stack))
 
         task = asyncio.create_task(kill())
         self._killing.add(task)
@@ -286,6 +289,8 @@ class EnvPool:
                 self._kill(child, [call])
         elif child.sent and now - child.heard_s > max(c.limit_s for c in child.sent.values()) + SILENT_S:
             self._kill(child, list(child.sent.values()))
+        if late := [c for c in child.sent.values() if c.late_s is not None and now - c.late_s > SILENT_S]:
+            self._kill(child, late)
 
     async def _too_slow(self, child: Child) -> None:
         self._children.remove(child)

@@ -32,8 +32,8 @@ STACK_CHARS = 4000
 
 class ChildProcess:
     def __init__(self, *, strict: bool, heard: Callable[[bytes], None], ended: Callable[[int, int, str], None]) -> None:
-        """`heard` gets every line, whatever it holds; `ended` the exit status, the call whose code was running, and the stack that a
-        crash left. `strict`: for an environment that ships with windfall."""
+        """`heard` gets every line, whatever it holds; `ended` the exit status, the call whose code was running, and the
+        stack that a crash left. `strict`: for an environment that ships with windfall."""
         self._heard, self._ended = heard, ended
         self._read, self._unsent = b"", b""
         self._board, self._trace = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115

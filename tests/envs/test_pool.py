@@ -19,6 +19,7 @@ from hostile import environments as hostile
 
 from windfall import config
 from windfall.envs import pool as pools
+from windfall.envs import process as processes
 from windfall.envs.failures import EnvFailed
 from windfall.envs.pool import EnvPool
 from windfall.envs.trial import trial
@@ -85,6 +86,30 @@ def test_blocking_call_is_killed_at_its_limit_and_named(env: type) -> None:
             assert (await ask(pool, 0, "four")).reward == 4.0
 
     run(go)
+
+
+def test_child_that_cannot_be_ended_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one in uninterruptible sleep: its signal is not delivered."""
+    killpg, pids = os.killpg, list[int]()
+    monkeypatch.setattr(processes, "REAP_S", 1.0)
+    monkeypatch.setattr(processes.os, "killpg", lambda pid, _: pids.append(pid))
+
+    async def go() -> None:
+        async with hosting(hostile.Sleeps, from_task=1) as pool:
+            error = await failure(ask(pool, 1, limit_s=0.5))
+            assert pool._killing  # the call has failed, and its child is still being waited for
+            assert "in misbehave" in error.traceback
+            assert (await ask(pool, 0, "four")).reward == 4.0
+
+    try:
+        run(lambda: asyncio.wait_for(go(), 20.0))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                killpg(pid, signal.SIGKILL)
+    assert "was killed and has not ended after 1 s" in capfd.readouterr().err
 
 
 def test_waiting_call_is_cancelled_and_the_others_go_on() -> None:

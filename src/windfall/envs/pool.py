@@ -19,7 +19,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 from windfall import envs
@@ -226,15 +226,19 @@ class EnvPool:
         async def kill() -> None:
             stack = ""
             try:
-                stack = await child.process.kill(stack=bool(blamed))
+                stack = await child.process.last_words() if blamed else ""
             finally:
                 for call in blamed:
                     call.fail(waited(call.name, call.limit_s, call.stack or stack))
+                await child.process.kill()
 
-        task = asyncio.create_task(kill())
+        self._aside(kill())
+        self._pump_soon()
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._killing.add(task)
         task.add_done_callback(self._killing.discard)
-        self._pump_soon()
 
     def _ended(self, child: Child, code: int, number: int, stack: str) -> None:
         """It has ended by itself, or something has killed it."""
@@ -270,7 +274,8 @@ class EnvPool:
                 if child.ready:
                     self._look(child, now)
                 elif now - child.born_s > self._build_s:
-                    await self._too_slow(child)
+                    self._children.remove(child)
+                    self._aside(self._too_slow(child))
             self._grow(now)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
@@ -293,10 +298,10 @@ class EnvPool:
             self._kill(child, late)
 
     async def _too_slow(self, child: Child) -> None:
-        self._children.remove(child)
-        stack = await child.process.kill(stack=True)
+        stack = await child.process.last_words()
         what = f"waited {self._build_s:g} s for it to be imported and built"
         self._cannot(WindfallError(what, where=f"environment {self.name}", fix=f"It was here:\n{stack}"))
+        await child.process.kill()
 
     def _grow(self, now: float) -> None:
         if self._pending and not self._starting():

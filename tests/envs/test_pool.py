@@ -176,6 +176,8 @@ def test_call_that_swallows_its_cancellation_is_killed_while_others_are_answered
         (hostile.Garbage, "none", "is wrong: it is a NoneType, not a Feedback"),
         (hostile.Garbage, "text", "is wrong: it is a str, not a Feedback"),
         (hostile.Garbage, "nan", "is wrong: the reward is nan"),
+        (hostile.Garbage, "vast", "Garbage.feedback of task 'hostile/1' is wrong: the reward is a number too large"),
+        (hostile.Garbage, "large", "is wrong: the reward is beyond 1,000,000,000 in size"),
         (hostile.Garbage, "empty", "is wrong: neither a reward nor an observation"),
         (hostile.Garbage, "list", "is wrong: the observation is a list, not text"),
         (hostile.Garbage, "half", "is wrong: the observation is not valid Unicode"),

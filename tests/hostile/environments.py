@@ -168,7 +168,8 @@ class Crashes(Sound):
 
 class Garbage(Sound):
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
-        return {"none": None, "text": "1.0", "nan": Feedback(reward=float("nan")), "empty": Feedback(),
+        return {"none": None, "text": "1.0", "nan": Feedback(reward=float("nan")),
+                "vast": Feedback(reward=10**400), "large": Feedback(reward=-1e30), "empty": Feedback(),
                 "list": Feedback(observation=["go"]), "half": Feedback(observation="\ud800"),  # pyright: ignore
                 "huge": Feedback(observation="x" * (8 << 20))}[turns[-1].text]  # fmt: skip
 

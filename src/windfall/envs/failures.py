@@ -17,6 +17,9 @@ TRACEBACK_CHARS = 8000
 TEXT_CHARS = 1 << 20
 """Longest prompt or observation. Far beyond any model's context, and still quick to tokenize."""
 
+MOST_REWARD = 1e9
+"""Largest size of a reward. Sums of squares of thousands of them still fit into float32."""
+
 
 @dataclass(eq=False)
 class EnvFailed(Exception):
@@ -113,8 +116,16 @@ def feedback_fault(feedback: object) -> str:
         # Numbers of other libraries, such as numpy.float32, are welcome.
         if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
             return f"the reward is a {type(reward).__name__}, not a number"
-        if not math.isfinite(reward):
-            return f"the reward is {reward}"
+        try:
+            value = float(reward)
+        except OverflowError:
+            return "the reward is a number too large for a float"
+        except (TypeError, ValueError):  # such as an array of several numbers
+            return f"the reward is a {type(reward).__name__} that is not one number"
+        if not math.isfinite(value):
+            return f"the reward is {value}"
+        if abs(value) > MOST_REWARD:
+            return f"the reward is beyond {MOST_REWARD:,.0f} in size, which is taken for a fault of its code: {value:g}"
     return "" if observation is None else _text_fault(observation, "the observation")
 
 

@@ -21,6 +21,7 @@ from windfall import config
 from windfall.envs import pool as pools
 from windfall.envs import process as processes
 from windfall.envs.failures import EnvFailed
+from windfall.envs.grade import grade
 from windfall.envs.pool import EnvPool
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
@@ -224,6 +225,18 @@ def test_environment_that_forks_ends_its_process_only(capfd: pytest.CaptureFixtu
 
     run(go)
     assert "environment Forks: its process sent what is not an answer" in capfd.readouterr().err
+
+
+def test_processes_that_end_unseen_are_not_multiplied_by_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_MOVES", 1)
+
+    async def go() -> None:
+        async with hosting(hostile.LeavesUnseen) as pool:
+            graded = await grade(pool, 1, await pool.task(1, 5.0), [Turn(text="abc")], tries=3)
+            assert graded.tries == 1
+            assert "2 processes ended under LeavesUnseen.feedback of task 'hostile/1'" in graded.error
+
+    run(go)
 
 
 def test_same_failure_has_the_same_cause_whatever_it_says() -> None:

@@ -135,6 +135,17 @@ class Leaves(Sound):
         os._exit(3)
 
 
+class LeavesUnseen(Sound):
+    """Its process ends while no call is running."""
+
+    async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, task: Task, turns: Sequence[Turn]
+    ) -> Feedback:
+        asyncio.get_running_loop().call_later(0.01, os._exit, 5)
+        await asyncio.sleep(1e6)
+        return Feedback(reward=1.0)
+
+
 class Forks(Sound):
     """Both processes return from the call, so it is answered twice."""
 

@@ -58,7 +58,8 @@ class Child:
 def answer(what: str, of: str, said: list[Any]) -> Task | Feedback | EnvFailed:
     """What a child said of a call of `task` or `feedback`. Raises ValueError or TypeError where that is no answer."""
     if what == "failed":
-        return EnvFailed(*map(str, said))
+        error, cause, traceback = map(str, said)
+        return EnvFailed(error, cause, traceback)
     if what != "value":
         raise ValueError(f"{what!r} is no answer")
     first, second = said

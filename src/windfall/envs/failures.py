@@ -31,6 +31,8 @@ class EnvFailed(Exception):
     error: str
     cause: str
     traceback: str = ""
+    final: bool = False
+    """It has been tried again already, so often that another try is no use."""
 
     def __str__(self) -> str:
         return self.error

@@ -257,7 +257,8 @@ class EnvPool:
         for other in child.sent.values():
             other.moves += 1
             if other.moves > MOST_MOVES:
-                other.fail(EnvFailed(f"{other.moves} processes ended under {other.name}; the last {how}", how, stack))
+                what = f"{other.moves} processes ended under {other.name}; the last {how}"
+                other.fail(EnvFailed(what, how, stack, final=True))
         self._again(list(child.sent.values()))
         self._pump_soon()
 

@@ -454,11 +454,15 @@ def test_module_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert str(tmp_path) in said
 
 
-def test_module_that_hangs_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_that_hangs_on_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pools, "QUIET_S", 0.3)
     (tmp_path / "slow_env.py").write_text("import time\ntime.sleep(1e6)\n")
     said = refused("slow_env:Env", tmp_path, monkeypatch, build_s=1.0)
     assert "waited 1 s for it to be imported and built" in said
     assert 'slow_env.py", line 2' in said
+    assert "building environment slow_env:Env; waiting up to 1 s" in capfd.readouterr().err
 
 
 def test_environment_that_can_be_built_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from windfall.types import Feedback, Task, Turn, prompt_key
 
 BUILD_S = 300.0
 """How long an environment may take to be imported and built."""
+QUIET_S = 5.0
+"""A build that takes longer is announced."""
 LOOK_S = 0.1
 SILENT_S = 5.0
 """Added to the limit of a call before a child is given up that neither runs a call nor answers, or in which a call goes
@@ -81,6 +83,10 @@ class EnvPool:
 
     async def ready(self) -> None:
         assert self._built is not None, "entered with `async with` first"
+        await asyncio.wait([self._built], timeout=QUIET_S)
+        if not self._built.done():
+            said = f"building environment {self.name}; waiting up to {self._build_s:g} s"
+            print(said, file=sys.stderr, flush=True)
         await asyncio.shield(self._built)
 
     # the Host seam

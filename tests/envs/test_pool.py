@@ -337,6 +337,12 @@ def test_cancelled_call_frees_its_place() -> None:
             await asyncio.gather(*calls, return_exceptions=True)
             assert (await ask(pool, 0)).reward == 1.0
             assert not pool._children[0].sent
+            slow = asyncio.create_task(ask(pool, 3, "hang", 60.0))
+            await asyncio.sleep(0.2)
+            before = pool._sizing._took_s["feedback"]
+            slow.cancel()
+            await asyncio.sleep(0.2)
+            assert pool._sizing._took_s["feedback"] == before  # what was cancelled says nothing
 
     run(go)
 

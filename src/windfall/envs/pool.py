@@ -179,7 +179,8 @@ class EnvPool:
         else:
             call, (took_s, slept_s, *said) = child.sent[number], rest
             value = answer(what, call.what, said)
-            self._sizing.learn(call.what, float(took_s), float(slept_s))
+            if not call.future.cancelled():  # it may not even have begun
+                self._sizing.learn(call.what, float(took_s), float(slept_s))
             del child.sent[number]
             child.waiting.discard(number)
             if isinstance(value, EnvFailed):

@@ -368,7 +368,7 @@ def test_children_end_with_the_pool_and_take_along_what_they_started(capfd: pyte
         assert ended(pid)
 
 
-@pytest.mark.parametrize("env", ["Sleeps", "HoldsTheLock"])
+@pytest.mark.parametrize("env", ["Sleeps", "HoldsTheLock", "Threads"])
 def test_kill_9_of_the_parent_leaves_no_child(env: str) -> None:
     program = f"""
 import asyncio
@@ -385,14 +385,23 @@ asyncio.run(go())
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)  # the call is under way
+    time.sleep(0.6)  # the call is under way
+    group = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _group(int(p.name)) == pid]
+    assert len(group) >= (2 if env == "Threads" else 1)  # with what the environment has started
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 10.0
-    while _running(pid):
+    while any(map(_running, group)):
         assert time.monotonic() < deadline, "the child is still there"
         time.sleep(0.02)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _running(pid: int) -> bool:

@@ -19,7 +19,9 @@ from hostile import environments as hostile
 
 from windfall import config
 from windfall.envs import pool as pools
+from windfall.envs import process as processes
 from windfall.envs.failures import EnvFailed
+from windfall.envs.grade import grade
 from windfall.envs.pool import EnvPool
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
@@ -87,6 +89,30 @@ def test_blocking_call_is_killed_at_its_limit_and_named(env: type) -> None:
     run(go)
 
 
+def test_child_that_cannot_be_ended_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one in uninterruptible sleep: its signal is not delivered."""
+    killpg, pids = os.killpg, list[int]()
+    monkeypatch.setattr(processes, "REAP_S", 1.0)
+    monkeypatch.setattr(processes.os, "killpg", lambda pid, _: pids.append(pid))
+
+    async def go() -> None:
+        async with hosting(hostile.Sleeps, from_task=1) as pool:
+            error = await failure(ask(pool, 1, limit_s=0.5))
+            assert pool._killing  # the call has failed, and its child is still being waited for
+            assert "in misbehave" in error.traceback
+            assert (await ask(pool, 0, "four")).reward == 4.0
+
+    try:
+        run(lambda: asyncio.wait_for(go(), 20.0))
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                killpg(pid, signal.SIGKILL)
+    assert "was killed and has not ended after 1 s" in capfd.readouterr().err
+
+
 def test_waiting_call_is_cancelled_and_the_others_go_on() -> None:
     async def go() -> None:
         async with hosting(hostile.Hangs) as pool:
@@ -122,6 +148,25 @@ def test_loop_that_is_blocked_by_nobodys_call_is_given_up(monkeypatch: pytest.Mo
     run(go)
 
 
+def test_call_that_swallows_its_cancellation_is_killed_while_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pools, "SILENT_S", 0.3)
+
+    async def go() -> None:
+        async with hosting(hostile.Stubborn) as pool:
+            hang = asyncio.create_task(failure(ask(pool, 1, "hang", 0.4)))
+            deadline = time.monotonic() + 10.0
+            while not hang.done() and time.monotonic() < deadline:
+                assert (await ask(pool, 2)).reward == 1.0
+            assert hang.done()
+            error = await hang
+            assert error.error == "waited 0.4 s for Stubborn.feedback of task 'hostile/1'"
+            assert "await asyncio.sleep(1e6)" in error.traceback
+
+    run(go)
+
+
 @pytest.mark.parametrize(
     ("env", "text", "says"),
     [
@@ -132,6 +177,8 @@ def test_loop_that_is_blocked_by_nobodys_call_is_given_up(monkeypatch: pytest.Mo
         (hostile.Garbage, "none", "is wrong: it is a NoneType, not a Feedback"),
         (hostile.Garbage, "text", "is wrong: it is a str, not a Feedback"),
         (hostile.Garbage, "nan", "is wrong: the reward is nan"),
+        (hostile.Garbage, "vast", "Garbage.feedback of task 'hostile/1' is wrong: the reward is a number too large"),
+        (hostile.Garbage, "large", "is wrong: the reward is beyond 1,000,000,000 in size"),
         (hostile.Garbage, "empty", "is wrong: neither a reward nor an observation"),
         (hostile.Garbage, "list", "is wrong: the observation is a list, not text"),
         (hostile.Garbage, "half", "is wrong: the observation is not valid Unicode"),
@@ -148,6 +195,46 @@ def test_failure_is_named_and_the_next_call_works(env: type, text: str, says: st
                 assert "in misbehave" in error.traceback
                 assert "windfall/envs" not in error.traceback
             assert (await ask(pool, 0, "four")).reward == 4.0
+
+    run(go)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "3", '[77, "value", 0, 0, 1.0, null]', '[2, "value", 0, 0, "x", null]'])
+def test_what_is_not_an_answer_fails_the_call_and_not_the_controller(text: str) -> None:
+    async def go() -> None:
+        async with hosting(hostile.Scribbles, from_task=1) as pool:
+            error = await failure(ask(pool, 1, text))
+            assert "environment Scribbles: its process sent what is not an answer to a call; does it fork?" in str(
+                error
+            )
+            assert (await ask(pool, 0, "four")).reward == 4.0
+
+    run(go)
+
+
+def test_environment_that_forks_ends_its_process_only(capfd: pytest.CaptureFixture[str]) -> None:
+    async def go() -> None:
+        errors = list[Any]()
+        async with hosting(hostile.Forks, from_task=1) as pool:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+            with contextlib.suppress(EnvFailed):
+                await ask(pool, 1)
+            await asyncio.sleep(0.3)
+            assert (await ask(pool, 0, "four")).reward == 4.0
+        assert errors == []
+
+    run(go)
+    assert "environment Forks: its process sent what is not an answer" in capfd.readouterr().err
+
+
+def test_processes_that_end_unseen_are_not_multiplied_by_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_MOVES", 1)
+
+    async def go() -> None:
+        async with hosting(hostile.LeavesUnseen) as pool:
+            graded = await grade(pool, 1, await pool.task(1, 5.0), [Turn(text="abc")], tries=3)
+            assert graded.tries == 1
+            assert "2 processes ended under LeavesUnseen.feedback of task 'hostile/1'" in graded.error
 
     run(go)
 
@@ -250,6 +337,12 @@ def test_cancelled_call_frees_its_place() -> None:
             await asyncio.gather(*calls, return_exceptions=True)
             assert (await ask(pool, 0)).reward == 1.0
             assert not pool._children[0].sent
+            slow = asyncio.create_task(ask(pool, 3, "hang", 60.0))
+            await asyncio.sleep(0.2)
+            before = pool._sizing._took_s["feedback"]
+            slow.cancel()
+            await asyncio.sleep(0.2)
+            assert pool._sizing._took_s["feedback"] == before  # what was cancelled says nothing
 
     run(go)
 
@@ -275,7 +368,7 @@ def test_children_end_with_the_pool_and_take_along_what_they_started(capfd: pyte
         assert ended(pid)
 
 
-@pytest.mark.parametrize("env", ["Sleeps", "HoldsTheLock"])
+@pytest.mark.parametrize("env", ["Sleeps", "HoldsTheLock", "Threads"])
 def test_kill_9_of_the_parent_leaves_no_child(env: str) -> None:
     program = f"""
 import asyncio
@@ -292,14 +385,23 @@ asyncio.run(go())
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)  # the call is under way
+    time.sleep(0.6)  # the call is under way
+    group = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _group(int(p.name)) == pid]
+    assert len(group) >= (2 if env == "Threads" else 1)  # with what the environment has started
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 10.0
-    while _running(pid):
+    while any(map(_running, group)):
         assert time.monotonic() < deadline, "the child is still there"
         time.sleep(0.02)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def _running(pid: int) -> bool:
@@ -367,11 +469,15 @@ def test_module_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert str(tmp_path) in said
 
 
-def test_module_that_hangs_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_that_hangs_on_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pools, "QUIET_S", 0.3)
     (tmp_path / "slow_env.py").write_text("import time\ntime.sleep(1e6)\n")
     said = refused("slow_env:Env", tmp_path, monkeypatch, build_s=1.0)
     assert "waited 1 s for it to be imported and built" in said
     assert 'slow_env.py", line 2' in said
+    assert "building environment slow_env:Env; waiting up to 1 s" in capfd.readouterr().err
 
 
 def test_environment_that_can_be_built_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ Each behaves until `from_task` where that makes sense, so that a run passes its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import stat
 import sys
 import threading
 import time
@@ -103,6 +105,19 @@ class Hangs(Sound):
         return Feedback(reward=1.0)
 
 
+class Stubborn(Sound):
+    """Swallows its cancellation and waits on."""
+
+    async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, task: Task, turns: Sequence[Turn]
+    ) -> Feedback:
+        while turns[-1].text == "hang":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e6)
+        await asyncio.sleep(0.01)
+        return Feedback(reward=1.0)
+
+
 class HoldsTheLock(Sound):
     """Keeps the interpreter's lock, so that no thread of the process runs any more."""
 
@@ -131,6 +146,36 @@ class Leaves(Sound):
         os._exit(3)
 
 
+class LeavesUnseen(Sound):
+    """Its process ends while no call is running."""
+
+    async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, task: Task, turns: Sequence[Turn]
+    ) -> Feedback:
+        asyncio.get_running_loop().call_later(0.01, os._exit, 5)
+        await asyncio.sleep(1e6)
+        return Feedback(reward=1.0)
+
+
+class Forks(Sound):
+    """Both processes return from the call, so it is answered twice."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        os.fork()
+        return Feedback(reward=1.0)
+
+
+class Scribbles(Sound):
+    """Writes to every descriptor that it finds."""
+
+    def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
+        for fd in range(3, 64):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.write(fd, turns[-1].text.encode() + b"\n")
+        return Feedback(reward=1.0)
+
+
 class ExitsPolitely(Sound):
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         sys.exit("I have had enough")
@@ -145,7 +190,8 @@ class Crashes(Sound):
 
 class Garbage(Sound):
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
-        return {"none": None, "text": "1.0", "nan": Feedback(reward=float("nan")), "empty": Feedback(),
+        return {"none": None, "text": "1.0", "nan": Feedback(reward=float("nan")),
+                "vast": Feedback(reward=10**400), "large": Feedback(reward=-1e30), "empty": Feedback(),
                 "list": Feedback(observation=["go"]), "half": Feedback(observation="\ud800"),  # pyright: ignore
                 "huge": Feedback(observation="x" * (8 << 20))}[turns[-1].text]  # fmt: skip
 

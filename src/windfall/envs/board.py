@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from typing import Any
 
+from windfall.envs.failures import awaiting
+
 LAYOUT = struct.Struct("<Qd")
 """The number of the call whose code is running (0: none), and when that began (CLOCK_MONOTONIC, seconds)."""
 SHORT_S = 0.005
@@ -47,10 +49,11 @@ class Stepped(Coroutine[Any, Any, None]):
     inner: Coroutine[Any, Any, None]
     task: asyncio.Task[None]
 
-    def __init__(self, number: int, limit_s: float, board: Board, waits: Callable[[int], None]) -> None:
-        """`waits` is told once, when the call lets others run."""
+    def __init__(self, number: int, limit_s: float, board: Board, tell: Callable[..., None]) -> None:
+        """`tell` gets `number, "waits"` when the call lets others run, and `number, "late", stack` when it is cancelled
+        at its limit."""
         self.number, self.limit_s, self.late, self.answered = number, limit_s, False, False
-        self._board, self._waits, self._first = board, waits, True
+        self._board, self._tell, self._first = board, tell, True
         self._began_s = self._cpu_s = self._took_s = self._slept_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -81,11 +84,12 @@ class Stepped(Coroutine[Any, Any, None]):
             self._first = False
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, self.limit_s - self._took_s), self._overdue)
-            self._waits(self.number)
+            self._tell(self.number, "waits")
         return result
 
     def _overdue(self) -> None:
         self.late = True
+        self._tell(self.number, "late", awaiting(self.inner))
         self.task.cancel()
 
     def used(self) -> tuple[float, float]:

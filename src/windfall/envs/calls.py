@@ -7,8 +7,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.envs.failures import EnvFailed, feedback_fault, task_fault
 from windfall.envs.process import ChildProcess
-from windfall.types import Feedback
+from windfall.types import Feedback, Task
 
 
 @dataclass(kw_only=True, eq=False)
@@ -21,6 +22,10 @@ class Call:
     future: asyncio.Future[Any]
     verdict: Feedback | None = None
     """What it is worth if the kernel ends its child for using too much CPU time."""
+    late_s: float | None = None
+    """When its child cancelled it for being over its limit."""
+    stack: str = ""
+    """Where it stood then."""
     moves: int = 0
     """Children that ended under it without any sign whose fault it was."""
 
@@ -48,6 +53,20 @@ class Child:
     @property
     def queued(self) -> int:
         return len(self.sent) - len(self.waiting)
+
+
+def answer(what: str, of: str, said: list[Any]) -> Task | Feedback | EnvFailed:
+    """What a child said of a call of `task` or `feedback`. Raises ValueError or TypeError where that is no answer."""
+    if what == "failed":
+        error, cause, traceback = map(str, said)
+        return EnvFailed(error, cause, traceback)
+    if what != "value":
+        raise ValueError(f"{what!r} is no answer")
+    first, second = said
+    value = Task(id=first, prompt=second) if of == "task" else Feedback(reward=first, observation=second)
+    if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):
+        raise ValueError(fault)
+    return value
 
 
 def exited(code: int) -> str:

@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from windfall.types import Feedback, Task
 
@@ -15,6 +16,9 @@ MESSAGE_CHARS = 500
 TRACEBACK_CHARS = 8000
 TEXT_CHARS = 1 << 20
 """Longest prompt or observation. Far beyond any model's context, and still quick to tokenize."""
+
+MOST_REWARD = 1e9
+"""Largest size of a reward. Sums of squares of thousands of them still fit into float32."""
 
 
 @dataclass(eq=False)
@@ -27,6 +31,8 @@ class EnvFailed(Exception):
     error: str
     cause: str
     traceback: str = ""
+    final: bool = False
+    """It has been tried again already, so often that another try is no use."""
 
     def __str__(self) -> str:
         return self.error
@@ -49,6 +55,16 @@ def waited(name: str, timeout_s: float, trace: str = "") -> EnvFailed:
 
 def garbage(name: str, fault: str) -> EnvFailed:
     return EnvFailed(f"{name} is wrong: {fault}", f"wrong: {fault[:80]}")
+
+
+def awaiting(coroutine: Any) -> str:
+    """Where a coroutine that waits stands, less our own frames."""
+    here, frames = str(Path(__file__).parent), list[tuple[FrameType, int]]()
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        if not frame.f_code.co_filename.startswith(here):
+            frames.append((frame, frame.f_lineno))
+        coroutine = coroutine.cr_await
+    return "".join(traceback.StackSummary.extract(iter(frames)).format())[-TRACEBACK_CHARS:]
 
 
 def place(e: BaseException) -> str:
@@ -102,8 +118,16 @@ def feedback_fault(feedback: object) -> str:
         # Numbers of other libraries, such as numpy.float32, are welcome.
         if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
             return f"the reward is a {type(reward).__name__}, not a number"
-        if not math.isfinite(reward):
-            return f"the reward is {reward}"
+        try:
+            value = float(reward)
+        except OverflowError:
+            return "the reward is a number too large for a float"
+        except (TypeError, ValueError):  # such as an array of several numbers
+            return f"the reward is a {type(reward).__name__} that is not one number"
+        if not math.isfinite(value):
+            return f"the reward is {value}"
+        if abs(value) > MOST_REWARD:
+            return f"the reward is beyond {MOST_REWARD:,.0f} in size, which is taken for a fault of its code: {value:g}"
     return "" if observation is None else _text_fault(observation, "the observation")
 
 

@@ -68,7 +68,8 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
         return [*reasons, f"comparing it takes more than {cpu_s:g} s of CPU time"]
     if child.returncode:
         told = err.decode(errors="replace").strip().splitlines()[-3:]
-        what = f"the check of right answers {golds[len(reasons)]!r} ended with status {child.returncode}"
+        at = f" at {golds[len(reasons)]!r}" if len(reasons) < len(golds) else " after the last of them"
+        what = f"the check of right answers ended with status {child.returncode}{at}"
         raise WindfallError(what, where="env.scoring", fix="\n".join(told))
     return reasons
 

@@ -31,16 +31,18 @@ async def grade(
     host: Host, index: int, task: Task, turns: Sequence[Turn], *, tries: int = 3, timeout_s: float = 30.0,
     backoff_s: float = 0.1,
 ) -> Graded:  # fmt: skip
-    """The feedback, after at most `tries` tries of `timeout_s` each, with pauses of `backoff_s`, twice that, ..."""
+    """The feedback, after at most `tries` tries of `timeout_s` each, with pauses of `backoff_s`, twice that, ...
+    A failure that says that it is final is not tried again."""
     if tries < 1:
         raise ValueError(f"tries is {tries}, must be 1 or more")
-    last = EnvFailed("", "")
+    last, number = EnvFailed("", ""), 0
     for number in range(1, tries + 1):
         try:
             return Graded(feedback=await host.feedback(index, task, turns, timeout_s), tries=number)
         except EnvFailed as e:
             last = e
-        if number < tries:
-            await asyncio.sleep(backoff_s * 2 ** (number - 1))
-    error = f"{last.error} (try {tries} of {tries})"
-    return Graded(feedback=None, tries=tries, error=error, cause=last.cause, traceback=last.traceback)
+        if last.final or number == tries:
+            break
+        await asyncio.sleep(backoff_s * 2 ** (number - 1))
+    error = f"{last.error} (try {number} of {tries})"
+    return Graded(feedback=None, tries=number, error=error, cause=last.cause, traceback=last.traceback)

@@ -13,16 +13,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 from windfall import envs
 from windfall.envs import limits
-from windfall.envs.calls import Call, Child, exited
+from windfall.envs.calls import Call, Child, answer, exited
 from windfall.envs.failures import EnvFailed, waited
 from windfall.envs.process import ChildProcess
 from windfall.envs.sizing import Sizing
@@ -31,9 +33,12 @@ from windfall.types import Feedback, Task, Turn, prompt_key
 
 BUILD_S = 300.0
 """How long an environment may take to be imported and built."""
+QUIET_S = 5.0
+"""A build that takes longer is announced."""
 LOOK_S = 0.1
 SILENT_S = 5.0
-"""Added to the limit of a call before a child is given up that neither runs a call nor answers."""
+"""Added to the limit of a call before a child is given up that neither runs a call nor answers, or in which a call goes
+on after it was cancelled."""
 MOST_WAITING = 1024
 """Calls of an `async def` under way in one child."""
 MOST_MOVES = 5
@@ -78,6 +83,10 @@ class EnvPool:
 
     async def ready(self) -> None:
         assert self._built is not None, "entered with `async with` first"
+        await asyncio.wait([self._built], timeout=QUIET_S)
+        if not self._built.done():
+            said = f"building environment {self.name}; waiting up to {self._build_s:g} s"
+            print(said, file=sys.stderr, flush=True)
         await asyncio.shield(self._built)
 
     # the Host seam
@@ -127,16 +136,34 @@ class EnvPool:
             child, call = min(free, key=lambda c: (c.queued, len(c.waiting))), self._pending.popleft()
             if not child.sent:
                 child.heard_s = time.monotonic()
-            child.sent[call.number] = call
+            child.sent[call.number], call.late_s, call.stack = call, None, ""
             out.setdefault(child, []).append((call.number, call.what, *call.args, call.limit_s))
         for child, messages in out.items():
             child.process.send(messages)
         if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
 
-    def _heard(self, child: Child, message: list[Any]) -> None:
+    def _heard(self, child: Child, line: bytes) -> None:
+        if child not in self._children:
+            return  # it was killed, and its calls have failed or were sent again
+        try:
+            self._take(child, *json.loads(line))
+        except (ValueError, TypeError, LookupError, RecursionError):  # fault boundary: the bytes of a child
+            self._nonsense(child, line)
+
+    def _nonsense(self, child: Child, line: bytes) -> None:
+        """Environments can reach the link: one that forks answers a call twice."""
+        why = "its process sent what is not an answer to a call; does it fork?"
+        print(f"environment {self.name}: {why} It said {line[:200]!r}", file=sys.stderr, flush=True)
+        for call in child.sent.values():
+            call.fail(EnvFailed(f"environment {self.name}: {why} ({call.name} was under way)", why))
+        if not child.ready:
+            self._cannot(WindfallError(why, where=f"environment {self.name}", fix="Build it without a fork."))
+        self._kill(child)
+
+    def _take(self, child: Child, number: int, what: str, *rest: Any) -> None:
+        """Raises one of the errors of `_heard`, with nothing changed, where this is no answer to a call."""
         child.heard_s = time.monotonic()
-        number, what, *rest = message
         if what == "ready":
             self._ready(child, *rest)
         elif what == "refused":
@@ -144,19 +171,22 @@ class EnvPool:
             self._kill(child)
             self._cannot(WindfallError(what, where=where or f"environment {self.name}", fix=fix))
         elif what == "waits":
-            child.waiting.add(number)
+            child.waiting.add(child.sent[number].number)
+        elif what == "late":
+            child.sent[number].late_s, child.sent[number].stack = child.heard_s, str(rest[0])
         elif what == "verdict":
             child.sent[number].verdict = Feedback(reward=rest[0])
         else:
-            call = child.sent.pop(number)
+            call, (took_s, slept_s, *said) = child.sent[number], rest
+            value = answer(what, call.what, said)
+            if not call.future.cancelled():  # it may not even have begun
+                self._sizing.learn(call.what, float(took_s), float(slept_s))
+            del child.sent[number]
             child.waiting.discard(number)
-            self._sizing.learn(call.what, *rest[:2])
-            if what == "failed":
-                call.fail(EnvFailed(*rest[2:]))
-            elif call.what == "task":
-                call.succeed(Task(id=rest[2], prompt=rest[3]))
+            if isinstance(value, EnvFailed):
+                call.fail(value)
             else:
-                call.succeed(Feedback(reward=rest[2], observation=rest[3]))
+                call.succeed(value)
         if self._pending:
             self._pump_soon()
 
@@ -168,7 +198,7 @@ class EnvPool:
     def _start(self) -> None:
         child = Child(time.monotonic())
         child.process = ChildProcess(
-            strict=self._strict, heard=lambda message: self._heard(child, message),
+            strict=self._strict, heard=lambda line: self._heard(child, line),
             ended=lambda *end: self._ended(child, *end),
         )  # fmt: skip
         self._children.append(child)
@@ -203,15 +233,19 @@ class EnvPool:
         async def kill() -> None:
             stack = ""
             try:
-                stack = await child.process.kill(stack=bool(blamed))
+                stack = await child.process.last_words() if blamed else ""
             finally:
                 for call in blamed:
-                    call.fail(waited(call.name, call.limit_s, stack))
+                    call.fail(waited(call.name, call.limit_s, call.stack or stack))
+                await child.process.kill()
 
-        task = asyncio.create_task(kill())
+        self._aside(kill())
+        self._pump_soon()
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._killing.add(task)
         task.add_done_callback(self._killing.discard)
-        self._pump_soon()
 
     def _ended(self, child: Child, code: int, number: int, stack: str) -> None:
         """It has ended by itself, or something has killed it."""
@@ -230,7 +264,8 @@ class EnvPool:
         for other in child.sent.values():
             other.moves += 1
             if other.moves > MOST_MOVES:
-                other.fail(EnvFailed(f"{other.moves} processes ended under {other.name}; the last {how}", how, stack))
+                what = f"{other.moves} processes ended under {other.name}; the last {how}"
+                other.fail(EnvFailed(what, how, stack, final=True))
         self._again(list(child.sent.values()))
         self._pump_soon()
 
@@ -247,7 +282,8 @@ class EnvPool:
                 if child.ready:
                     self._look(child, now)
                 elif now - child.born_s > self._build_s:
-                    await self._too_slow(child)
+                    self._children.remove(child)
+                    self._aside(self._too_slow(child))
             self._grow(now)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
@@ -266,12 +302,14 @@ class EnvPool:
                 self._kill(child, [call])
         elif child.sent and now - child.heard_s > max(c.limit_s for c in child.sent.values()) + SILENT_S:
             self._kill(child, list(child.sent.values()))
+        if late := [c for c in child.sent.values() if c.late_s is not None and now - c.late_s > SILENT_S]:
+            self._kill(child, late)
 
     async def _too_slow(self, child: Child) -> None:
-        self._children.remove(child)
-        stack = await child.process.kill(stack=True)
+        stack = await child.process.last_words()
         what = f"waited {self._build_s:g} s for it to be imported and built"
         self._cannot(WindfallError(what, where=f"environment {self.name}", fix=f"It was here:\n{stack}"))
+        await child.process.kill()
 
     def _grow(self, now: float) -> None:
         if self._pending and not self._starting():

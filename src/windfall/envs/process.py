@@ -27,15 +27,15 @@ PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 SECRETS = "WINDFALL_"
 DUMP_S = 1.0
 """How long a child may take to write its stack before it is killed."""
+REAP_S = 5.0
+"""How long a killed child may take to end. One in uninterruptible sleep may take for ever."""
 STACK_CHARS = 4000
 
 
 class ChildProcess:
-    def __init__(
-        self, *, strict: bool, heard: Callable[[list[Any]], None], ended: Callable[[int, int, str], None]
-    ) -> None:
-        """`heard` gets every message; `ended` the exit status, the call whose code was running, and the stack that a
-        crash left. `strict`: for an environment that ships with windfall."""
+    def __init__(self, *, strict: bool, heard: Callable[[bytes], None], ended: Callable[[int, int, str], None]) -> None:
+        """`heard` gets every line, whatever it holds; `ended` the exit status, the call whose code was running, and the
+        stack that a crash left. `strict`: for an environment that ships with windfall."""
         self._heard, self._ended = heard, ended
         self._read, self._unsent = b"", b""
         self._board, self._trace = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -90,7 +90,7 @@ class ChildProcess:
             return
         *lines, self._read = (self._read + data).split(b"\n")
         for line in lines:
-            self._heard(json.loads(line))
+            self._heard(line)
 
     # its end
 
@@ -100,18 +100,23 @@ class ChildProcess:
         number, stack = self.board()[0], self._stack()
         self._ended(await self._reap(), number, stack)
 
-    async def kill(self, *, stack: bool = False) -> str:
-        """End it, without a word to `ended`. With `stack`: what it was doing, as far as it could still say."""
+    async def last_words(self) -> str:
+        """What it is doing, as far as it can still say within DUMP_S. It is to be killed next."""
         if self._burying is not None:  # it has ended by itself meanwhile
-            await self._burying
             return ""
         self._hang_up()
-        if stack and not self._over():
+        if not self._over():
             os.kill(self._process.pid, signal.SIGUSR1)
             await self._until(lambda: self._stack() or self._over())
-        said = self._stack()
+        return self._stack()
+
+    async def kill(self) -> None:
+        """End it, without a word to `ended`."""
+        if self._burying is not None:
+            await self._burying
+            return
+        self._hang_up()
         await self._reap()
-        return said
 
     async def _until(self, true: Callable[[], object]) -> None:
         with contextlib.suppress(TimeoutError):
@@ -126,8 +131,12 @@ class ChildProcess:
     async def _reap(self) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # In a thread: it takes a while to take a large process down.
-        code = await asyncio.shield(asyncio.to_thread(self._process.wait))
+        try:  # in a thread: it takes a while to take a large process down
+            code = await asyncio.shield(asyncio.to_thread(self._process.wait, REAP_S))
+        except subprocess.TimeoutExpired:
+            said = f"process {self._process.pid} of an environment was killed and has not ended after {REAP_S:g} s"
+            print(f"{said}; it is left behind. Does it hang in a file system or a driver?", file=sys.stderr, flush=True)
+            code = -signal.SIGKILL
         self._board.close()
         self._trace.close()
         return code

@@ -41,6 +41,3 @@ class Repeats:
     def worst(self) -> Cause | None:
         """The cause that has come most often."""
         return max(self._causes.values(), key=lambda c: c.count, default=None)
-
-    def clear(self) -> None:
-        self._causes.clear()

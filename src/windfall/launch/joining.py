@@ -37,8 +37,8 @@ def _is_address(url: str) -> bool:
 def main(
     url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
     share: float, clouds: str, ca: Path | None, patience_s: float,
-) -> int:  # fmt: skip
-    """`token`: the run's, or the file that has it."""
+) -> None:  # fmt: skip
+    """Join and work; ends the process with the agent's status. `token`: the run's, or the file that has it."""
     if not _is_address(url):
         raise WindfallError(f"{url!r} is not a controller's address", where="--join", fix="Give http://HOST:PORT.")
     pinned = os.environ.get("WINDFALL_TLS_PIN")

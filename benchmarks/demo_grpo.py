@@ -1,6 +1,6 @@
 """The demo beside a plain GRPO loop: CPU seconds per token of whole process trees, in turns.
 
-    python benchmarks/demo_grpo.py                     32 steps of each, as the recipe says
+    python benchmarks/demo_grpo.py                     as many steps of each as the recipe says
     python benchmarks/demo_grpo.py --rounds 2 --steps 8
 
 `plain` is the loop below: transformers' generate, a log-softmax, torch's AdamW, one process. It has the demo's model,

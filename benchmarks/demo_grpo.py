@@ -158,7 +158,7 @@ KINDS: dict[str, Any] = {
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rounds", type=int, default=1, help="each takes every kind once, in another order")
-    p.add_argument("--steps", type=int, default=32, help="of training, as in the recipe")
+    p.add_argument("--steps", type=int, default=20, help="of training, as in the recipe")
     p.add_argument("--kinds", default="plain loop,demo,undisturbed")
     p.add_argument("--plain", type=int, metavar="STEPS", help="the plain loop alone, in this process")
     p.add_argument("--out", type=Path, help="also write the figures here, as JSON")

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from windfall.rollout.course import PARTS
 from windfall.rollout.offload import Feedback, Measured, Offload, Others, Predict
 
 
@@ -59,7 +58,7 @@ rates = st.floats(50, 5000)
 
 @settings(deadline=None, max_examples=50)
 @given(tokens=st.floats(1e3, 1e5), local=rates, train=rates, rate=rates, pull=st.floats(0, 0.2))
-@example(tokens=1000.0, local=332.5106, train=50.7235, rate=1007.0439, pull=0.1952)  # the worst found: 2.55 %
+@example(tokens=1000.0, local=332.5106, train=50.7235, rate=1007.0439, pull=0.1952)  # a plan that was 2.55 % off
 def test_computed_seed_is_the_best_there_is(
     tokens: float, local: float, train: float, rate: float, pull: float
 ) -> None:
@@ -67,7 +66,7 @@ def test_computed_seed_is_the_best_there_is(
     reached = settle(Predict(), machine, rate, 2, steps=12)[-1]
     best = min(machine.run(tokens / local * k / 400, rate, 2)[0] for k in range(401))
     best = min(best, machine.run(math.inf, rate, 2)[0])
-    assert reached <= best * (1 + 1 / PARTS)  # a step is modeled in so many parts, and no plan can be finer
+    assert reached <= best * 1.02
 
 
 def test_a_change_of_the_fleet_is_answered_at_once() -> None:

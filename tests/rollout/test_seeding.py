@@ -35,12 +35,14 @@ class Fixed:
     def __init__(self, seed_s: float) -> None:
         self.seed_s, self.hold = seed_s, False
         self.heard: list[tuple[Measured | None, Others]] = []
+        self.asked_again: list[Others] = []
 
     def plan(self, last: Measured | None, others: Others) -> Plan:
         self.heard.append((last, others))
         return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
     def again(self, others: Others, now: Mark) -> Plan | None:
+        self.asked_again.append(others)
         return None
 
 
@@ -154,6 +156,21 @@ def test_paused_at_its_time_and_its_responses_go_on_elsewhere(tmp_path: Path) ->
             await w.step([3, 4])  # and it is there again in the next
             assert [o.workers for _, o in w.policy.heard] == [1, 1]
             assert w.policy.heard[1][1].tok_per_s > 0
+
+    play(main())
+
+
+def test_a_fleet_whose_speed_becomes_known_is_planned_for_again(tmp_path: Path) -> None:
+    """The plan was made when nothing was known of the worker. It is reviewed while local still generates."""
+
+    async def main() -> None:
+        async with world(tmp_path, 5.0, (LOCAL, slow(0.05)), ("w", slow(0.05))) as w:
+            await w.step()
+            (_, planned), again = w.policy.heard[0], w.policy.asked_again
+            assert planned.workers == 1
+            assert again
+            assert all(others.workers == 1 for others in again)
+            assert again[-1].tok_per_s > 1.1 * planned.tok_per_s
 
     play(main())
 

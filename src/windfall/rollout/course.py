@@ -18,7 +18,7 @@ was left by then is trained: end = max over groups of (when it came + training o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -135,9 +135,12 @@ class Course:
     def _end_s(self, left: Sequence[Part], rates: Rates, seed_s: float, start: Mark) -> float:
         at_s, free_s = start.at_s, seed_s + start.whole / rates.train
         for part in left:
-            before_s, at_s = at_s, _later(at_s, part, rates.pull_s, seed_s)
-            comes_s = (before_s + at_s) / 2 if self.steps else before_s  # nothing learned: as if work split at will
-            free_s = max(max(free_s, comes_s) + part.whole / rates.train, at_s)
+            begun_s = at_s
+            for from_s, at_s, share in _stretches(begun_s, part, rates.pull_s, seed_s):
+                if not self.steps:  # nothing learned: as if work split at will, and groups came evenly
+                    free_s = max(max(free_s, from_s) + share * part.whole / rates.train, at_s)
+            if self.steps:
+                free_s = max(max(free_s, (begun_s + at_s) / 2) + part.whole / rates.train, at_s)
         return free_s
 
     def best(self, rates: Rates, start: Mark = START) -> float:
@@ -155,22 +158,23 @@ class Course:
         """When all would be made, with local until the end."""
         at_s = start.at_s
         for part in self.left(rates, start):
-            at_s = _later(at_s, part, rates.pull_s, math.inf)
+            for _, at_s, _ in _stretches(at_s, part, rates.pull_s, math.inf):
+                pass
         return at_s
 
 
-def _later(at_s: float, part: Part, pull_s: float, seed_s: float) -> float:
-    """When a part that is begun at `at_s` is made: by local until `seed_s`, by the others from `pull_s` on."""
+def _stretches(at_s: float, part: Part, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
+    """When each share of a part that is begun at `at_s` is made, as (start, end, share), each at a constant rate: by
+    local until `seed_s`, by the others from `pull_s` on."""
     tokens, (local, others, both) = part.tokens, part.rates
     while tokens > 0:
         here, there = at_s < seed_s, at_s >= pull_s
         rate = (both if here else others) if there else local if here else 0.0
         until_s = min(seed_s if here else math.inf, math.inf if there else pull_s)
-        if math.isinf(until_s) or tokens <= rate * (until_s - at_s):
-            return at_s + tokens / rate if rate > 0 else math.inf
-        tokens -= rate * (until_s - at_s)
-        at_s = until_s
-    return at_s
+        done = tokens if math.isinf(until_s) else min(tokens, rate * (until_s - at_s))
+        end_s = until_s if done < tokens else at_s + tokens / rate if rate > 0 else math.inf
+        yield at_s, end_s, done / part.tokens
+        tokens, at_s = tokens - done, end_s
 
 
 def _expected(there: Sequence[tuple[float, Crowd]], start_s: float, end_s: float, open: float, behind: float) -> float:

@@ -22,8 +22,10 @@ from windfall.rollout.offload import Measured, Offload, Others, Plan
 from windfall.types import LOCAL
 
 AGAIN_S = 0.05
+NEWS = 0.1
+"""If the measured speed of the fleet has changed by more than this share since the plan was made, plan again."""
 REVIEW_S = 0.5
-"""Between two looks at what has been measured, where a plan waits for that."""
+"""Seconds between two looks at what has been measured since the plan was made."""
 
 
 class Seeding:
@@ -88,10 +90,13 @@ class Seeding:
             return
         before, changed = self._plan, len(self._others()) != self._found.workers
         measures = before is not None and math.isinf(before.seed_s) and self._found.workers > 0
-        if not changed and not (measures and now >= self._review_s):
+        if not changed and now < self._review_s:
             return
-        found = self._found = self._find()
-        self._review_s = now + REVIEW_S
+        found, self._review_s = self._find(), now + REVIEW_S
+        known = abs(found.tok_per_s - self._found.tok_per_s) <= NEWS * self._found.tok_per_s
+        if not changed and not measures and known:
+            return
+        self._found = found
         plan = self._policy.again(found, self._stands(now))
         if plan is not None and before is not None:
             self._cancel()

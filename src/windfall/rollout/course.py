@@ -158,8 +158,7 @@ class Course:
         """When all would be made, with local until the end."""
         at_s = start.at_s
         for part in self.left(rates, start):
-            for _, at_s, _ in _stretches(at_s, part, rates.pull_s, math.inf):
-                pass
+            at_s = max((end_s for _, end_s, _ in _stretches(at_s, part, rates.pull_s, math.inf)), default=at_s)
         return at_s
 
 

@@ -136,8 +136,8 @@ def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: A
         _write(work, state, model, tokenizer, tensors)
         work.rename(final)
         _sync(folder)
-    except Exception as e:
-        if not isinstance(e, OSError | SafetensorError) and type(e) is not Exception:  # tokenizers raises a bare one
+    except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types go on up
+        if not isinstance(e, OSError | SafetensorError) and type(e) is not Exception:
             raise
         shutil.rmtree(work, ignore_errors=True)  # half a checkpoint is of no use, and the disk may be full
         raise _unwritten(final, e) from e

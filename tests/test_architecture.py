@@ -55,6 +55,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "rollout/offload.py",
     "rollout/giving.py",
     "rollout/room.py",
+    "rollout/refusals.py",
     "sim/service.py",
     "sim/decode.py",
     "sim/faults.py",

@@ -62,14 +62,37 @@ def load(name: str, *, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     where = fetch(name)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
-        )
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as e:
         raise _unreadable("model", where, e) from e
     except Exception as e:  # fault boundary: model code of any kind, some of which knows its own attention only
         raise unsupported(e, str(where)) from e
+    model, loaded = read
+    _refuse_incomplete(loaded, where)
     return model.to(device).eval()
+
+
+def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
+    """Raise WindfallError for weights that the files lack, or have in another shape: transformers gives those random
+    values. It does not count tied weights and computed buffers as missing."""
+    fix = (
+        "Does config.json belong to these weights? Copy or download the folder again, or write it again with "
+        "save_pretrained of the whole model."
+    )
+    wrong = [
+        f"{name} ({list(found)} in the file, {list(wanted)} by config.json)"
+        for name, found, wanted in sorted(loaded["mismatched_keys"])
+    ]
+    for names, what in (
+        (wrong, "weights have another shape than the model's"),
+        (sorted(loaded["missing_keys"]), "weights are missing from the model's files"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise WindfallError(f"{what}: {', '.join(names[:3])}{more}", where=str(where), fix=fix)
 
 
 def unsupported(e: Exception, where: str) -> WindfallError:

@@ -1,11 +1,14 @@
 """Models that windfall must compute exactly as transformers does, or refuse: small ones of hostile architectures.
 
-`ARCHITECTURES` says of each what the self-test must find. `folder` saves one as a user would have it on disk.
+`ARCHITECTURES` says of each what the self-test must find. `folder` saves one as a user would have it on disk;
+`edited` saves one whose files are not what they should be.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,4 +95,17 @@ def folder(kind: str, out: Path) -> Path:
     AutoModelForCausalLM.from_config(configuration(kind, SMALL[kind])).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(models.TINY / name, out / name)
+    return out
+
+
+def edited(out: Path, change: Callable[[dict[str, Any]], object], **fields: Any) -> Path:
+    """The demo's model, with `change` applied to its tensors and `fields` to its configuration."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(models.TINY, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | fields))
     return out

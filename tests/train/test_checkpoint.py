@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +96,73 @@ def test_half_written_ones_are_never_seen_and_old_ones_go(tmp_path: Path, monkey
     assert [p.name for p in checkpoint.all_in(tmp_path)] == ["step-000002", "step-000003"]
     with monkeypatch.context() as m:
         m.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("disk gone")))
-        with pytest.raises(OSError, match="disk gone"):
+        with pytest.raises(WindfallError, match="step-000004: the checkpoint cannot be written: OSError: disk gone"):
             checkpoint.save(tmp_path, State(step=4, next_task=0), keep=2, **made)
     assert [p.name for p in checkpoint.all_in(tmp_path)] == ["step-000002", "step-000003"]
     checkpoint.save(tmp_path, State(step=4, next_task=0), keep=2, **made)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 16 MB: one checkpoint of the demo's model takes 11 MB."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def refused_save(folder: Path, made: dict[str, Any]) -> str:
+    """Save step 2, which the disk does not take; return the message. The checkpoint of step 1 must be as it was."""
+    with pytest.raises(WindfallError) as caught:
+        checkpoint.save(folder, State(step=2, next_task=2), keep=1, **made)
+    said = str(caught.value)
+    assert said.startswith(f"{folder / 'step-000002'}: the checkpoint cannot be written: ")
+    assert "or make the folder writable. Then use `windfall resume`, which goes on from step-000001" in said
+    chosen = checkpoint.choose(folder)
+    assert chosen is not None
+    assert (chosen.path.name, chosen.checked.hashed, chosen.damaged) == ("step-000001", True, ())
+    return said
+
+
+def test_a_full_disk_is_named_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+    made = parts()
+    with small_disk(tmp_path / "disk") as disk:
+        checkpoint.save(disk, State(step=1, next_task=1), keep=1, **made)
+        said = refused_save(disk, made)
+        assert "No space left on device" in said
+        assert "MB are free there" in said
+        assert [p.name for p in disk.iterdir()] == ["step-000001"], "half a checkpoint would fill the disk"
+        subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
+        checkpoint.save(disk, State(step=2, next_task=2), keep=1, **made)
+        assert [p.name for p in checkpoint.all_in(disk)] == ["step-000002"]
+
+
+@pytest.mark.parametrize("most", [100, 200_000, 2_000_000])
+def test_a_limit_on_the_size_of_files_is_named_whichever_file_it_hits(tmp_path: Path, most: int) -> None:
+    """In turn config.json, the weights and the optimizer's state."""
+    made = parts()
+    checkpoint.save(tmp_path, State(step=1, next_task=1), keep=1, **made)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        assert "File too large" in refused_save(tmp_path, made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpoint.save(tmp_path, State(step=2, next_task=2), keep=1, **made)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(
+        WindfallError, match=r"checkpoints/step-000001: the checkpoint cannot be written: NotADirectory"
+    ):
+        checkpoint.save(tmp_path / "checkpoints", State(step=1, next_task=1), keep=1, **parts())
 
 
 def saved(folder: Path, *steps: int) -> None:

@@ -223,6 +223,8 @@ class Stats(Message, frozen=True, tag=16):
 
 class Left(Message, frozen=True, tag=17):
     why: str
+    refused: bool = False
+    """This worker cannot run the model, and would not be able to if it were started again."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from windfall import prices
 from windfall.accounts import Accounts
 from windfall.config import Techniques
+from windfall.errors import WindfallError
 from windfall.events import EventLog
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
@@ -28,6 +29,7 @@ from windfall.rollout.ledger import Entry, Ledger, Malformed, room
 from windfall.rollout.loading import WORDS, Loading
 from windfall.rollout.members import Member, Members, Patience, State
 from windfall.rollout.outbox import Outbox
+from windfall.rollout.refusals import Refusals
 from windfall.rollout.room import Room
 from windfall.rollout.work import Offer, frames
 from windfall.types import LOCAL
@@ -53,10 +55,12 @@ class Dispatch:
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.journal, self._migration = journal, t.migration
-        self.room = Room(self.ledger)
+        self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._turn_ended: Callable[[str], None] = lambda id: None
         self._rejected: Callable[[str, str], None] = lambda id, why: None
+        self.on_failure: Callable[[WindfallError], None] = lambda error: None
+        """Called, every tick, when no worker will ever do the work that is queued."""
         self._outbox = Outbox(self._lose)
         self._tell = self._outbox.tell
         self.loading = Loading(self.members, self.accounts, events, self._tell, self.drain)
@@ -145,6 +149,7 @@ class Dispatch:
                 pass
             case m.Loaded():
                 if self.loading.done(member, message, now):
+                    self.refusals.ready()
                     self._soon()
             case m.LoadFailed():
                 self.loading.failed(member, message)
@@ -155,7 +160,9 @@ class Dispatch:
             case m.Notice():
                 self._warned(member, message)
             case m.Left():
-                self._lose(id, f"left: {message.why}")
+                if message.refused:
+                    self.refusals.refused(member, message.why, now)
+                self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
                 raise Malformed(f"a {type(message).__name__} was not expected")
 
@@ -282,6 +289,7 @@ class Dispatch:
             self._timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
         self.giving.forget(id)
+        self.refusals.gone(member, now)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
             "worker_left" if drained else "worker_lost", worker=id, why=why, moved=len(entries), kept_tokens=tokens,
@@ -308,6 +316,8 @@ class Dispatch:
             if self.ledger.queue:
                 self._soon()  # what was held back for a worker that takes too long
             self._look_for_room(now)
+            if self.ledger.queue and (error := self.refusals.look(self.members.here(), now)):
+                self.on_failure(error)
             if not self.ledger.queue or any(True for _ in self.members.here()):
                 manned_s = now
             elif now - max(manned_s, told_s) >= ALONE_S:

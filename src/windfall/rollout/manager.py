@@ -95,6 +95,7 @@ class Rollout:
         """Groups that have all their responses, and have not come out yet."""
         self._stopped = False
         self.failures = EnvFailures(env.name, events)
+        dispatch.on_failure = self.interrupt
 
     def reset_counters(self) -> None:
         """A step begins."""

@@ -116,36 +116,67 @@ def latest(run: Path, *, optimizer: bool = False) -> Chosen:
 
 
 def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
-    """Write, publish by renaming, then drop all but the newest `keep`."""
+    """Write, publish by renaming, then drop all but the newest `keep`.
+
+    Raises WindfallError if the disk is full or the folder cannot be written. The checkpoints before stay as they are.
+    """
     import torch
-    from safetensors.torch import save_file
+    from safetensors import SafetensorError
 
     final = folder / name(state.step)
     if final.exists():
         return final  # a stop right after a scheduled save
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(leftover)
-    work = folder / f"{_PARTIAL}{final.name}"
-    (work / "windfall").mkdir(parents=True)
-    model.save_pretrained(work)
-    tokenizer.save_pretrained(work)
     tensors = optimizer.state() | {"random.cpu": torch.get_rng_state()}
     if model.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(model.device)
+    work = folder / f"{_PARTIAL}{final.name}"
+    try:
+        for leftover in folder.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(leftover)
+        _write(work, state, model, tokenizer, tensors)
+        work.rename(final)
+        _sync(folder)
+    except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types go on up
+        if not isinstance(e, OSError | SafetensorError) and type(e) is not Exception:
+            raise
+        shutil.rmtree(work, ignore_errors=True)  # half a checkpoint is of no use, and the disk may be full
+        raise _unwritten(final, e) from e
+    for old in all_in(folder)[:-keep]:
+        doomed = folder / f"{_PARTIAL}{old.name}"
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+    return final
+
+
+def _write(work: Path, state: State, model: Any, tokenizer: Any, tensors: dict[str, Any]) -> None:
+    """Write all files of a checkpoint and flush them to disk."""
+    from safetensors.torch import save_file
+
+    (work / "windfall").mkdir(parents=True)
+    model.save_pretrained(work)
+    tokenizer.save_pretrained(work)
     save_file(tensors, str(work / OPTIMIZER))
     (work / STATE).write_text(json.dumps(asdict(state) | {"checksums": True}))
     verify.write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)
     _sync(work)
-    work.rename(final)
-    _sync(folder)
-    for old in all_in(folder)[:-keep]:
-        doomed = folder / f"{_PARTIAL}{old.name}"
-        old.rename(doomed)
-        shutil.rmtree(doomed)
-    return final
+
+
+def _unwritten(final: Path, error: Exception) -> WindfallError:
+    """The error for a checkpoint that the disk did not take."""
+    before = all_in(final.parent)
+    kept = f"which goes on from {before[-1].name}" if before else "which begins again, as there is no checkpoint yet"
+    try:
+        free = f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB are free there)"
+    except OSError:
+        free = ""
+    fix = (
+        f"Free space on that disk{free}, or make the folder writable. Then use `windfall resume`, {kept}. "
+        "checkpoint.keep says how many checkpoints are kept."
+    )
+    said = f"{type(error).__name__}: {error}"
+    return WindfallError(f"the checkpoint cannot be written: {said}", where=str(final), fix=fix)
 
 
 def read_state(checkpoint: Path) -> State:

@@ -245,7 +245,7 @@ class Agent:
             self._say(f"refused: {error}")
             self._refused = True
             if self._session is not None:  # the run must hear of it: nobody reads the log of a worker that is gone
-                self._session.say(m.Left(why=f"refused: {error}"))
+                self._session.say(m.Left(why=str(error), refused=True))
             asyncio.get_running_loop().call_later(TELL_S, self._finish, 3)
         elif error is not None and not self._end.done():
             self._end.set_exception(error)  # nobody expected it

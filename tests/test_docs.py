@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,23 @@ def test_the_recipe_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "recipes.md").read_text() == module.page(), (
         "python scripts/recipe_reference.py > docs/recipes.md"
     )
+
+
+def test_the_table_of_models_is_the_one_that_its_command_prints() -> None:
+    """Every family has its row, none is accepted and wrong, and what the text says of it is counted in it."""
+    from windfall.selftest.families import families
+
+    text = (ROOT / "docs" / "models.md").read_text()
+    table = text[text.index("<!-- families: begin -->") : text.index("<!-- families: end -->")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[3:]]
+    rows = {name: (engine, trainer, verified) for name, engine, trainer, _, verified in lines}
+    printed = re.search(r"transformers ([\d.]+)[^|]*?: (\d+) families, of which (\d+) can", text.replace("\n", " "))
+    assert printed
+    if printed[1] == version("transformers"):
+        assert list(rows) == [name for name, *_ in families()]
+    refused = {name: [cell.startswith("refused") for cell in cells[:2]] for name, cells in rows.items()}
+    assert {rows[name][2] for name in rows if not all(refused[name])} == {"exact"}
+    assert (len(rows), sum(not any(r) for r in refused.values())) == (int(printed[2]), int(printed[3]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,32 @@ def test_a_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -
     said = next((here / "run").glob(".*.failure")).read_text()
     assert "does not compute" in said
     assert "nats" in said
+
+
+@pytest.mark.parametrize(("kind", "said"), [("bloom", "log-probs differ by"), ("mixtral", "run.deterministic cannot")])
+def test_a_worker_refuses_what_its_engine_would_compute_wrongly(kind: str, said: str) -> None:
+    """By its own measurement: nobody has told it what the trainer found."""
+    recipe = config.parse({"engine": {"kv_tokens": 512}, "run": {"deterministic": kind == "mixtral"}}, where="here")
+    spec = training.spec(recipe, hostile.Architecture(kind=kind).config(), "float32", 100)
+    assert not spec.checked
+    with pytest.raises(WindfallError, match=said):
+        build.engine_for(spec, "cpu")
+
+
+def test_the_self_test_takes_two_seconds_and_is_bounded_for_large_models() -> None:
+    """CPU time on one core. The large one is Llama 3's 70B, which fits nowhere here."""
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+             "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+
+    def test_s(tested: Any) -> float:
+        began = time.process_time()
+        judge.trainer(tested, longest=100, **ON_CPU)
+        judge.engine(tested, TorchEngine, longest=100, **ON_CPU)
+        return time.process_time() - began
+
+    demo = models.load("tiny", dtype="float32", device="cpu").config
+    assert min(test_s(demo) for _ in range(2)) < 2.0, "the first one imports, too"
+    assert test_s(hostile.Architecture(kind="llama", fields=large).config()) < 10.0
 
 
 def test_damaged_weights_are_refused() -> None:

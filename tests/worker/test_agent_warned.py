@@ -54,8 +54,10 @@ def test_warned_long_before_it_gets_work_until_its_last_seconds(
             await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
             assert sum(w.engine.made.values()) == len(e.tokens) + len(other.tokens), "all was handed over"
             assert [len(s.named(n)) for n in ("worker_left", "worker_lost")] == [1, 0]
-            seconds = s.dispatch.accounts.totals(asyncio.get_running_loop().time()).holders["reserved"].seconds
+            seconds = s.dispatch.accounts.totals(asyncio.get_running_loop().time()).holders["spot"].seconds
             assert seconds["generating"] > 0.5 > seconds.get("draining", 0.0), "it is paid for generating"
+
+    asyncio.run(main())
 
 
 def test_without_migration_a_warned_worker_gets_nothing_that_it_could_not_finish(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ responses go on from their last token, under every policy. 64 slots: half of the
     round-robin   in turn, at once, whatever the load; what does not fit waits at the worker
     shortest      join the shortest queue by count, hold back what does not fit, share out when somebody is idle
     rlboost       Algorithm 2: fewest pending below a bound; then move one pending, or all above B to an idle worker
-    windfall      rollout/balance.py and rebalance.py, with speeds learned, through noise, in the step before
+    windfall      scheduling/balance.py and rebalance.py, with speeds learned, through noise, in the step before
 
 Each figure is the mean time of a step over the seeds, divided by a bound that nothing can beat: all work at the full
 rate of all workers while they are there, or the longest response alone on the fastest. `moved`: responses a step.
@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 
 from one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, Step, Worker
 
-from windfall.rollout.balance import Load, place
-from windfall.rollout.rebalance import Running, rebalance
-from windfall.rollout.speed import Profile, Speeds
+from windfall.scheduling.balance import Load, place
+from windfall.scheduling.rebalance import Running, rebalance
+from windfall.scheduling.worker_speed import Profile, Speeds
 
 ENGINE = Profile(fixed_s=0.010, each_s=0.00006)
 MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000

@@ -35,10 +35,10 @@ from windfall.link import messages as m
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Members
 from windfall.rollout.seeding import Seeding
-from windfall.sim import run
-from windfall.sim.network import Network
-from windfall.sim.worker import SimWorker
-from windfall.sim.world import build
+from windfall.sim.core import run
+from windfall.sim.core.scenario import build
+from windfall.sim.machines.network import Network
+from windfall.sim.machines.worker import SimWorker
 
 RESPONSES, STEP_S, LENGTH, GROUP = 8, 0.25, 80.0, 8
 BOOT_S, WARM_S, FLAP_S = 1.0, 5.0, 1.0

@@ -43,15 +43,16 @@ def plain(steps: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from windfall import config, models
+    from windfall import config
     from windfall.envs.arithmetic import Arithmetic
     from windfall.envs.base import HELD_OUT
+    from windfall.models import load
 
     recipe = config.load(RECIPE)
     r, lr, env = recipe.rollout, recipe.train.lr, Arithmetic(seed=recipe.run.seed)
     torch.set_num_threads(1)
     torch.manual_seed(recipe.run.seed)
-    where = models.fetch(recipe.model.path)
+    where = load.fetch(recipe.model.path)
     tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
     adam = torch.optim.AdamW(

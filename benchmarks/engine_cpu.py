@@ -23,8 +23,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from windfall import models
 from windfall.errors import WindfallError
+from windfall.models import load
 
 HERE = Path(__file__).parent / "peers"
 PEERS = {  # script: which environment under the peers' folder
@@ -39,14 +39,14 @@ PEERS = {  # script: which environment under the peers' folder
 def workload(model: str, kind: str, requests: int, threads: int) -> dict[str, Any]:
     """Groups of 8 with one prompt of 24 tokens each, as a rollout has them."""
     rng = random.Random(0)
-    vocabulary = json.loads((Path(models.fetch(model)) / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((Path(load.fetch(model)) / "config.json").read_text())["vocab_size"]
     prompts = [[rng.randrange(3, vocabulary) for _ in range(24)] for _ in range(-(-requests // 8))]
     lengths = {
         "equal": [64] * requests,
         "uneven": [min(183, 4 + int(rng.expovariate(1 / 55))) for _ in range(requests)],
     }
     return {
-        "model": str(models.fetch(model)),
+        "model": str(load.fetch(model)),
         "prompts": [prompts[i // 8] for i in range(requests)],
         "lengths": lengths[kind],
         "threads": threads,
@@ -84,7 +84,7 @@ def main() -> None:
         out.width = 150  # a log file wraps nothing
     for model in args.models.split(","):
         try:
-            models.fetch(model)
+            load.fetch(model)
         except WindfallError as e:
             out.print(f"{model} left out: {e}")
             continue

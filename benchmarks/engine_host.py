@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from windfall.engine.gpu.device import flat
-from windfall.engine.gpu.engine import GraphEngine
-from windfall.engine.gpu.plan import Work
-from windfall.engine.gpu.words import Words
+from windfall.engine.cuda.device import flat
+from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.cuda.host_state import Words
+from windfall.engine.cuda.plan import Work
 from windfall.types import Request
 
 

@@ -112,8 +112,9 @@ def show_migration(model: str, lengths: tuple[int, ...], responses: int = 8) -> 
 
 
 def _model(name: str) -> tuple[Any, int]:
-    from windfall import devices, models
-    from windfall.engine.attention import NAME
+    from windfall import devices
+    from windfall.engine.torch.attention import NAME
+    from windfall.models import load
 
     device, dtype = devices.place("auto", "auto", 1)
     if name == LARGE:
@@ -121,7 +122,7 @@ def _model(name: str) -> tuple[Any, int]:
             raise WindfallError("it needs a GPU")
         model = _random(device, dtype)
     else:
-        model = models.load(name, dtype=dtype, device=device)
+        model = load.load(name, dtype=dtype, device=device)
         model.set_attn_implementation(NAME)
     return model, model.config.vocab_size
 
@@ -131,7 +132,7 @@ def _random(device: str, dtype: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from windfall.engine.attention import NAME
+    from windfall.engine.torch.attention import NAME
 
     config = AutoConfig.for_model(
         "qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -151,7 +152,7 @@ def _make(
     model: Any, work: list[tuple[tuple[int, ...], int]], count: int, *, deterministic: bool = False
 ) -> tuple[float, list[tuple[int, ...]]]:
     """Seconds, and the tokens, of an engine that has not seen any of it before."""
-    from windfall.engine.engine import TorchEngine
+    from windfall.engine.torch.engine import TorchEngine
     from windfall.types import Request
 
     longest = max(len(prompt) for prompt, _ in work) + count + 32

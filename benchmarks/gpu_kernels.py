@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.engine.gpu import kernels
-from windfall.engine.gpu.splits import Sharing
-from windfall.engine.gpu.state import Families, Pool, Spans, State
+from windfall.engine.cuda import kernels
+from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.state import Families, Pool, Spans, State
 
 Call = Callable[[], object]
 PAGE, VOCABULARY, FRESH_BYTES = 16, 151_936, 400_000_000

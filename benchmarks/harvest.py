@@ -32,13 +32,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from windfall import config, events
+from windfall import config
+from windfall.events import log
 from windfall.fleet import process, trace
-from windfall.fleet.replay import TraceProvider
-from windfall.launch import folder as folders
+from windfall.fleet.trace_provider import TraceProvider
+from windfall.launch import run_folder as folders
 from windfall.link import auth
-from windfall.models import TINY
-from windfall.sim.service import Lengths, Service
+from windfall.models.load import TINY
+from windfall.sim.core.service import Lengths, Service
 from windfall.types import Lease
 
 TRAINER_USD_PER_H, WORKER_USD_PER_H = 83.79, 5.32
@@ -100,17 +101,17 @@ async def be_trainer(folder: Path) -> int:
 
     import torch
 
-    from windfall.launch import training
+    from windfall.launch.processes import trainer as training
     from windfall.link import messages as m
     from windfall.link.socket import Dialler
-    from windfall.sim.engine import SleepingEngine
-    from windfall.sim.trainer import SleepingTrainer
+    from windfall.sim.machines.engine import SleepingEngine
+    from windfall.sim.machines.trainer import SleepingTrainer
+    from windfall.train.agent import TrainerHost
     from windfall.train.checkpoint import State
-    from windfall.train.host import TrainerHost
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.agent import Agent
-    from windfall.worker.shared import HasThem, Shared
+    from windfall.worker.trainer_engine import HasThem, Shared
 
     recipe = config.load(folder / "recipe.toml")
     shutil.copytree(TINY, folder / "tokenizer", dirs_exist_ok=True)
@@ -155,9 +156,9 @@ async def be_trainer(folder: Path) -> int:
 
 
 async def be_worker(url: str, name: str, factor: float) -> int:
-    from windfall.sim.engine import SleepingEngine
+    from windfall.sim.machines.engine import SleepingEngine
     from windfall.weights.pull import Puller
-    from windfall.worker import notice
+    from windfall.worker import preemption
     from windfall.worker.agent import Agent
 
     service = WORKER.slower(factor)
@@ -167,7 +168,7 @@ async def be_worker(url: str, name: str, factor: float) -> int:
         build=lambda spec: (SleepingEngine(service, LENGTHS, vocabulary=VOCABULARY), 256),
         puller=Puller(key=auth.weights_key(token)),
     )  # fmt: skip
-    notice.on_sigterm(asyncio.get_running_loop(), agent.warned)
+    preemption.on_sigterm(asyncio.get_running_loop(), agent.warned)
     return await agent.run()
 
 
@@ -233,7 +234,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="leave the runs' folders here: windfall sim --replay reads them")
     parser.add_argument("--slow", type=float, default=SLOW, help="stretch all times, for a busy machine")
     options = parser.parse_args()
-    from windfall.sim import figures, replay  # not above: a worker must not boot longer for it
+    from windfall.sim.replay import command
+    from windfall.sim.report import figures  # not above: a worker must not boot longer for it
 
     if options.slow != SLOW:  # for the processes to come as well
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "HARVEST_SLOW": str(options.slow)})
@@ -259,14 +261,14 @@ def main() -> None:
     heads += ("lost", 8), ("killed", 8), ("moved", 7), ("again", 7)
     print(f"{'variant':24}" + "".join(f"{name:>{width}}" for name, width in heads))
     base: figures.Figures | None = None
-    replayed: list[tuple[str, replay.Replayed]] = []
+    replayed: list[tuple[str, command.Replayed]] = []
     with tempfile.TemporaryDirectory() as temporary:
         place = options.keep or Path(temporary)
         for name in options.variants.split(","):
             how = {"changes": changes, **VARIANTS[name]}
             folder = place / name.replace(" ", "-").replace(",", "")
             asyncio.run(run(folder, steps=options.steps, speedup=options.speedup / SLOW, **how))
-            f = figures.of(events.read(folder / "events.jsonl"), skip=min(2, options.steps - 1))
+            f = figures.of(log.read(folder / "events.jsonl"), skip=min(2, options.steps - 1))
             base = base or f
             print(
                 f"{name:24}{f.tok_per_s:8,.0f}{f.tok_per_s / base.tok_per_s:7.2f}{f.tok_per_usd:10,.0f}"
@@ -276,9 +278,9 @@ def main() -> None:
                 flush=True,
             )
             if options.replay:
-                replayed.append((name, replay.replay(folder)))
+                replayed.append((name, command.replay(folder)))
         if replayed:
-            print("\n".join(["", *replay.beside(replayed)]))
+            print("\n".join(["", *command.beside(replayed)]))
 
 
 if __name__ == "__main__":

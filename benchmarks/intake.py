@@ -26,16 +26,16 @@ from pathlib import Path
 
 import msgspec
 
-from windfall.events import EventLog
+from windfall.events.log import EventLog
+from windfall.ledger.episode import Episode
+from windfall.ledger.journal import Journal
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Dialler, Port, Route
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.episode import Episode
-from windfall.rollout.journal import Journal
 from windfall.rollout.members import Patience
-from windfall.rollout.work import Offer
 from windfall.types import Lease, Sampling
 
 VOCABULARY = 50_000

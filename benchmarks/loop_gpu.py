@@ -5,7 +5,7 @@ left alone, and with two of the four killed at random throughout.
     python benchmarks/loop_gpu.py --steps 20 --out FOLDER
 
 Every process is the product's own. Each of the five holds a fifth of the card's price ($3.29 per hour, an H200 on spot;
-src/windfall/prices.py has the table). A killed worker's fifth is not paid until another has taken its place.
+src/windfall/cost/prices.py has the table). A killed worker's fifth is not paid until another has taken its place.
 
     python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       both rewards, drawn
 """
@@ -20,9 +20,10 @@ from typing import Any
 
 import msgspec
 
-from windfall import config, events
-from windfall.bill import Totals
-from windfall.launch.folder import new_folder
+from windfall import config
+from windfall.cost.bill import Totals
+from windfall.events import log as events
+from windfall.launch.run_folder import new_folder
 from windfall.launch.start import train
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2-chain-sum.toml"

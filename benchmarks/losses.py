@@ -29,13 +29,13 @@ from typing import Any
 
 import xxhash
 
-from windfall.events import EventLog
+from windfall.events.log import EventLog
+from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.episode import Episode
-from windfall.rollout.work import Offer
 from windfall.types import Chunk, Lease, Request, Sampling
 from windfall.worker.agent import Agent
 

@@ -37,9 +37,10 @@ import rlboost_model as rb
 
 from windfall.config import Recipe
 from windfall.fleet import trace
-from windfall.fleet.formats import Change
-from windfall.sim import run, variants, world
-from windfall.sim.figures import figures
+from windfall.fleet.trace_formats import Change
+from windfall.sim.core import run, scenario
+from windfall.sim.report import variants
+from windfall.sim.report.figures import figures
 
 SLOWER = 1.34
 """What rlboost_table.py fits."""
@@ -113,7 +114,7 @@ def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         for policy in policies:
             began_s, log = time.process_time(), Path(place) / "events.jsonl"
-            w = world.build(variants.apply(recipe(case), policy))
+            w = scenario.build(variants.apply(recipe(case), policy))
             if given is not None:
                 w = replace(w, changes=tuple(given))
             f = figures(log, w, run.simulate(w, log).stays)

@@ -18,7 +18,7 @@ from typing import Any
 from windfall import config
 from windfall.config import Recipe
 from windfall.fleet import trace
-from windfall.fleet.formats import Change
+from windfall.fleet.trace_formats import Change
 
 CO_LOCATED_8B = 10_000.0
 """Tokens per second on 8 H100: RLBoost's artifact, "about 10K"."""

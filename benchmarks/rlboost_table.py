@@ -24,12 +24,13 @@ from typing import Any
 import rlboost_model as rb
 from rlboost_model import MODELS, Assumed, Model
 
-from windfall import events
 from windfall.config import Recipe
+from windfall.events import log as events
 from windfall.fleet import trace
-from windfall.fleet.formats import Change
-from windfall.sim import run, variants, world
-from windfall.sim.figures import Figures, figures
+from windfall.fleet.trace_formats import Change
+from windfall.sim.core import run, scenario
+from windfall.sim.report import variants
+from windfall.sim.report.figures import Figures, figures
 
 PAPER = {"8B": (1.66, 1.34), "14B": (1.97, 1.49), "32B": (1.51, 1.28)}
 """Tokens per second and per dollar, over co-located training."""
@@ -49,7 +50,7 @@ class Bench:
     runs: int = 0
 
     def simulate(self, recipe: Recipe, name: str, changes: Sequence[Change] | None = None) -> Figures:
-        w = world.build(variants.apply(recipe, name))
+        w = scenario.build(variants.apply(recipe, name))
         if changes is not None and name != "colocated":
             w = replace(w, changes=tuple(changes))
         log = self.folder / "events.jsonl"

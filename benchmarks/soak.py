@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windfall import events
-from windfall.fleet import guard
+from windfall.events import log as events
+from windfall.fleet import parent_death
 
 MARK = "WINDFALL_SOAK"
 RECIPE = """
@@ -145,7 +145,7 @@ def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subproc
     recipe = folder / f"{name}.toml"
     recipe.write_text(RECIPE.format(name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers))
     command = [sys.executable, "-m", "windfall.cli", "train", str(recipe)]
-    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+    guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
     with (folder / f"{name}.out").open("wb") as out:
         child = subprocess.Popen(
             guarded, stdin=subprocess.DEVNULL, stdout=out, stderr=out,

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from windfall import algorithms, config
-from windfall.engine.attention import NAME
+from windfall.engine.torch.attention import NAME
 from windfall.train.logprobs import Autograd
 from windfall.train.sample import Sample
 from windfall.train.trainer import TorchTrainer

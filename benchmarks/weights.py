@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from windfall.errors import WindfallError
-from windfall.weights.memory import Buffer
+from windfall.weights.buffers import Buffer
 from windfall.weights.pull import Puller
 
 KEY = "benchmark"
@@ -208,7 +208,7 @@ def samples(model: Any, count: int, tokens: int) -> list[Any]:
     """Responses of the model, sampled by the engine, with advantages of +1 or -1."""
     import numpy as np
 
-    from windfall.engine.engine import TorchEngine
+    from windfall.engine.torch.engine import TorchEngine
     from windfall.train.sample import Sample
     from windfall.types import Request
 
@@ -232,7 +232,8 @@ def samples(model: Any, count: int, tokens: int) -> list[Any]:
 async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, device: str) -> None:
     import torch
 
-    from windfall import algorithms, config, models
+    from windfall import algorithms, config
+    from windfall.models import load
     from windfall.train.trainer import TorchTrainer
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
@@ -252,11 +253,11 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
         table.add_column(column, justify="right")
     for name, lr in ((n, r) for n in names for r in lrs):
         try:
-            models.fetch(name)
+            load.fetch(name)
         except WindfallError as e:
             out.print(f"{name} left out: {e}")
             continue
-        model = models.load(name, dtype="float32", device=device)
+        model = load.load(name, dtype="float32", device=device)
         recipe = config.parse({"train": {"lr": lr, "engine_gap_limit": 99.0}}, where="benchmark")
         trainer = TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=512)
         both = {d: Publisher(dtype=d) for d in ("float32", "bfloat16")}

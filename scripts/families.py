@@ -31,12 +31,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from windfall.engine import attention
-from windfall.engine.engine import TorchEngine
+from windfall.engine.torch import attention
+from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
-from windfall.selftest import bits, compare, judge
+from windfall.selftest import compare, determinism, judge
 from windfall.selftest.families import configuration, families
-from windfall.selftest.small import small
+from windfall.selftest.small_model import small
 from windfall.train.gradients import Gradients
 from windfall.train.logprobs import Learner
 from windfall.types import Request, Sampling
@@ -81,9 +81,9 @@ def row_of(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
 
 
 def deterministic(made: Any, longest: int) -> str:
-    if bits.depend_on_neighbors(made):
+    if determinism.depend_on_neighbors(made):
         return "refused: experts"
-    same = bits.same(made, partial(TorchEngine, deterministic=True), longest=longest)
+    same = determinism.same(made, partial(TorchEngine, deterministic=True), longest=longest)
     return "yes" if same else "refused: bits differ"
 
 
@@ -238,7 +238,7 @@ def routes(model: Any) -> bool:
     """Then the loss jumps where a token goes to another expert, and no difference need be a slope."""
     vocabulary = model.get_input_embeddings().num_embeddings
     return (
-        bits.depend_on_neighbors(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
+        determinism.depend_on_neighbors(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
         is not None
     )
 

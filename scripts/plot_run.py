@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from windfall.events import read
+from windfall.events.log import read
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 300, 52, 40, 18, 16
 COLOURS = (("#2563eb", "#1e3a8a"), ("#f97316", "#9a3412"), ("#16a34a", "#14532d"))

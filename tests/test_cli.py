@@ -14,9 +14,11 @@ import typer
 from hostile.files import DAMAGES, damage
 from typer.testing import CliRunner
 
-from windfall import __version__, cli, config, models
+from windfall import __version__, cli, config
 from windfall.errors import WindfallError
-from windfall.launch import invitation, start, training
+from windfall.launch import invitation, start
+from windfall.launch.processes import trainer
+from windfall.models import load
 
 Windfall = Callable[..., tuple[int, str, str]]
 
@@ -122,7 +124,7 @@ def test_a_group_of_one_is_enough_for_an_algorithm_without_a_group(windfall: Win
 @pytest.mark.parametrize("kind", sorted(DAMAGES))
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_damaged_model_is_named(windfall: Windfall, here: Path, file: str, kind: str) -> None:
-    shutil.copytree(models.TINY, here / "model")
+    shutil.copytree(load.TINY, here / "model")
     damage(here / "model" / file, kind)
     code, _, err = windfall("generate", "model", "--prompt", "1+1=")
     assert code == 2
@@ -148,7 +150,7 @@ def test_token_made_ahead_is_for_its_owner_only(windfall: Windfall, here: Path) 
 def test_only_a_token_in_the_process_list_is_warned_of(
     windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    monkeypatch.setattr("windfall.launch.joining.main", lambda url, token, **_: used.append(token))
+    monkeypatch.setattr("windfall.launch.processes.worker.main", lambda url, token, **_: used.append(token))
     used: list[str] = []
     secret = "0123456789-abcdef"
     (here / "my.token").write_text(secret + "\n")
@@ -189,4 +191,4 @@ def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch
 def test_more_tokens_than_the_models_context_are_refused(tmp_path: Path) -> None:
     recipe = config.parse({"rollout": {"max_tokens": 600}, "run": {"folder": str(tmp_path)}}, where="here")
     with pytest.raises(WindfallError, match="context of 512"):
-        training.derive(recipe, models.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])
+        trainer.derive(recipe, load.load("tiny", dtype="float32", device="cpu"), "cpu", "float32", [20])

@@ -16,9 +16,9 @@ from windfall.controller import HELD_OUT, Controller
 from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
-from windfall.events import EventLog, read
+from windfall.events.log import EventLog, read
 from windfall.rollout.env_failures import EnvFailures
-from windfall.rollout.manager import Stopped
+from windfall.rollout.groups import Stopped
 from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import State
 from windfall.types import Group, Response, Sampling, Task

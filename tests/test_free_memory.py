@@ -11,7 +11,7 @@ import pytest
 
 from windfall import devices, free_memory
 from windfall.free_memory import free_bytes, group_bytes
-from windfall.weights import memory
+from windfall.weights import buffers
 
 GIB = 1 << 30
 
@@ -122,7 +122,7 @@ def test_everyone_asks_the_same_place(machine: Machine, monkeypatch: pytest.Monk
     real = free_memory.free_bytes
     monkeypatch.setattr(free_memory, "free_bytes", lambda: real(machine.root))
     assert devices.free_bytes("cpu") == 2 * GIB
-    assert memory.free_bytes is real
+    assert buffers.free_bytes is real
 
 
 def own_group() -> Path | None:

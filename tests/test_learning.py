@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from windfall import config
-from windfall.events import read
-from windfall.launch.folder import new_folder
+from windfall.events.log import read
+from windfall.launch.run_folder import new_folder
 from windfall.launch.start import train
 
 ROOT = Path(__file__).parent.parent

@@ -19,8 +19,8 @@ import pytest
 from hostile.files import FOREIGN_LINES, damage
 
 from windfall import config
-from windfall.bill import Totals
-from windfall.events import read
+from windfall.cost.bill import Totals
+from windfall.events.log import read
 
 Windfall = Callable[..., tuple[int, str, str]]
 

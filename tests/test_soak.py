@@ -1,6 +1,6 @@
 """A run under fire, with real processes and real signals: `benchmarks/soak.py`, in its short form and its long one.
 
-The rules under far more faults: tests/sim/test_chaos.py. Not covered: a machine that loses its memory or disk, and a
+The rules under far more faults: tests/sim/chaos/test_chaos.py. Not covered: a machine that loses its memory or disk, and a
 network that loses packets; everything here is one machine.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from windfall.fleet import guard
+from windfall.fleet import parent_death
 
 SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
@@ -22,7 +22,7 @@ SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 def soak(folder: Path, *options: str, timeout_s: float) -> str:
     """Its output. It dies with us, and the runs with it."""
     command = [sys.executable, str(SOAK), "--keep", str(folder), *options]
-    guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
+    guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
     done = subprocess.run(guarded, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{_tail(folder / 'hunted.out')}"
     return done.stdout

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from windfall import config, events
-from windfall.events import EventLog
-from windfall.launch import control as controls
-from windfall.launch import folder as folders
+from windfall import config
+from windfall.events import log
+from windfall.events.log import EventLog
+from windfall.launch import run_folder as folders
+from windfall.launch.processes import controller as controls
 from windfall.link import auth
 from windfall.link.memory import pair
 from windfall.train.base import TrainerLost
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def lines(run: Path) -> list[str]:
-    return [e["name"] for e in events.read(run / "events.jsonl")]
+    return [e["name"] for e in log.read(run / "events.jsonl")]
 
 
 class Interrupted:

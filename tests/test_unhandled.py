@@ -12,7 +12,7 @@ import pytest
 
 from windfall import unhandled
 from windfall.errors import WindfallError
-from windfall.launch import joining
+from windfall.launch.processes import worker
 
 
 async def waits() -> str:
@@ -137,10 +137,10 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
         return 0
 
     monkeypatch.setattr("windfall.worker.agent.Agent._live", live)
-    monkeypatch.setattr("windfall.worker.boot.prepare", lambda device, threads: "cpu")
+    monkeypatch.setattr("windfall.worker.startup.prepare", lambda device, threads: "cpu")
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
     with pytest.raises(KeyError, match="nobody expected it"):
-        joining.main(
+        worker.main(
             "http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0,
         )  # fmt: skip

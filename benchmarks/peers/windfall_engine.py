@@ -9,8 +9,8 @@ try:
     import torch
 
     import windfall
-    from windfall import models
-    from windfall.engine.engine import TorchEngine
+    from windfall.engine.torch.engine import TorchEngine
+    from windfall.models import load
     from windfall.types import Request
 except ImportError as error:
     peers.skip(PEER, error, "windfall")
@@ -28,7 +28,7 @@ def generate(engine: TorchEngine, prompts: list[list[int]]) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(WORKLOAD.threads)
-    model = models.load(WORKLOAD.model, dtype="float32", device="cpu")
+    model = load.load(WORKLOAD.model, dtype="float32", device="cpu")
     room = WORKLOAD.batch * WORKLOAD.capacity_tokens
     engine = TorchEngine(model, kv_tokens=2 * room, max_running=WORKLOAD.batch)
     generate(engine, WORKLOAD.warm_prompts())

@@ -69,7 +69,7 @@ def train(
 ) -> None:
     """Train by a recipe: starts controller, trainer and workers. Ctrl-C saves and says how to go on."""
     from windfall.launch import invitation, start, supervisor
-    from windfall.launch.folder import new_folder
+    from windfall.launch.run_folder import new_folder
 
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
     known = invitation.token(token) if token is not None else None
@@ -127,7 +127,7 @@ def worker(
     patience: Annotated[float, typer.Option(min=1.0, help="Seconds without a controller until it gives up.")] = 300.0,
 ) -> None:
     """Join a run from anywhere, at any time, and leave it in any way."""
-    from windfall.launch import joining
+    from windfall.launch.processes import worker as joining
 
     joining.main(
         join, token, name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
@@ -142,7 +142,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
 ) -> None:
     """The fleet of a run: live while it runs, else as it was at the end."""
-    from windfall import top
+    from windfall.views import top
 
     _run_recipe(run)
     top.show(run, once=once)
@@ -171,7 +171,7 @@ def sim(
 ) -> None:
     """What a run would cost and yield, in virtual time: the real controller and policies with simulated machines."""
     if replay is not None:
-        from windfall.sim import replay as replays
+        from windfall.sim.replay import command as replays
 
         if what:
             raise WindfallError("a run is replayed by its own recipe", where="--replay", fix=f"Leave out {what[0]}.")
@@ -180,18 +180,18 @@ def sim(
     if not what:
         raise WindfallError("nothing to simulate", where="windfall sim", fix="Give a recipe, or --replay RUN.")
     if what[0] == "calibrate":
-        from windfall.sim import calibrate
+        from windfall.sim.calibrate import command as calibrate
 
         calibrate.main([Path(w) for w in what[1:]], gpu=gpu, to=to)
         return
     if what[0] == "chaos":
-        from windfall.sim import chaos_command
+        from windfall.sim.chaos import command as chaos_command
 
         if len(what) > 1:
             raise WindfallError(f"chaos takes no {what[1]!r}", where="windfall sim chaos", fix="Its runs are its own.")
         chaos_command.main(seeds=seeds, seed=seed, faults=faults, out=out)
         return
-    from windfall.sim import command
+    from windfall.sim.report import command
 
     if len(what) > 1:
         raise WindfallError(f"one recipe at a time, not {len(what)}", where="windfall sim")
@@ -200,16 +200,16 @@ def sim(
 
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
-    from windfall.launch import control
+    from windfall.launch.processes import controller
 
-    raise typer.Exit(control.main(run))
+    raise typer.Exit(controller.main(run))
 
 
 @app.command(name="_trainer", hidden=True)
 def _trainer(run: Path) -> None:
-    from windfall.launch import training
+    from windfall.launch.processes import trainer
 
-    raise typer.Exit(training.main(run))
+    raise typer.Exit(trainer.main(run))
 
 
 @app.command(name="eval", epilog="Example: windfall eval runs/demo --tasks 200 --show 3")
@@ -222,7 +222,7 @@ def evaluate(
     set: Overrides = None,
 ) -> None:
     """Measure a checkpoint's reward on tasks that no training step draws."""
-    from windfall import offline
+    from windfall.commands import offline
 
     path, found = offline.find_checkpoint(checkpoint)
     source = recipe or found
@@ -243,7 +243,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Sample responses, streamed as they are made."""
-    from windfall import offline
+    from windfall.commands import offline
     from windfall.types import Sampling
 
     path, _ = offline.find_checkpoint(model)
@@ -259,7 +259,7 @@ def bench_engine(
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores.")] = 0,
 ) -> None:
     """The engine beside transformers' generate: useful tokens/s, equal and uneven lengths."""
-    from windfall import measure
+    from windfall.commands import bench_engine as measure
 
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
 

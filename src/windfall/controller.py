@@ -1,7 +1,7 @@
 """The loop of a run, on one page.
 
     for every step:
-        seed        the trainer's own engine rolls out, too         until: T_seed (rollout/offload.py)
+        seed        the trainer's own engine rolls out, too         until: T_seed (scheduling/seed_time.py)
         rollout     draw tasks, have responses made and graded      waits for: groups (workers, rewards)
         train       credit and accumulate groups as they complete   waits for: the trainer
         update      one or several optimizer updates                waits for: the trainer
@@ -38,8 +38,8 @@ from windfall.config import Recipe
 from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
-from windfall.events import EventLog
-from windfall.rollout.manager import Rollout, Stopped
+from windfall.events.log import EventLog
+from windfall.rollout.groups import Rollout, Stopped
 from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
 from windfall.train.checkpoint import State
 from windfall.train.sample import Sample, credit, outcomes

@@ -7,7 +7,7 @@
 - If `main` was failing already and such an exception only disturbs its cleanup, the error of `main` itself is raised.
 - Trouble with one socket (a peer, too many open files) is logged only: whoever uses the socket hears of it anyway.
 
-The virtual loop of the simulator has the same rule (sim/loop.py).
+The virtual loop of the simulator has the same rule (sim/core/loop.py).
 """
 
 from __future__ import annotations

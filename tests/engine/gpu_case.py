@@ -15,9 +15,9 @@ import torch
 from small_models import MODELS, SHAPE, build, logprobs, tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from windfall.engine import sampler
-from windfall.engine.gpu.engine import GraphEngine
-from windfall.engine.gpu.splits import Sharing
+from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.cuda.splits import Sharing
+from windfall.engine.torch import sampler
 from windfall.types import Chunk, Request
 
 MORE: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from windfall.engine.engine import TorchEngine
+from windfall.engine.torch.engine import TorchEngine
 from windfall.types import Chunk, Request, Sampling
 
 VOCABULARY = 160

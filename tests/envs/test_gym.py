@@ -14,7 +14,7 @@ import pytest
 
 from windfall import config
 from windfall.envs.gym import Gym
-from windfall.envs.pool import EnvPool
+from windfall.envs.process_pool.pool import EnvPool
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 

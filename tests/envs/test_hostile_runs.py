@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hostile import environments as hostile
 
-from windfall.events import Event, read
+from windfall.events.log import Event, read
 
 Windfall = Callable[..., tuple[int, str, str]]
 RUN = Path("runs/small")

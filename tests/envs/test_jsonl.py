@@ -14,9 +14,9 @@ from hostile.datasets import write as write_hostile
 from windfall import config
 from windfall.config import JsonLinesEnv
 from windfall.envs.base import HELD_OUT
-from windfall.envs.gold_answers import check_answers
 from windfall.envs.held_out import describe
 from windfall.envs.jsonl import JsonLines
+from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.types import Task, Turn
 

@@ -22,8 +22,8 @@ from windfall.fleet import process
 from windfall.fleet.base import Handle, OnEvent, Provider, Spawn
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
-from windfall.fleet.replay import TraceProvider
 from windfall.fleet.trace import Change
+from windfall.fleet.trace_provider import TraceProvider
 from windfall.types import Lease
 
 SLEEP = "import time; time.sleep(60)"

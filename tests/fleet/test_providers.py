@@ -16,10 +16,10 @@ import pytest
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.fleet.base import Handle
-from windfall.fleet.keep import Backoff
 from windfall.fleet.local import LocalProvider
-from windfall.fleet.replay import TraceProvider
+from windfall.fleet.restart import Backoff
 from windfall.fleet.trace import Change, synthetic
+from windfall.fleet.trace_provider import TraceProvider
 from windfall.types import Lease
 
 SLEEP = "import time; time.sleep(60)"
@@ -198,7 +198,7 @@ from pathlib import Path
 from windfall.fleet import process
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
-from windfall.fleet.replay import TraceProvider
+from windfall.fleet.trace_provider import TraceProvider
 from windfall.fleet.trace import Change
 
 changes = [Change(at_s=0.0, node=f"n{{k}}", up=True) for k in range(3)]

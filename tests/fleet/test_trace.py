@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from windfall.errors import WindfallError
 from windfall.fleet import trace
-from windfall.fleet.formats import parse
 from windfall.fleet.trace import Change
+from windfall.fleet.trace_formats import parse
 
 DATA = Path(os.environ.get("WINDFALL_TRACES", "traces"))
 """A folder with public traces, as published."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windfall import models
+from windfall.models import load
 from windfall.selftest.families import LONGROPE, configuration
 
 
@@ -94,7 +94,7 @@ def folder(kind: str, out: Path) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(configuration(kind, SMALL[kind])).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(models.TINY / name, out / name)
+        shutil.copy(load.TINY / name, out / name)
     return out
 
 
@@ -102,7 +102,7 @@ def edited(out: Path, change: Callable[[dict[str, Any]], object], **fields: Any)
     """The demo's model, with `change` applied to its tensors and `fields` to its configuration."""
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(models.TINY, out)
+    shutil.copytree(load.TINY, out)
     tensors = load_file(out / "model.safetensors")
     change(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -10,8 +10,8 @@ import pytest
 from windfall import config
 from windfall.config import Recipe
 from windfall.errors import WindfallError
-from windfall.events import EventLog
-from windfall.launch import folder as folders
+from windfall.events.log import EventLog
+from windfall.launch import run_folder as folders
 from windfall.launch import start
 
 

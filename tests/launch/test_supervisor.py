@@ -19,19 +19,19 @@ from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
 from windfall import config, unhandled
-from windfall.console import Console
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
-from windfall.launch import folder as folders
-from windfall.launch import invitation, supervisor, vigil
+from windfall.launch import invitation, liveness, supervisor
+from windfall.launch import run_folder as folders
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
+from windfall.views.console import Console
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     out = io.StringIO()
-    monkeypatch.setattr("windfall.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
     return out
 
 
@@ -97,7 +97,7 @@ def crash(folder: Path, what: str = "the trainer failed: OutOfMemoryError: CUDA 
 def test_a_trainer_that_fails_is_started_again_and_the_cause_is_said(
     tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vigil, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(liveness, "FIRST_WAIT_S", 0.001)
     it = of(tmp_path)
 
     def happens() -> None:
@@ -109,9 +109,9 @@ def test_a_trainer_that_fails_is_started_again_and_the_cause_is_said(
     start, started = ends(*[1] * 9, then=happens)
     with pytest.raises(WindfallError, match=r"out of memory \(4 times in a row, and no new step") as failed:
         asyncio.run(it._keep("trainer", start, restart_on={4}))
-    assert started == [2 + vigil.FAILURES]
+    assert started == [2 + liveness.FAILURES]
     assert failed.value.fix == "Lower train.micro_tokens."
-    assert said.getvalue().count("CUDA out of memory; starting it again in ") == 1 + vigil.FAILURES
+    assert said.getvalue().count("CUDA out of memory; starting it again in ") == 1 + liveness.FAILURES
     assert "(failure 1 of 4)" in said.getvalue()
 
 

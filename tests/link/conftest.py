@@ -10,8 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from windfall import listening
-from windfall.link import auth
+from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
@@ -81,7 +80,7 @@ class Door:
         self, most_workers: int = 8, log: Callable[..., None] | None = None, most_bytes: int = 1 << 16, **strangers: Any
     ) -> None:
         """`strangers`: what is allowed them, for listening.Door."""
-        self._most_bytes, self._door = most_bytes, listening.Door(**strangers)
+        self._most_bytes, self._door = most_bytes, listener.Door(**strangers)
         self.logged: list[dict[str, Any]] = []
         self.heard: dict[str, list[Any]] = {}
         self.inside: dict[str, Link] = {}

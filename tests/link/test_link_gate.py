@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from aiohttp import WSMsgType
 
-from windfall.events import EventLog
+from windfall.events.log import EventLog
 from windfall.link import auth, gate
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, LinkClosed

@@ -18,8 +18,7 @@ import msgspec
 import pytest
 from aiohttp import WSMsgType
 
-from windfall import listening
-from windfall.link import auth
+from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link import socket as sockets_module
 from windfall.link.base import CLIPPED, LinkClosed, TooLarge
@@ -102,10 +101,10 @@ class Wire(asyncio.Transport):
 
 def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
     async def run() -> None:
-        door = listening.Door(most=4)
+        door = listener.Door(most=4)
         wires = [Wire(a) for a in ("10.0.0.1", "10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.2")]
         for wire in wires:
-            listening._Stranger(door, asyncio.Protocol()).connection_made(wire)
+            listener._Stranger(door, asyncio.Protocol()).connection_made(wire)
         assert [w.cut for w in wires] == [False, True, True, False, False, False]
 
     asyncio.run(run())
@@ -207,7 +206,7 @@ def test_who_has_the_workers_token_is_not_let_in_as_the_trainer(door: Door, secr
 
 
 def test_the_trainer_is_of_this_machine(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "is_here", lambda peer, own: False)
+    monkeypatch.setattr(listener, "is_here", lambda peer, own: False)
 
     async def run() -> None:
         async with door().open() as d, d.undisturbed():
@@ -278,5 +277,5 @@ def test_a_process_may_have_all_the_files_that_it_can() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30).stdout
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = listening.FILES if hard == resource.RLIM_INFINITY else min(hard, listening.FILES)
+    wanted = listener.FILES if hard == resource.RLIM_INFINITY else min(hard, listener.FILES)
     assert said.split() == [str(wanted)] * 2

@@ -21,19 +21,19 @@ from step_loop import StepLoop
 
 from windfall.config import Rollout as Options
 from windfall.envs.in_process import InProcess
-from windfall.events import EventLog
+from windfall.events.log import EventLog
+from windfall.ledger.journal import Journal
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.journal import Journal
-from windfall.rollout.manager import Rollout
+from windfall.rollout.groups import Rollout
 from windfall.rollout.members import Member, State
-from windfall.rollout.rebalance import Move
-from windfall.rollout.work import Offer
+from windfall.scheduling.rebalance import Move
 from windfall.types import Lease, Response, Sampling
-from windfall.worker.host import Host
-from windfall.worker.inside import has_it
+from windfall.worker.engine_thread import Host
+from windfall.worker.in_process import has_it
 from windfall.worker.session import Session
 
 TASKS = (0, 1, 2, 3)

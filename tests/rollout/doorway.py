@@ -15,15 +15,15 @@ from typing import Any
 from hashing import Hashing, said
 
 from windfall.errors import WindfallError
-from windfall.events import EventLog, read
+from windfall.events.log import EventLog, read
+from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.episode import Episode
 from windfall.rollout.members import Patience, State
-from windfall.rollout.work import Offer
 from windfall.types import Chunk, Lease, Sampling
 from windfall.worker.agent import Agent
 

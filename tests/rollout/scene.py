@@ -21,14 +21,14 @@ import torch
 from small_models import VOCABULARY, build
 from small_models import engine as new_engine
 
-from windfall.engine import attention
-from windfall.events import EventLog
+from windfall.engine.torch import attention
+from windfall.events.log import EventLog
+from windfall.ledger.episode import Episode
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
-from windfall.rollout.work import Offer
 from windfall.types import Chunk, Request, Sampling
-from windfall.worker.inside import has_it, inside
+from windfall.worker.in_process import has_it, inside
 from windfall.worker.session import Session
 
 STOPS = frozenset(range(3, 9))

@@ -11,12 +11,12 @@ from typing import Any
 
 from windfall.config import Rollout as Options
 from windfall.envs.in_process import InProcess
-from windfall.events import EventLog
+from windfall.events.log import EventLog
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.manager import Rollout, seed_of
-from windfall.rollout.work import Offer
+from windfall.rollout.groups import Rollout, seed_of
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
-from windfall.worker.inside import inside
+from windfall.worker.in_process import inside
 
 STOP = 0
 SEED = 3

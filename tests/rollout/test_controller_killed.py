@@ -18,8 +18,8 @@ import pytest
 from crew import SIZE, TASKS, Crew, roll
 from hashing import STOP
 
-from windfall.rollout.journal import Journal, Judged, Past, Stretch
-from windfall.rollout.manager import seed_of
+from windfall.ledger.journal import Journal, Judged, Past, Stretch
+from windfall.rollout.groups import seed_of
 from windfall.rollout.members import Patience
 from windfall.types import Response
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from windfall.events import EventLog, read
+from windfall.events.log import EventLog, read
+from windfall.ledger import ledger as ledgers
+from windfall.ledger.episode import Episode
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
-from windfall.rollout import ledger as ledgers
 from windfall.rollout import loading
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.episode import Episode
 from windfall.rollout.members import State
-from windfall.rollout.work import Offer
 from windfall.types import Sampling
 
 OFFER = Offer(version=1, digest="one", url="http://_:1")

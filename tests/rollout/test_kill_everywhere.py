@@ -2,7 +2,7 @@
 
 `crew` says what is real here and what is not. By default the moments are sampled; `-m slow` takes every one of them.
 Not covered: threads and real sockets (tests/worker), real processes (the soak test), several things at once, a lost
-trainer or controller (tests/sim/test_chaos.py). What that does not have, and is here: several turns, and every state of
+trainer or controller (tests/sim/chaos/test_chaos.py). What that does not have, and is here: several turns, and every state of
 a worker by name.
 """
 
@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import pytest
 from crew import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 
-from windfall.rollout import giving
+from windfall.rollout.assignment import Offer
 from windfall.rollout.members import State
-from windfall.rollout.work import Offer
+from windfall.scheduling import placement
 from windfall.types import Response
 
 ENGINE_STEP = len(TASKS) * SIZE
@@ -226,7 +226,7 @@ STATES: dict[str, tuple[Callable[[Crew], object] | None, Callable[[Crew], bool]]
 @pytest.mark.parametrize("name", STATES)
 def test_lost_in_every_state(name: str, lossy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "asked to give back":
-        monkeypatch.setattr(giving, "rebalance", relieve)
+        monkeypatch.setattr(placement, "rebalance", relieve)
     bring, there = STATES[name]
     begin = Once(_busy, bring or (lambda crew: None))
     lost: list[Hand] = []

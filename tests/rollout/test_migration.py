@@ -13,10 +13,10 @@ import pytest
 from crew import relieve
 from scene import IDS, LONGEST, STOPS, Scene, clone, drained, engine, model, request, scene, uninterrupted
 
-from windfall.rollout import giving
-from windfall.rollout.episode import Episode
+from windfall.ledger.episode import Episode
+from windfall.rollout.assignment import Offer
 from windfall.rollout.members import State
-from windfall.rollout.work import Offer
+from windfall.scheduling import placement
 from windfall.types import Sampling
 from windfall.worker.session import Weights
 
@@ -113,7 +113,7 @@ def test_paused(cut: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 4, 8])
 def test_relieved(cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody stands idle, so it gives some back, and goes on with the others itself."""
-    monkeypatch.setattr(giving, "rebalance", relieve)
+    monkeypatch.setattr(placement, "rebalance", relieve)
 
     async def main() -> None:
         async with scene(tmp_path, cut) as s:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_dispatch_limits import OFFER, World, play, take
 
-from windfall.events import read
+from windfall.events.log import read
 from windfall.link import messages as m
 from windfall.rollout import members as membership
 from windfall.rollout.members import Members, Patience, State

@@ -15,11 +15,11 @@ from windfall.config import Rollout as Options
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.rollout import refusals
-from windfall.rollout.manager import Rollout
+from windfall.rollout.groups import Rollout
 from windfall.rollout.members import Member, Members, State
 from windfall.rollout.refusals import REFUSALS, REFUSED_S, Refusals
 from windfall.types import Feedback, Lease, Sampling
-from windfall.worker.build import sizes
+from windfall.worker.engine_factory import sizes
 
 REASON = WindfallError(
     "log-probs differ by 3 nats", where="model.path", fix="Use another model. " + "x" * 300 + " End."

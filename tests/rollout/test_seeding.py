@@ -15,18 +15,18 @@ from scripted import SEED, Asks, Scripted, Words
 
 from windfall.config import Rollout as Options
 from windfall.envs.in_process import InProcess
-from windfall.events import EventLog, read
+from windfall.events.log import EventLog, read
 from windfall.link import messages
 from windfall.link.memory import pair
-from windfall.rollout.course import Mark
+from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.manager import Rollout
+from windfall.rollout.groups import Rollout
 from windfall.rollout.members import State
-from windfall.rollout.offload import Measured, Others, Plan
 from windfall.rollout.seeding import Seeding
-from windfall.rollout.work import Offer
+from windfall.scheduling.seed_time import Measured, Others, Plan
+from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
-from windfall.worker.inside import inside
+from windfall.worker.in_process import inside
 
 
 class Fixed:

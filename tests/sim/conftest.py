@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from windfall import config, events
-from windfall.sim import run, world
+from windfall import config
+from windfall.events import log as events
+from windfall.sim.core import run, scenario
 
 SMALL: dict[str, Any] = {
     "run": {"steps": 4},
@@ -50,7 +51,7 @@ def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events
         disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]
     ) -> tuple[run.Simulation, list[events.Event]]:
         log = tmp_path / "events.jsonl"
-        done = run.simulate(world.build(small(**sections)), log, disturb=disturb)
+        done = run.simulate(scenario.build(small(**sections)), log, disturb=disturb)
         done.dispatch.ledger.check()
         assert done.dispatch.ledger.lost() == 0
         return done, events.read(log)

@@ -19,10 +19,12 @@ import pytest
 import torch
 from hostile.checkpoints import CHECKPOINTS, cut, flip, of_0_2, rename_step
 
-from windfall import config, models, offline
+from windfall import config
+from windfall.commands import offline
 from windfall.errors import WindfallError
-from windfall.events import read
-from windfall.launch import training
+from windfall.events.log import read
+from windfall.launch.processes import trainer
+from windfall.models import load
 from windfall.train import checkpoint
 from windfall.train.checkpoint import State
 from windfall.train.optimizer import Optimizer
@@ -53,12 +55,12 @@ every = 1
 
 def parts() -> dict[str, Any]:
     torch.manual_seed(1)
-    model = models.load("tiny", dtype="float32", device="cpu")
+    model = load.load("tiny", dtype="float32", device="cpu")
     optimizer = Optimizer(model, config.Train(), total_updates=10)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.update(1.0)
-    return {"model": model, "tokenizer": models.load_tokenizer("tiny"), "optimizer": optimizer}
+    return {"model": model, "tokenizer": load.load_tokenizer("tiny"), "optimizer": optimizer}
 
 
 def test_transformers_loads_a_checkpoint_as_it_is(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_transformers_loads_a_checkpoint_as_it_is(tmp_path: Path) -> None:
 def test_optimizer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     one = parts()
     path = checkpoint.save(tmp_path, State(step=1, next_task=2), keep=1, **one)
-    model = models.load(str(path), dtype="float32", device="cpu")
+    model = load.load(str(path), dtype="float32", device="cpu")
     other = Optimizer(model, config.Train(), total_updates=10)
     assert checkpoint.restore(path, optimizer=other, device="cpu") == State(step=1, next_task=2)
     for m, o in ((one["model"], one["optimizer"]), (model, other)):
@@ -301,14 +303,14 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> Non
 def test_damaged_checkpoint_is_told_by_the_next_trainer_if_the_first_one_died(two: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     flip(folder / "step-000004" / "model.safetensors")
-    _, first = training._checkpoint(folder)
+    _, first = trainer._checkpoint(folder)
     assert first["checkpoint_damaged"].startswith("step-000004/model.safetensors: its checksum is ")
     assert first["checkpoint_damaged"].endswith("(now damaged-step-000004)")
-    found, second = training._checkpoint(folder)
+    found, second = trainer._checkpoint(folder)
     assert found is not None
     assert (found.state.step, second) == (2, first)
     shutil.copytree(two / "step-000004", folder / "step-000004")  # made again: the damaged one is of no interest
-    assert training._checkpoint(folder)[1] == {}
+    assert trainer._checkpoint(folder)[1] == {}
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_makes_the_same_weights_again(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ from transformers import (
 )
 
 from windfall import algorithms, config
-from windfall.engine import attention
-from windfall.train import blocks, layers, memory
-from windfall.train.blocks import Blocks, Unfit
+from windfall.engine.torch import attention
+from windfall.train import activation_memory, layers, llama
+from windfall.train.activation_memory import ALL, LEAST, LIGHT
 from windfall.train.gradients import Gradients, adjacent
+from windfall.train.llama import Blocks, Unfit
 from windfall.train.logprobs import Autograd, Learner, compare, lay
-from windfall.train.memory import ALL, LEAST, LIGHT
 from windfall.train.sample import Sample, packs
 from windfall.train.trainer import TorchTrainer
 
@@ -140,7 +140,7 @@ def test_out_of_memory_it_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pack, seen = model_of("llama"), samples(), list[int]()
     sums = Gradients(model)
     expected = gradients_of(model, Autograd(model), pack, sums)
-    ours, forward = Blocks.of(model, sums), blocks.Layer.forward
+    ours, forward = Blocks.of(model, sums), llama.Layer.forward
 
     def scarce(self: Any, x: Any, tape: Any, level: int) -> Any:
         seen.append(level)
@@ -148,7 +148,7 @@ def test_out_of_memory_it_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("none left")
         return forward(self, x, tape, level)
 
-    monkeypatch.setattr(blocks.Layer, "forward", scarce)
+    monkeypatch.setattr(llama.Layer, "forward", scarce)
     found = gradients_of(model, ours, pack, sums)
     assert seen == [ALL, ALL, LEAST, LEAST, LEAST]
     assert all(apart(found[n], g) < 2e-5 for n, g in expected.items() if float(g.norm()) > 0)
@@ -235,18 +235,18 @@ def test_memory_is_never_overspent_and_never_left_idle() -> None:
     for _ in range(500):
         least = int(rng.integers(1, 5000))
         light = least + int(rng.integers(1, 20_000))
-        each = memory.LayerBytes(least=least, light=light, all=light + int(rng.integers(1, 50_000)))
+        each = activation_memory.LayerBytes(least=least, light=light, all=light + int(rng.integers(1, 50_000)))
         layers_, tokens, free = int(rng.integers(1, 60)), int(rng.integers(1, 40_000)), float(10 ** rng.uniform(6, 12))
-        levels = memory.levels(free, tokens, layers_, each)
+        levels = activation_memory.levels(free, tokens, layers_, each)
         cost = {LEAST: each.least, LIGHT: each.light, ALL: each.all}
-        spent = tokens * (sum(cost[x] for x in levels) + memory.WORKING * each.all)
-        assert spent <= memory.SPARE * free or levels == [LEAST] * layers_
+        spent = tokens * (sum(cost[x] for x in levels) + activation_memory.WORKING * each.all)
+        assert spent <= activation_memory.SPARE * free or levels == [LEAST] * layers_
         if levels != [ALL] * layers_:
             up = min(x for x in levels)
-            assert spent + tokens * (cost[up + 1] - cost[up]) > memory.SPARE * free, "room for more was left"
-        pack = memory.pack_tokens(free, layers_, each, longest=100)
+            assert spent + tokens * (cost[up + 1] - cost[up]) > activation_memory.SPARE * free, "room for more was left"
+        pack = activation_memory.pack_tokens(free, layers_, each, longest=100)
         assert pack >= 100
-        assert pack <= memory.LARGE_PACK
+        assert pack <= activation_memory.LARGE_PACK
 
 
 def test_packs_without_padding_are_full_even_and_complete() -> None:
@@ -356,7 +356,7 @@ def test_bfloat16_gradients_are_those_of_float32(name: str, keep: int | None, mo
 @cuda
 def test_a_failing_kernel_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = model_of("llama").cuda().bfloat16(), list[str]()
-    monkeypatch.setattr(blocks.Layer, "forward", lambda *a: 1 / 0)
+    monkeypatch.setattr(llama.Layer, "forward", lambda *a: 1 / 0)
     learner = Learner(model, Gradients(model), say=said.append)
     assert isinstance(learner.body, Autograd)
     assert "ZeroDivisionError" in said[0]

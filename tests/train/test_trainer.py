@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from windfall import algorithms, config, models
-from windfall.engine.engine import TorchEngine
+from windfall import algorithms, config
+from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
+from windfall.models import load
 from windfall.train import head
 from windfall.train import logprobs as chunked
 from windfall.train.gradients import Gradients
@@ -25,7 +26,7 @@ from windfall.types import Group, Request, Response, Task
 @pytest.fixture
 def model() -> Any:
     torch.set_num_threads(1)
-    return models.load("tiny", dtype="float32", device="cpu")
+    return load.load("tiny", dtype="float32", device="cpu")
 
 
 def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
@@ -160,7 +161,7 @@ def test_gradient_is_the_one_that_the_docs_state(model: Any, name: str) -> None:
                 old=old + rng.normal(0, 0.03, len(old)))
         for s in made
     ]  # fmt: skip
-    reference = models.load("tiny", dtype="float32", device="cpu")
+    reference = load.load("tiny", dtype="float32", device="cpu")
     with torch.no_grad():
         for p in reference.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
@@ -246,7 +247,7 @@ def test_what_has_no_credit_is_reported_and_costs_no_backward_pass(model: Any, m
         assert len(calls) == 1
         assert t.finish().responses == len(given)
         calls.clear()
-        model.load_state_dict(models.load("tiny", dtype="float32", device="cpu").state_dict())
+        model.load_state_dict(load.load("tiny", dtype="float32", device="cpu").state_dict())
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
     fresh = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
@@ -276,7 +277,7 @@ def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any)
 
 def test_kl_pulls_back_to_the_reference(model: Any) -> None:
     made = [replace(s, advantage=0.0) for s in samples(model)]
-    reference = models.load("tiny", dtype="float32", device="cpu")
+    reference = load.load("tiny", dtype="float32", device="cpu")
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.02 * torch.randn_like(p))
@@ -328,7 +329,7 @@ def test_an_update_without_any_credit_moves_nothing(model: Any) -> None:
         assert t.optimizer.rate() < rate
     after = t.optimizer.state()
     assert all(torch.equal(after[name], value) for name, value in state.items() if name != "updates")
-    again = trainer(models.load("tiny", dtype="float32", device="cpu"), train=t.optimizer.options.model_dump())
+    again = trainer(load.load("tiny", dtype="float32", device="cpu"), train=t.optimizer.options.model_dump())
     again.model.load_state_dict(model.state_dict())
     again.optimizer.restore(after)
     for one in (t, again):

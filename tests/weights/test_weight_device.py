@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.weights import bus, delta, device, manifest
-from windfall.weights.device import Shadow
+from windfall.weights import copy_out, delta, manifest
+from windfall.weights import device_delta as device
+from windfall.weights.buffers import Buffer
+from windfall.weights.device_delta import Shadow
 from windfall.weights.manifest import Entry, Manifest
-from windfall.weights.memory import Buffer
 from windfall.weights.publish import Publisher
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -237,7 +238,7 @@ def test_a_chunk_is_hashed_when_its_bytes_are_there_and_not_before(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(bus, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(copy_out, "PIECE_BYTES", 3000)
     p, tensors = Publisher(chunk_bytes=1 << 10), {**weights(0), "none": torch.empty(0), "last": torch.ones(11)}
     monkeypatch.setattr(p, "_pin", lambda buffer: None)
     entries, nbytes, sources = p._layout(tensors)

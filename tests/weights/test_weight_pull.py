@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from windfall.errors import WindfallError
-from windfall.weights import memory
+from windfall.weights import buffers
 from windfall.weights.publish import Publisher
 from windfall.weights.pull import Puller, PullFailed, PullGone
 
@@ -346,7 +346,7 @@ def test_tls(serving: Callable[..., Any], certificate: Path) -> None:
 def test_publisher_keeps_order_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     for free in (1e12, 0.0):  # in memory; then in files of the folder
-        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        monkeypatch.setattr(buffers, "free_bytes", lambda free=free: free)
         p, w = Publisher(tmp_path), weights()
         for v in range(6):
             p.publish(v, moved(w, 0.01 * v))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.listening import Door
+from windfall.link.listener import Door
 
 
 def served(serving: Callable[..., Any], **strangers: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 from doorway import SPEC, Site, episode, expected, opened
 
 from windfall.errors import WindfallError
+from windfall.rollout.assignment import Offer
 from windfall.rollout.members import State
-from windfall.rollout.work import Offer
 
 
 def test_joins_pulls_and_works(tmp_path: Path) -> None:

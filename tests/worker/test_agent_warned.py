@@ -10,7 +10,7 @@ from doorway import episode, expected, opened
 
 from windfall.rollout.members import State
 from windfall.worker import agent as agents
-from windfall.worker.notice import Notice
+from windfall.worker.preemption import Notice
 
 
 def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:

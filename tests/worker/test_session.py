@@ -18,9 +18,9 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
-from windfall.worker.host import Host
+from windfall.worker.engine_thread import Host
 from windfall.worker.session import FRAMES, Session, Stalled, Weights
-from windfall.worker.shared import Shared
+from windfall.worker.trainer_engine import Shared
 
 WAIT_S = 10.0
 

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from decimal import Decimal
 
-from windfall.envs.extract import last_number
+from windfall.envs.scoring.extract import last_number
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windfall.envs.base import HELD_OUT
-from windfall.envs.extract import extract
+from windfall.envs.scoring.extract import extract
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 

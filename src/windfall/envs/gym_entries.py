@@ -16,7 +16,7 @@ import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 
-from windfall.envs.limits import cpu_limit
+from windfall.envs.process_pool.limits import cpu_limit
 from windfall.errors import WindfallError, nearest
 from windfall.types import Feedback
 

@@ -7,7 +7,7 @@ from typing import Any
 from windfall import envs
 from windfall.envs.base import Host
 from windfall.envs.in_process import InProcess
-from windfall.envs.pool import EnvPool
+from windfall.envs.process_pool.pool import EnvPool
 
 QUICK = ("arithmetic", "guess")
 """Ours, bounded, and over in microseconds: a message to another process would cost ten times as much."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from windfall.envs.base import HELD_OUT
-from windfall.envs.extract import extract
 from windfall.envs.held_out import split
+from windfall.envs.scoring.extract import extract
 from windfall.errors import WindfallError, nearest
 from windfall.types import Feedback, Task, Turn
 
@@ -62,7 +62,7 @@ class JsonLines:
         text, gold = turns[-1].text, task.answer
         if self._scoring == "exact":
             return Feedback(reward=float(extract(text, gold) == gold))
-        from windfall.envs import math_answer  # heavy; and only in a child process, which its limits may end
+        from windfall.envs.scoring import math_answer  # heavy; and only in a child process, which its limits may end
 
         try:
             right = math_answer.same(gold, text, self._cpu_s)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.fleet import process
-from windfall.fleet.guard import die_with_parent
+from windfall.fleet.parent_death import die_with_parent
 
 Request = dict[str, Any]
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)

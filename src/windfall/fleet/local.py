@@ -11,7 +11,7 @@ import asyncio
 
 from windfall.errors import WindfallError
 from windfall.fleet.base import OnEvent, Spawn, unheard
-from windfall.fleet.keep import GRACE_S, Crew
+from windfall.fleet.restart import GRACE_S, Crew
 from windfall.types import Lease
 
 RESERVED = Lease(kind="reserved")

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from windfall.errors import WindfallError
-from windfall.fleet import guard
+from windfall.fleet import parent_death
 from windfall.fleet.base import Handle
 
 POLL_S = 0.05
@@ -57,7 +57,7 @@ def launch(
     output = open_log(log)
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(int(death)), program, *argv[1:]],
+            [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death)), program, *argv[1:]],
             stdin=subprocess.DEVNULL if channel is None else channel,
             stdout=output if channel is None else channel,
             stderr=output,

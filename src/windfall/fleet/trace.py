@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windfall.errors import WindfallError
-from windfall.fleet.formats import MOST_NODES, Change, check, parse, text
+from windfall.fleet.trace_formats import MOST_NODES, Change, check, parse, text
 
 __all__ = ["Change", "Summary", "check", "first", "parse", "read", "slots", "summary", "synthetic", "text", "window"]
 

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from windfall import config, events, unhandled
+from windfall import config, unhandled
 from windfall.config import Change, Recipe
-from windfall.console import Console
 from windfall.errors import WindfallError
-from windfall.events import EventLog
-from windfall.launch import folder as folders
-from windfall.launch import resuming, supervisor
+from windfall.events import log as events
+from windfall.events.log import EventLog
+from windfall.launch import resume_check, supervisor
+from windfall.launch import run_folder as folders
 from windfall.link import auth
+from windfall.views.console import Console
 
 
 def train(recipe: Recipe, folder: Path, *, token: str | None = None, quiet: bool = False) -> None:
@@ -33,10 +34,10 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
     """Go on with the run in `folder`, by its recipe as it is now."""
     console = Console(recipe, folder) if not quiet else None
     with folders.owned(folder):
-        warnings = resuming.check_files(folder)
+        warnings = resume_check.check_files(folder)
         recipe = folders.anchored(recipe)
-        changes = resuming.check_changes(recipe, folder)
-        steps = resuming.finished(recipe, folder)
+        changes = resume_check.check_changes(recipe, folder)
+        steps = resume_check.finished(recipe, folder)
         if steps is not None:
             if console is not None:
                 console.is_finished(steps)

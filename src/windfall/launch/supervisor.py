@@ -4,7 +4,7 @@
                 └─ nursery (has torch imported) ─┬─ trainer    killed or failed: started again, from the last checkpoint
                                                  └─ workers    local, or by a trace: their providers' business
 
-All of them end with the supervisor, however it ends (see fleet/guard.py). What it shows, it reads from the event log.
+All of them end with the supervisor, however it ends (see fleet/parent_death.py). What it shows, it reads from the event log.
 
 Ctrl-C or SIGTERM: the run stops and saves, and nothing is started any more. Once more: everything is killed at once.
 """
@@ -22,25 +22,27 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import algorithms, events, models, unhandled
+from windfall import algorithms, unhandled
 from windfall.config import JsonLinesEnv, Recipe
-from windfall.console import Console
-from windfall.envs.gold_answers import check_answers
 from windfall.envs.hosting import hosted
+from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
+from windfall.events import log
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
-from windfall.fleet.replay import TraceProvider
-from windfall.launch import fitting, invitation, security
-from windfall.launch import folder as folders
-from windfall.launch.following import Following
-from windfall.launch.vigil import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, Troubles
-from windfall.launch.vigil import how as ended
+from windfall.fleet.trace_provider import TraceProvider
+from windfall.launch import context_check, invitation, tls
+from windfall.launch import run_folder as folders
+from windfall.launch.autoscale import Following
+from windfall.launch.liveness import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, Troubles
+from windfall.launch.liveness import how as ended
 from windfall.link import auth
+from windfall.models import load
 from windfall.types import Lease
+from windfall.views.console import Console
 
 QUICK_DEATHS = 8
 """A process that is killed so often within QUICK_S of its start has a cause that starting it again does not cure."""
@@ -54,7 +56,7 @@ TRACE_S = 24 * 3600.0
 def check(recipe: Recipe) -> str:
     """Everything that can be found wrong before any work: model, environment, trace, certificates. Returns what the
     environment said when it was called once."""
-    models.resolve(recipe.model.path)
+    load.resolve(recipe.model.path)
     if recipe.run.device == "cuda":
         from windfall import devices
 
@@ -62,14 +64,14 @@ def check(recipe: Recipe) -> str:
     if isinstance(recipe.env, JsonLinesEnv):
         check_answers(recipe.env)
     _check_groups(recipe)
-    security.serving(recipe.fleet)
+    tls.serving(recipe.fleet)
     changes(recipe)
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
     host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
     task, said = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
-    unchecked = fitting.check(recipe, task)
+    unchecked = context_check.check(recipe, task)
     return f"{said}; {unchecked}" if unchecked else said
 
 
@@ -124,7 +126,7 @@ class Supervisor:
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         nursery = Nursery(
-            entry="windfall.cli:main", modules=[f"windfall.launch.rehearsal:rehearse:{self.folder}"],
+            entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:rehearse:{self.folder}"],
             log=self.folder / "nursery.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
@@ -320,7 +322,7 @@ class Supervisor:
             await asyncio.sleep(0.1)
 
     def _take(self, line: bytes) -> None:
-        event = events.parse(line)
+        event = log.parse(line)
         if event is None:
             return  # torn by a kill, or not windfall's
         if event["name"] == "end":

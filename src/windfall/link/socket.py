@@ -18,8 +18,8 @@ import aiohttp
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
-from windfall import listening
 from windfall.errors import WindfallError
+from windfall.link import listener
 from windfall.link.base import BadFrame, LinkClosed, TooLarge, clip
 from windfall.link.messages import MAX_FRAME_BYTES, encode
 
@@ -120,10 +120,10 @@ class Port:
         port: int,
         routes: dict[str, Route],
         ssl: tls.SSLContext | None,
-        door: listening.Door | None = None,
+        door: listener.Door | None = None,
     ) -> None:
         self.host, self.port = host, port
-        self._routes, self._ssl, self._door = routes, ssl, door or listening.Door()
+        self._routes, self._ssl, self._door = routes, ssl, door or listener.Door()
         self._links: set[SocketLink] = set()
         self._runner: web.AppRunner | None = None
 
@@ -132,7 +132,7 @@ class Port:
         for path in self._routes:
             app.router.add_get(path, self._accept)
         self._runner = web.AppRunner(
-            app, access_log=None, logger=listening.log, shutdown_timeout=1.0, handle_signals=False, lingering_time=0.0
+            app, access_log=None, logger=listener.log, shutdown_timeout=1.0, handle_signals=False, lingering_time=0.0
         )
         await self._runner.setup()
         assert self._runner.server is not None, "set up"
@@ -209,7 +209,7 @@ class Dialler:
 
 
 def _is_here(transport: asyncio.BaseTransport) -> bool:
-    return listening.is_here(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
+    return listener.is_here(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
 
 
 def _cut(raw: Any) -> None:

@@ -15,23 +15,23 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from windfall import prices
-from windfall.accounts import Accounts
 from windfall.config import Techniques
+from windfall.cost import prices
+from windfall.cost.accounts import Accounts
 from windfall.errors import WindfallError
-from windfall.events import EventLog
+from windfall.events.log import EventLog
+from windfall.ledger.episode import Episode
+from windfall.ledger.journal import Journal
+from windfall.ledger.ledger import Entry, Ledger, Malformed, room
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
-from windfall.rollout.episode import Episode
-from windfall.rollout.giving import Giving
-from windfall.rollout.journal import Journal
-from windfall.rollout.ledger import Entry, Ledger, Malformed, room
+from windfall.rollout.assignment import Offer, frames
 from windfall.rollout.loading import WORDS, Loading
 from windfall.rollout.members import Member, Members, Patience, State
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
-from windfall.rollout.room import Room
-from windfall.rollout.work import Offer, frames
+from windfall.scheduling.placement import Giving
+from windfall.scheduling.room import Room
 from windfall.types import LOCAL
 
 ALONE_S = 15.0

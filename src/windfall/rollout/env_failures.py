@@ -13,7 +13,7 @@ from typing import Any
 from windfall.envs.failures import EnvFailed
 from windfall.envs.repeats import Repeats
 from windfall.errors import WindfallError
-from windfall.events import EventLog
+from windfall.events.log import EventLog
 
 SKIPPED_IN_A_ROW = 16
 """This many unusable tasks, one after the other, have a cause that the next task will not cure."""

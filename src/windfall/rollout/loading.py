@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from windfall.accounts import Accounts
-from windfall.events import EventLog
+from windfall.cost.accounts import Accounts
+from windfall.events.log import EventLog
+from windfall.ledger.ends import Malformed
 from windfall.link import messages as m
-from windfall.rollout.ends import Malformed
+from windfall.rollout.assignment import Offer
 from windfall.rollout.members import Member, Members, State
-from windfall.rollout.work import Offer
 
 LOAD_TRIES = 12
 WORDS = 300

@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import math
 
-from windfall.events import EventLog
-from windfall.rollout.course import Mark
-from windfall.rollout.crowd import Crowd
+from windfall.events.log import EventLog
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.members import Member, State
-from windfall.rollout.offload import Measured, Offload, Others, Plan
+from windfall.scheduling.fleet_speed import Crowd
+from windfall.scheduling.seed_time import Measured, Offload, Others, Plan
+from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL
 
 AGAIN_S = 0.05

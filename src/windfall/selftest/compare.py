@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from windfall.engine.packed import Packed
+from windfall.engine.torch.packed import Packed
 from windfall.errors import WindfallError
-from windfall.selftest.small import Small
+from windfall.selftest.small_model import Small
 from windfall.train.gradients import Gradients
 from windfall.train.logprobs import Learner
 from windfall.train.sample import Sample

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.selftest import bits, compare
-from windfall.selftest.small import Small, small
+from windfall.selftest import compare, determinism
+from windfall.selftest.small_model import Small, small
 
 FIX = "Use another model: docs/models.md lists the families that were checked."
 SEEDS = (0, 1)
@@ -51,13 +51,13 @@ def engine(
     what = f"windfall's engine does not compute {_name(config)} as transformers does"
 
     def measure(small: Any) -> Figures:
-        if deterministic and (why := bits.depend_on_neighbors(small)):
+        if deterministic and (why := determinism.depend_on_neighbors(small)):
             return Figures(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
         most, refused = limits(device).nats, ""
         apart = compare.engine_apart(small, make, longest=longest, most=most)
         if apart.by > most:
             refused = f"{what}: log-probs differ by {apart.by:.2g} nats ({apart.what}); rounding is below {most:g}"
-        elif deterministic and not bits.same(small, make, longest=longest):
+        elif deterministic and not determinism.same(small, make, longest=longest):
             refused = f"run.deterministic does not hold for {_name(config)}: alone and among others its bits differ"
         return Figures(nats=apart.by, refused=refused)
 
@@ -99,7 +99,7 @@ def _judged(
                 _kept[json.dumps(config.to_dict(), sort_keys=True, default=str), longest, device, seed] = made
             return found
         first = first or found
-        if bits.depend_on_neighbors(made) is None:
+        if determinism.depend_on_neighbors(made) is None:
             break
     assert first is not None
     raise WindfallError(first.refused, where="model.path", fix=FIX)

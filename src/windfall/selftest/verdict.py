@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.models import cache_folder
+from windfall.models.load import cache_folder
 from windfall.selftest import shrink
 
 Fields = Mapping[str, Any]

@@ -9,7 +9,7 @@
 A checkpoint is written beside its place, flushed to disk and then renamed, so a folder named step-* was whole when it
 was written. What is half-written when a process is killed has another name and is swept away by the next save.
 
-Disks and people change files later, so a checkpoint is verified before a run goes on from it (train/verify.py).
+Disks and people change files later, so a checkpoint is verified before a run goes on from it (train/checksums.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError
-from windfall.train import verify
+from windfall.train import checksums
 
 _PARTIAL = ".partial-"
 DAMAGED = "damaged-"
@@ -55,8 +55,8 @@ class Chosen:
 
     path: Path
     state: State
-    checked: verify.Checked
-    damaged: tuple[verify.Damaged, ...] = ()
+    checked: checksums.Checked
+    damaged: tuple[checksums.Damaged, ...] = ()
     """Newer checkpoints that are not, newest first."""
 
 
@@ -65,11 +65,11 @@ def choose(folder: Path, *, optimizer: bool = True) -> Chosen | None:
 
     `optimizer`: whether the optimizer's state is needed, too. Changes nothing on disk.
     """
-    damaged: list[verify.Damaged] = []
+    damaged: list[checksums.Damaged] = []
     for path in reversed(all_in(folder)):
         try:
             checked = check(path, optimizer=optimizer)
-        except verify.Damaged as e:
+        except checksums.Damaged as e:
             damaged.append(e)
             continue
         return Chosen(path=path, state=read_state(path), checked=checked, damaged=tuple(damaged))
@@ -84,18 +84,18 @@ def choose(folder: Path, *, optimizer: bool = True) -> Chosen | None:
     )
 
 
-def check(checkpoint: Path, *, optimizer: bool = True) -> verify.Checked:
+def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.Checked:
     """Verify the files of one checkpoint and what they say about it. Raises `verify.Damaged`."""
-    checked = verify.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
+    checked = checksums.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
     name, said = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
     if not checked.hashed and said.get("checksums"):  # not of windfall 0.2: it had some
-        raise verify.Damaged(checkpoint, verify.CHECKSUMS, "the file is missing")
+        raise checksums.Damaged(checkpoint, checksums.CHECKSUMS, "the file is missing")
     if name is not None and said["step"] != int(name[1]):
-        raise verify.Damaged(checkpoint, STATE, f"it says step {said['step']} in the folder of step {int(name[1])}")
+        raise checksums.Damaged(checkpoint, STATE, f"it says step {said['step']} in the folder of step {int(name[1])}")
     return checked
 
 
-def set_aside(damaged: verify.Damaged) -> Path:
+def set_aside(damaged: checksums.Damaged) -> Path:
     """Rename a damaged checkpoint, so that its step can be saved again. Returns where it is now."""
     path = damaged.checkpoint
     target = path.with_name(f"{DAMAGED}{path.name}")
@@ -157,7 +157,7 @@ def _write(work: Path, state: State, model: Any, tokenizer: Any, tensors: dict[s
     tokenizer.save_pretrained(work)
     save_file(tensors, str(work / OPTIMIZER))
     (work / STATE).write_text(json.dumps(asdict(state) | {"checksums": True}))
-    verify.write_checksums(work)
+    checksums.write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)
     _sync(work)
@@ -190,7 +190,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         if not all(type(said[key]) is int and said[key] >= 0 for key in ("step", "next_task")):
             raise ValueError(f"not a state: {said}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-        raise verify.Damaged(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
+        raise checksums.Damaged(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
     return said
 
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windfall.engine.packed import Packed
-from windfall.train.blocks import Blocks, Rows, Unfit
+from windfall.engine.torch.packed import Packed
+from windfall.train.activation_memory import ALL, LEAST
 from windfall.train.gradients import Gradients
 from windfall.train.head import Head, Weigh, own_head
-from windfall.train.memory import ALL, LEAST
+from windfall.train.llama import Blocks, Rows, Unfit
 from windfall.train.sample import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}

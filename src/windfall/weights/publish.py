@@ -32,9 +32,9 @@ import numpy as np
 import xxhash
 
 from windfall.errors import WindfallError
-from windfall.weights import bus, delta, manifest
+from windfall.weights import copy_out, delta, manifest
+from windfall.weights.buffers import Buffer
 from windfall.weights.manifest import DeltaManifest, Entry, Manifest
-from windfall.weights.memory import Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -107,13 +107,13 @@ class Publisher:
             buffer = self._take(nbytes, entries)
             base = before if self.with_delta and before and before.manifest.entries == entries else None
             with ExitStack() as undo:
-                copying = self._side.submit(self._copy, buffer, sources, bus.mark(sources.values()))
+                copying = self._side.submit(self._copy, buffer, sources, copy_out.mark(sources.values()))
                 try:
                     known, pieces = self._on_device(base, version, entries, nbytes, sources)
                     kept = self._keep(pieces, undo)
                 finally:
                     hashes, last = copying.result()
-                    bus.settle(sources.values(), last)
+                    copy_out.settle(sources.values(), last)
                 if copied:
                     copied()
                 made = manifest.make(
@@ -181,7 +181,7 @@ class Publisher:
             self._pin(buffer)
         hashes: list[Future[int]] = []
         chunks, event = self._chunks(buffer.nbytes), None
-        for end, event in bus.copy(buffer, sources, after):
+        for end, event in copy_out.copy(buffer, sources, after):
             there = len(chunks) if end == buffer.nbytes else end // self.chunk_bytes
             for start in chunks[len(hashes) : there]:
                 hashes.append(self._pool.submit(self._hash, buffer.data, start, event))
@@ -212,7 +212,7 @@ class Publisher:
             return None
         (device,) = devices
         if self._shadow is None or self._shadow.entries != entries or self._shadow.device != device:
-            from windfall.weights.device import Shadow, room
+            from windfall.weights.device_delta import Shadow, room
 
             self._shadow = None
             if self._wants_shadow or room(nbytes, device):

@@ -24,9 +24,9 @@ import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
-from windfall.weights.fetch import Fetch, Retry, small
+from windfall.weights.connection import Address, Broken, PullDamaged, PullFailed, PullGone, address
+from windfall.weights.download import Fetch, Retry, small
 from windfall.weights.manifest import DeltaManifest, Manifest
-from windfall.weights.wire import Address, Broken, PullDamaged, PullFailed, PullGone, address
 
 if TYPE_CHECKING:
     import torch

@@ -30,11 +30,11 @@ from typing import Any
 
 from aiohttp import web
 
-from windfall import listening
 from windfall.errors import WindfallError
-from windfall.weights.memory import Buffer
+from windfall.link import listener
+from windfall.weights.buffers import Buffer
 from windfall.weights.publish import Published, Publisher
-from windfall.weights.send import Sender
+from windfall.weights.sendfile import Sender
 
 TLS_PIECE_BYTES = 256 << 10
 WRITE_TIMEOUT_S = 30.0
@@ -42,7 +42,7 @@ RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 class Server:
-    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, door: listening.Door) -> None:
+    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, door: listener.Door) -> None:
         self.port, self._runner, self._sender, self._door = port, runner, sender, door
 
     async def close(self) -> None:
@@ -59,12 +59,12 @@ async def serve(
     key: str,
     ssl: SSLContext | None = None,
     write_timeout_s: float = WRITE_TIMEOUT_S,
-    door: listening.Door | None = None,
+    door: listener.Door | None = None,
 ) -> Server:
     """Listening when it returns. Port 0 takes a free one."""
     if not key:
         raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix="Give the run's token.")
-    door = door or listening.Door()
+    door = door or listener.Door()
     handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, door)
     app = web.Application(middlewares=[handlers.admit], client_max_size=1024)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", handlers.manifest)
@@ -72,7 +72,7 @@ async def serve(
     app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", handlers.delta_manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", handlers.delta)
     runner = web.AppRunner(
-        app, access_log=None, logger=listening.log, shutdown_timeout=0.5, keepalive_timeout=60.0, lingering_time=0.0
+        app, access_log=None, logger=listener.log, shutdown_timeout=0.5, keepalive_timeout=60.0, lingering_time=0.0
     )
     await runner.setup()
     assert runner.server is not None, "set up"
@@ -85,7 +85,7 @@ async def serve(
 
 
 class _Handlers:
-    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, door: listening.Door) -> None:
+    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, door: listener.Door) -> None:
         self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
         self.write_timeout_s, self.sender, self.door = write_timeout_s, Sender(), door
 

@@ -32,8 +32,8 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialler, SocketLink
 from windfall.types import Lease
-from windfall.worker import notice as notices
-from windfall.worker.host import Host
+from windfall.worker import preemption as notices
+from windfall.worker.engine_thread import Host
 from windfall.worker.session import Session, Stalled, Weights
 
 SHAKE_S = 10.0

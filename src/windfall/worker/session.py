@@ -23,8 +23,8 @@ import msgspec
 
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
-from windfall.worker.boot import built
-from windfall.worker.host import Host
+from windfall.worker.engine_thread import Host
+from windfall.worker.startup import built
 
 FRAMES = 64
 """That may wait to be sent before the engine waits, too."""

@@ -1,0 +1,160 @@
+"""A model without a run: evaluate it on an environment, or let it speak."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from windfall import devices
+from windfall.config import JsonLinesEnv, Recipe, parse
+from windfall.envs import held_out
+from windfall.envs.base import HELD_OUT
+from windfall.envs.hosting import hosted
+from windfall.envs.scoring.gold_answers import check_answers
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
+from windfall.launch.processes.trainer import derive, prompt_lengths, spec, text_for
+from windfall.models import load
+from windfall.rollout.assignment import Offer
+from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.groups import Rollout, seed_of
+from windfall.train import checkpoint
+from windfall.types import Prompt, Request, Sampling
+from windfall.worker.engine_factory import engine_for
+from windfall.worker.in_process import inside
+
+
+def find_checkpoint(name: str) -> tuple[str, Path | None]:
+    """Where the model is, and the recipe of the run it belongs to, if any. A run means its newest whole checkpoint."""
+    path = Path(name)
+    if (path / "recipe.toml").is_file():
+        chosen = checkpoint.latest(path)
+        for damaged in chosen.damaged:
+            _warn(f"damaged, not used: {damaged.short}")
+        if not chosen.checked.hashed:
+            _warn(f"{chosen.path.name} {chosen.checked}")
+        return str(chosen.path), path / "recipe.toml"
+    if (path / checkpoint.STATE).is_file():
+        checkpoint.check(path, optimizer=False)
+    recipe = path.resolve().parent.parent / "recipe.toml"
+    load.resolve(name)
+    return name, recipe if path.is_dir() and recipe.is_file() else None
+
+
+def _warn(line: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[yellow]warning[/] {escape(line)}")
+
+
+def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
+    on = held_out.describe(recipe.env, tasks)
+    tasks = on.tasks
+    for warning in on.warnings:
+        _warn(warning)
+    if isinstance(recipe.env, JsonLinesEnv):
+        check_answers(recipe.env)
+    out = Console(highlight=False, soft_wrap=True)
+    sampling = recipe.rollout.sampling(temperature)
+    rewards: list[float] = []
+    lengths: list[int] = []
+
+    async def run() -> Rollout:
+        device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+        async with hosted(recipe.env, recipe.run.seed) as env:
+            await env.ready()  # before the model is loaded, which may take long
+            model = load.load(model_path, dtype=dtype, device=device)
+            text = text_for(load.load_tokenizer(model_path), model)
+            prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
+            engine, slots = _engine(recipe, model, device, dtype, prompts)
+            events = EventLog(Path("/dev/null"))
+            dispatch = Dispatch(events=events)
+            rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
+            rollout.context = getattr(model.config, "max_position_embeddings", None)
+            await roll(rollout, engine, slots)
+        return rollout
+
+    async def roll(rollout: Rollout, engine: Any, slots: int) -> None:
+        dispatch, text, done = rollout.dispatch, rollout.text, 0
+        async with inside(dispatch, engine, slots, on_failure=rollout.interrupt):
+            dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
+            with out.status("evaluating") as status:
+                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
+                    rewards.extend(group.rewards)
+                    lengths.append(group.responses[0].made)
+                    done += 1
+                    status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
+                    if done <= show:
+                        said = escape(text.decode(group.responses[0].tokens))
+                        prompt, reward = escape(_said(group.task.prompt)), group.responses[0].reward
+                        out.print(f"[bold]{prompt}[/]\n{said}\n-> {reward}\n")
+
+    rollout = asyncio.run(run())
+    if not rewards:
+        raise rollout.failures.nothing(f"{tasks} held-out tasks")
+    mean = _mean(rewards)
+    error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
+    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(on.what)}")
+    failures = rollout.failures
+    out.print(
+        f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; missing {failures.missing}"
+    )
+    if failures.skipped:
+        out.print(f"skipped {failures.skipped} tasks that could not be used")
+
+
+def generate(
+    model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
+) -> None:
+    recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
+    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    model = load.load(model_path, dtype=dtype, device=device)
+    text = text_for(load.load_tokenizer(model_path), model)
+    ids = [text.prompt(p) for p in prompts]
+    try:
+        engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])
+    except WindfallError as e:
+        if e.where != "rollout.max_tokens":
+            raise
+        what, fix = e.what.replace(e.where, "--max-tokens"), "Shorten the prompt, or give a smaller --max-tokens."
+        raise WindfallError(what, where="--prompt", fix=fix) from e
+    tokens: dict[str, list[int]] = {}
+    for p, prompt in enumerate(ids):
+        for i in range(n):
+            request = Request(id=f"{p}/{i}", prompt=prompt, seed=seed_of(seed, p, i), max_tokens=max_tokens,
+                              sampling=sampling, stop=text.stop)  # fmt: skip
+            engine.add(request)
+            tokens[request.id] = []
+    alone = len(tokens) == 1
+    said = ""
+    while len(engine):
+        for chunk in engine.step():
+            tokens[chunk.id] += chunk.tokens
+        if alone:
+            whole = text.decode(tokens["0/0"])
+            if not whole.endswith("\ufffd"):  # half a character: the rest comes with the next token
+                print(whole[len(said) :], end="", flush=True)
+                said = whole
+    if alone:
+        print(text.decode(tokens["0/0"])[len(said) :])
+        return
+    for id, made in tokens.items():
+        print(f"[{id}] {text.decode(made)}")
+
+
+def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
+    """An engine, and how many responses it runs at once."""
+    derived = derive(recipe, model, device, dtype, prompts)
+    return engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+
+
+def _said(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

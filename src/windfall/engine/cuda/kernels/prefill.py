@@ -1,0 +1,98 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""Attention of a prefill: chunks of several sequences, each causal over the pages of its sequence so far.
+
+A program takes some tokens of a chunk, for all query heads that share a kv head: one row of its tile is one (token,
+query head). So a short chunk over a long context, as siblings of a group have, reads each key once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from windfall.engine.cuda.kernels import launch
+from windfall.engine.cuda.kernels.parts import absorb
+from windfall.engine.cuda.state import Pool, Spans, State
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit(
+    do_not_specialize=["layer", "window", "table_stride"],
+    do_not_specialize_on_alignment=["SLOT", "FIRST", "COUNT", "START", "TABLE", "BASE"],
+)
+def _attend(
+    Q, OUT, SLOT, FIRST, COUNT, START, TABLE, BASE, layer, half, table_stride, window, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+    # The last tokens of a chunk have the most to do: they come first.
+    kv, chunk, tile = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
+    count = tl.load(COUNT + chunk)
+    if tile * TILE >= count * GROUP:
+        return
+    slot, start = tl.load(SLOT + chunk), tl.load(START + chunk)
+    m, d, n = tile * TILE + tl.arange(0, TILE), tl.arange(0, HEAD_P), tl.arange(0, BLOCK)
+    token = m // GROUP
+    real = token < count
+    at = (tl.load(FIRST + chunk) + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD)
+    at = (at + (kv * GROUP + m % GROUP) * HEAD)[:, None] + d[None, :]
+    here = real[:, None] & (d < HEAD)[None, :]
+    q = tl.load(Q + at, mask=here, other=0.0)
+    own = start + token
+    end = start + tl.minimum((tile * TILE + TILE - 1) // GROUP, count - 1) + 1
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(start + tile * TILE // GROUP - window + 1, 0) // BLOCK * BLOCK
+
+    pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(Q.dtype.element_ty)), 16)
+    keys = pool + layer.to(tl.int64) * 2 * half + kv * (PAGE * HEAD)
+    table = TABLE + slot.to(tl.int64) * table_stride
+    top = tl.full([TILE], -1e30, tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, HEAD_P], tl.float32)
+    page = tl.load(table + (begin + n) // PAGE, mask=begin + n < end, other=0)
+    for first in range(begin, end, BLOCK):
+        t = first + n
+        where = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD) + (t % PAGE) * HEAD)[:, None] + d[None, :]
+        wanted = (t < end)[:, None] & (d < HEAD)[None, :]
+        page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < end, other=0)  # for the next time round
+        k = tl.load(keys + where, mask=wanted, other=0.0)
+        v = tl.load(keys + half + where, mask=wanted, other=0.0)
+        seen = t[None, :] <= own[:, None]
+        if WINDOWED:
+            seen = seen & (t[None, :] > own[:, None] - window)
+        acc, top, total = absorb(q, k, v, seen, acc, top, total, scale)
+    tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=here)
+
+
+def tiling(longest: int, itemsize: int, head: int) -> tuple[int, int, int, int]:
+    """(queries of a tile, keys of a block, warps, stages) for chunks of at most so many tokens."""
+    if itemsize > 2:
+        tile, block, warps, stages = 64, 32, 4, 2
+    else:
+        tile, block, warps, stages = (64, 32, 4, 3) if longest <= 1024 else (128, 64, 8, 3)
+    block, stages = launch.fitted(block, stages, tile=tile, head=head, itemsize=itemsize)
+    return tile, block, warps, stages
+
+
+def attend(q: Tensor, spans: Spans, state: State, pool: Pool, layer: int, scale: float, window: int | None) -> Tensor:
+    """Causal attention of every chunk over its sequence so far. Rows outside all chunks: anything."""
+    count, heads, head = q.shape
+    kv_heads = pool.shape[3]
+    group = heads // kv_heads
+    out = torch.empty((count, heads * head), dtype=q.dtype, device=q.device)
+    tile, block, warps, stages = tiling(spans.longest, q.dtype.itemsize, triton.next_power_of_2(head))
+    _attend[(kv_heads, spans.slot.numel(), triton.cdiv(spans.longest * group, tile))](
+        q, out, spans.slot, spans.first, spans.count, spans.start, state.table, pool.base, layer,
+        pool.shape[2] * kv_heads * pool.page_size * head, state.table.stride(0), window or 0, scale * _LOG2E,
+        KV_HEADS=kv_heads, GROUP=group, HEAD=head, HEAD_P=triton.next_power_of_2(head), PAGE=pool.page_size, TILE=tile,
+        BLOCK=block, WINDOWED=window is not None, num_warps=warps, num_stages=stages,
+        **launch.options(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,142 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""From logits to tokens on the device, by (seed, position) as `windfall.engine.torch.sampler` does, and the state after them.
+
+Two kernels. The first reads all logits once and leaves, for every block of the vocabulary, its maximum and its sum. The
+second finds the block in which the cumulative sum passes the goal, and within that block the token.
+
+Rules:
+- the same logits, shape, seed and position give the same token: nothing depends on the order in which programs run;
+- blocks are added up in float64 and a block itself in float32, so a token differs from the sampler's only where the
+  goal is within rounding of its boundary;
+- whatever the logits are, the token is one of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from windfall.engine.cuda import reference
+from windfall.engine.cuda.kernels import launch
+from windfall.engine.cuda.state import STOPS, State
+
+_BLOCK, _WARPS = 4096, 4
+_CUT_ROWS = 32
+"""Rows that are sorted at a time: bounds the memory that the slow path takes."""
+
+
+@triton.jit
+def _inverse(TEMPERATURE, slot):
+    """By what a difference of logits is multiplied before exp2."""
+    temperature = tl.load(TEMPERATURE + slot)
+    return 1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature)
+
+
+@triton.jit(do_not_specialize_on_alignment=["ROWS", "LEFT", "TEMPERATURE"])
+def _blocks(LOGITS, ROWS, LEFT, TEMPERATURE, MAXIMA, SUMS, size, stride, blocks, BLOCK: tl.constexpr,
+            EARLY: tl.constexpr):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(ROWS + row)
+    if tl.load(LEFT + slot) > 0:
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(LOGITS + row * stride + i, mask=i < size, other=-float("inf")).to(tl.float32)
+        m = tl.maximum(tl.max(x, 0), -1e30)  # a block may hold nothing but -inf
+        tl.store(MAXIMA + row * blocks + block, m)
+        tl.store(SUMS + row * blocks + block, tl.sum(tl.exp2((x - m) * _inverse(TEMPERATURE, slot)), 0))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """One number in [0, 1) as float64."""
+    golden: tl.constexpr = 0x9E3779B97F4A7C15
+    bits = _mix(_mix(seed.to(tl.uint64, bitcast=True) + golden) + (position + 1).to(tl.uint64) * golden)
+    return (bits >> 12).to(tl.float64) * 2.220446049250313e-16
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "ROWS", "LAST", "LENGTH", "LEFT", "POSITION", "SEED", "TEMPERATURE", "STOP", "TOKENS", "LOGPROBS",
+    ]
+)  # fmt: skip
+def _pick(
+    LOGITS, ROWS, LAST, LENGTH, LEFT, POSITION, SEED, TEMPERATURE, STOP, MAXIMA, SUMS, TOKENS, LOGPROBS, size,
+    stride, blocks, BLOCK: tl.constexpr, BLOCKS_P: tl.constexpr, STOPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(ROWS + row)
+    left = tl.load(LEFT + slot)
+    if left <= 0:
+        tl.store(TOKENS + row, -1)
+        tl.store(LOGPROBS + row, 0.0)
+        return
+    position = tl.load(POSITION + slot)
+    b = tl.arange(0, BLOCKS_P)
+    maxima = tl.load(MAXIMA + row * blocks + b, mask=b < blocks, other=-1e30)
+    sums = tl.load(SUMS + row * blocks + b, mask=b < blocks, other=0.0)
+    m = tl.max(maxima, 0)
+    inverse = _inverse(TEMPERATURE, slot)
+    sums = sums.to(tl.float64) * tl.exp2((maxima - m) * inverse).to(tl.float64)
+    before = tl.cumsum(sums, 0) - sums
+    total = tl.sum(sums, 0)
+    goal = _uniform(tl.load(SEED + slot), position) * total
+    greedy = tl.load(TEMPERATURE + slot) == 0.0
+    # The last block that begins at or before the goal and holds anything; for greedy the first with the maximum.
+    drawn = tl.max(tl.where((before <= goal) & (sums > 0), b, 0), 0)
+    block = tl.where(greedy, tl.min(tl.where(maxima == m, b, BLOCKS_P), 0), drawn)
+    block = tl.minimum(block, blocks - 1)
+
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(LOGITS + row * stride + i, mask=i < size, other=-float("inf")).to(tl.float32)
+    p = tl.exp2((x - m) * inverse)
+    rest = (goal - tl.sum(tl.where(b == block, before, 0.0), 0)).to(tl.float32)
+    passed = (tl.cumsum(p, 0) > rest) & (p > 0)
+    found = tl.min(tl.where(passed, i, size), 0)
+    # By rounding the sum of the block may fall short of the goal: then its last token that has any probability.
+    found = tl.where(found < size, found, tl.max(tl.where(p > 0, i, 0), 0))
+    token = tl.where(greedy, tl.min(tl.where(x == m, i, size), 0), found)
+    token = tl.minimum(token, size - 1)
+    chosen = tl.sum(tl.where(i == token, x, 0.0), 0)
+    stopped = tl.sum((tl.load(STOP + slot.to(tl.int64) * STOPS + tl.arange(0, STOPS)) == token).to(tl.int32), 0) > 0
+    tl.store(TOKENS + row, token)
+    tl.store(LOGPROBS + row, (chosen - m) * inverse * 0.6931471805599453 - tl.log(total.to(tl.float32)))
+    tl.store(LAST + slot, token)
+    tl.store(LENGTH + slot, tl.load(LENGTH + slot) + 1)
+    tl.store(POSITION + slot, position + 1)
+    tl.store(LEFT + slot, tl.where(stopped, 0, left - 1))
+
+
+def draw(logits: Tensor, rows: Tensor, state: State, tokens_out: Tensor, logprobs_out: Tensor, cut: bool) -> None:
+    """The next token of every active row and its log-prob (inactive: -1 and 0), and the state after it."""
+    count, size = logits.shape
+    if cut:
+        for i in range(0, count, _CUT_ROWS):
+            part = slice(i, i + _CUT_ROWS)
+            reference.draw(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
+        return
+    blocks = triton.cdiv(size, _BLOCK)
+    maxima, sums = torch.empty((2, count, blocks), dtype=torch.float32, device=logits.device)
+    stride = logits.stride(0)
+    _blocks[(blocks, count)](
+        logits, rows, state.left, state.temperature, maxima, sums, size, stride, blocks, BLOCK=_BLOCK,
+        num_warps=_WARPS, **launch.options(),
+    )  # fmt: skip
+    _pick[(count,)](
+        logits, rows, state.last, state.length, state.left, state.position, state.seed, state.temperature, state.stop,
+        maxima, sums, tokens_out, logprobs_out, size, stride, blocks, BLOCK=_BLOCK,
+        BLOCKS_P=triton.next_power_of_2(blocks), STOPS=STOPS, num_warps=8, **launch.options(),
+    )  # fmt: skip

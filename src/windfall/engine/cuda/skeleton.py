@@ -1,0 +1,172 @@
+"""The places of a model's weights and nothing else: what the decoder needs of a module, without transformers.
+
+A worker computes with its own forward pass and pulls its weights, so all that it needs of a model are tensors of the
+right names and shapes, and a few figures of the configuration. `Bare` makes them on the device, unset, in a moment.
+
+Rules:
+- names, shapes, order and what is tied are those of transformers' module, so pulled weights copy in unchanged;
+- projections that read the same input lie end to end from the start, so the decoder has nothing to move;
+- a configuration that leaves anything open is refused by `refusal`, in words: transformers must build that model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windfall.engine.cuda import rotary
+
+KINDS = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+OWN = {
+    "llama": ("attention_bias", "mlp_bias"), "mistral": ("sliding_window",), "qwen2": ("use_sliding_window",),
+    "qwen3": ("attention_bias", "use_sliding_window", "head_dim"),
+}  # fmt: skip
+"""What the configurations of a kind say beside what all say. Left out, it would be a default of transformers'."""
+
+
+def refusal(config: Mapping[str, Any]) -> str | None:
+    """Why this configuration is not enough to know the module; None: it is.
+
+    >>> refusal({"model_type": "gemma"})
+    "'gemma' is not one of llama, mistral, qwen2, qwen3"
+    """
+    kind = config.get("model_type")
+    if kind not in KINDS:
+        return f"{kind!r} is not one of {', '.join(KINDS)}"
+    wrong = [name for name in SIZES if type(config.get(name)) is not int]
+    if wrong:
+        return f"its configuration does not say {wrong[0]}"
+    open_ones = [
+        name for name in ("rms_norm_eps", "hidden_act", "tie_word_embeddings", *OWN[kind]) if name not in config
+    ]
+    if open_ones:
+        return f"its configuration does not say {open_ones[0]}"
+    if config["hidden_act"] != "silu":
+        return f"its MLP uses {config['hidden_act']}, not silu"
+    if config.get("quantization_config"):
+        return "it is quantized"
+    return _windows_refusal(config) or rotary.refusal(config)
+
+
+def _windows_refusal(config: Mapping[str, Any]) -> str | None:
+    by_layer = config.get("layer_types")
+    if config["model_type"] in ("llama", "mistral"):
+        return None if by_layer is None else "its layers differ"
+    if not config["use_sliding_window"]:
+        return None
+    by_layer = by_layer if isinstance(by_layer, list) else []
+    known = len(by_layer) == config["num_hidden_layers"] and set(by_layer) <= {"full_attention", "sliding_attention"}
+    if not known or "sliding_window" not in config:
+        return "its configuration does not say which layers have a window"
+    return None
+
+
+class Linear(nn.Linear):
+    """One whose weights are there: no time goes into random ones."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+
+
+class Norm(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+class Rotary(nn.Module):
+    inv_freq: Tensor
+
+    def __init__(self, config: Mapping[str, Any], head: int, device: str) -> None:
+        super().__init__()
+        self.rope_type = rotary.figures(config)["rope_type"]
+        inv_freq, self.attention_scaling = rotary.frequencies(config, head)
+        self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
+
+
+class Parts(nn.Module):
+    """Named parts, in the order in which they are given."""
+
+    sliding_window: int | None
+
+    def __init__(self, **parts: nn.Module | None) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            if part is not None:
+                self.add_module(name, part)
+
+
+class Bare(nn.Module):
+    """Stands where transformers' module of the class `architecture` would. It cannot be called."""
+
+    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.architecture = KINDS[config["model_type"]]
+        self._how: dict[str, Any] = {"dtype": dtype, "device": device}
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        self.config = SimpleNamespace(**{"sliding_window": None, **config, "head_dim": head})
+        hidden = config["hidden_size"]
+        embedding = nn.Embedding.from_pretrained(self._empty(config["vocab_size"], hidden))
+        self.model = Parts(
+            embed_tokens=embedding,
+            layers=nn.ModuleList(self._block(n, head) for n in range(config["num_hidden_layers"])),
+            norm=Norm(self._empty(hidden)),
+            rotary_emb=Rotary(config, head, device),
+        )
+        head_weight = self._empty(config["vocab_size"], hidden) if not config["tie_word_embeddings"] else None
+        self.lm_head = Linear(embedding.weight.data if head_weight is None else head_weight, None)
+        if head_weight is None:
+            self.lm_head.weight = embedding.weight
+        self.eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.embed_tokens
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, **self._how)
+
+    def _linears(self, inputs: int, outputs: Sequence[int], bias: bool) -> list[Linear]:
+        """They read the same input, and lie end to end."""
+        weights = self._empty(sum(outputs), inputs).split(list(outputs))
+        biases = self._empty(sum(outputs)).split(list(outputs)) if bias else [None] * len(outputs)
+        return [Linear(w, b) for w, b in zip(weights, biases, strict=True)]
+
+    def _block(self, n: int, head: int) -> nn.Module:
+        c, kind = self.config, self.config.model_type
+        hidden, heads, kv_heads = c.hidden_size, c.num_attention_heads * head, c.num_key_value_heads * head
+        bias = kind in ("llama", "qwen3") and c.attention_bias
+        mlp_bias = kind == "llama" and c.mlp_bias
+        q, k, v = self._linears(hidden, (heads, kv_heads, kv_heads), bias or kind == "qwen2")
+        (o,) = self._linears(heads, (hidden,), bias)
+        q_norm, k_norm = (Norm(self._empty(head)) if kind == "qwen3" else None for _ in range(2))
+        attention = Parts(q_proj=q, k_proj=k, v_proj=v, o_proj=o, q_norm=q_norm, k_norm=k_norm)
+        if kind in ("qwen2", "qwen3"):
+            sliding = c.use_sliding_window and c.layer_types[n] == "sliding_attention"
+            attention.sliding_window = c.sliding_window if sliding else None
+        gate, up = self._linears(hidden, (c.intermediate_size, c.intermediate_size), mlp_bias)
+        (down,) = self._linears(c.intermediate_size, (hidden,), mlp_bias)
+        return Parts(
+            self_attn=attention, mlp=Parts(gate_proj=gate, up_proj=up, down_proj=down),
+            input_layernorm=Norm(self._empty(hidden)), post_attention_layernorm=Norm(self._empty(hidden)),
+        )  # fmt: skip

@@ -1,0 +1,152 @@
+"""The engine: requests in, a stream of tokens out.
+
+    engine.add(request)        any time between two steps
+    chunks = engine.step()     one model step: at most one new token for every running response
+    engine.cancel(id)          its pages are free at once; nothing more comes out of it
+    engine.swap(version, ...)  new weights between two steps; what was running goes on under them
+
+It owns the page pool and the scheduler, and shares the model with whoever made it. It never waits, opens no thread and
+reads no clock: the worker around it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windfall.engine.base import Counters
+from windfall.engine.pages import Pages
+from windfall.engine.scheduler import Scheduler, Sequence
+from windfall.errors import WindfallError
+from windfall.types import Chunk, Finish, Request
+
+
+class TorchEngine:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_tokens: int,
+        page_size: int = 16,
+        max_running: int = 256,
+        max_rows: int = 2048,
+        deterministic: bool = False,
+        version: int = 0,
+    ) -> None:
+        from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not need
+
+        pages = -(-kv_tokens // page_size)
+        self.model, self.version = model, version
+        self.limit = pages * page_size - 1  # the newest token needs no page yet, but the one after it would
+        self._scheduler = Scheduler(Pages(pages, page_size), max_running=max_running, max_rows=max_rows)
+        self._runner = Runner(model, pages=pages, page_size=page_size, deterministic=deterministic)
+        self._sequences: dict[str, Sequence] = {}
+        self._steps = self._rows = self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def counters(self) -> Counters:
+        s = self._scheduler
+        return Counters(
+            steps=self._steps, rows=self._rows, made=self._made,
+            reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting),
+        )  # fmt: skip
+
+    def add(self, request: Request) -> None:
+        if request.id in self._sequences:
+            raise WindfallError("this id is already being generated", where=f"request {request.id}")
+        refuse_unfit(request, self.model.get_input_embeddings().num_embeddings, self.limit)
+        sequence = Sequence(request, list(request.prompt))
+        self._sequences[request.id] = sequence
+        self._scheduler.add(sequence)
+
+    def cancel(self, id: str) -> None:
+        """An id that is not being generated (it may just have finished) is no error."""
+        sequence = self._sequences.pop(id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+
+    def step(self) -> list[Chunk]:
+        rows = self._scheduler.plan()
+        if not rows:
+            return []
+        new = self._runner.run(rows)
+        self._scheduler.done(rows)
+        self._steps += 1
+        self._rows += sum(r.stop - r.start for r in rows)
+        self._made += len(new)
+        sampling = [r.sequence for r in rows if r.samples]
+        return [self._append(s, t, lp) for s, (t, lp) in zip(sampling, new, strict=True)]
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> Chunk:
+        request, position = sequence.request, sequence.position
+        sequence.tokens.append(token)
+        sequence.made += 1
+        finish: Finish | None = None
+        if token in request.stop:
+            finish = "stop"
+        elif sequence.made == request.max_tokens:
+            finish = "length"
+        if finish:
+            del self._sequences[request.id]
+            self._scheduler.remove(sequence)
+        return Chunk(
+            id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
+        )
+
+    def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Take `weights` (None: the shared model was changed in place). Running responses keep their tokens and are
+        computed again under the new weights; no page of the old ones is used again."""
+        if weights is not None:
+            copy_weights(self.model, version, weights)
+        self.version = version
+        self._scheduler.restart_all()
+
+    def check(self) -> None:
+        """Raise AssertionError if a page or a sequence is not where it should be."""
+        self._scheduler.check()
+        live = {id(s) for s in [*self._scheduler.running, *self._scheduler.waiting]}
+        assert live == {id(s) for s in self._sequences.values()}, "sequences and schedule disagree"
+
+
+def refuse_unfit(request: Request, vocabulary: int, limit: int) -> None:
+    """Raise WindfallError for what no engine of this size can make."""
+    where = f"request {request.id}"
+    if not request.prompt or min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        raise WindfallError(f"the prompt must be 1 or more token ids below {vocabulary}", where=where)
+    if request.max_tokens < 1 or request.position < 0:
+        raise WindfallError("max_tokens must be at least 1 and position at least 0", where=where)
+    s = request.sampling
+    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
+        raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
+    if len(request.prompt) + request.max_tokens > limit:
+        raise WindfallError(
+            f"{len(request.prompt)} prompt tokens + {request.max_tokens} new ones do not fit into a KV cache of "
+            f"{limit}",
+            where=where,
+            fix="Raise engine.kv_tokens, or lower rollout.max_tokens.",
+        )
+
+
+@torch.no_grad()
+def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> None:
+    """All of them into the module's own storage, or, if they do not fit, none."""
+    own = model.state_dict()
+    unknown, missing = weights.keys() - own.keys(), own.keys() - weights.keys()
+    tied = {n for n in missing if any(own[n].data_ptr() == own[w].data_ptr() for w in weights if w in own)}
+    if unknown or missing - tied:
+        names = sorted(unknown or missing - tied)
+        raise WindfallError(
+            f"version {version} does not fit the model: {len(names)} tensors such as {names[0]!r} are "
+            f"{'unknown to it' if unknown else 'missing'}"
+        )
+    wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
+    if wrong:
+        raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has another shape")
+    for name, tensor in weights.items():
+        own[name].copy_(tensor)

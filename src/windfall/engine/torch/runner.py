@@ -1,0 +1,143 @@
+"""Runs planned rows through the model: builds the flat batch, calls transformers' module, samples.
+
+Two modes, one code path:
+
+    fast            all rows of the step at once; sequences attend in blocks of similar context
+    deterministic   tiles of exactly `TILE` rows, every row attending alone over a context padded by its own length
+                    only: no shape and no order of summation depends on the neighbours, so neither does any bit
+
+Deterministic costs padding (a lone response pays for TILE rows) and prefill is no cheaper than decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from windfall.engine.scheduler import Rows
+from windfall.engine.scheduler import Sequence as SequenceState
+from windfall.engine.torch.attention import Block, Paged, cache_shapes
+from windfall.engine.torch.sampler import sample
+from windfall.types import Sampling
+
+TILE = 16
+TILE_PAGES = 4
+
+
+class Span(NamedTuple):
+    """Consecutive rows of one sequence that attend together: `count` rows from row `first` of the batch on, the last of
+    them at `position` of the sequence."""
+
+    first: int
+    count: int
+    position: int
+    pages: list[int]
+
+
+class Runner:
+    def __init__(self, model: Any, *, pages: int, page_size: int, deterministic: bool) -> None:
+        self.model, self.size, self.scratch, self.deterministic = model, page_size, pages, deterministic
+        self.device = model.device
+        # One page more than is handed out: padding rows write there.
+        how: dict[str, Any] = {"dtype": model.dtype, "device": self.device}
+        self.pools = [
+            (torch.zeros(pages + 1, page_size, *s.keys, **how), torch.zeros(pages + 1, page_size, *s.values, **how))
+            for s in cache_shapes(model)
+        ]
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+        """The new token and its log-prob for every Rows that samples, in order."""
+        return self._run_tiles(rows) if self.deterministic else self._run_whole(rows)
+
+    def _run_whole(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+        tokens: list[int] = []
+        spans: list[Span] = []
+        # Sequences with equally many rows side by side, longest context first: rows that attend together are a slice.
+        order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
+        asked: list[int] = []
+        for n in order:
+            r = rows[n]
+            spans.append(Span(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
+            tokens += r.sequence.tokens[r.start : r.stop]
+            if r.samples:
+                asked.append(n)
+        ends = [s.first + s.count - 1 for s, n in zip(spans, order, strict=True) if rows[n].samples]
+        logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
+        drawn = dict(zip(asked, self._sample(logits, [rows[n].sequence for n in asked]), strict=True))
+        return [drawn[n] for n, r in enumerate(rows) if r.samples]
+
+    def _run_tiles(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+        flat = [(n, r.sequence, i) for n, r in enumerate(rows) for i in range(r.start, r.stop)]
+        drawn: dict[int, tuple[int, float]] = {}
+        for start in range(0, len(flat), TILE):
+            # Within a tile order is free: every layer writes all keys before any row reads them.
+            tile = sorted(flat[start : start + TILE], key=lambda row: -self._own_pages(row[2]))
+            padding = TILE - len(tile)
+            spans = [Span(at, 1, i, s.pages) for at, (_, s, i) in enumerate(tile)]
+            spans += [Span(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
+            tokens = [s.tokens[i] for _, s, i in tile] + [0] * padding
+            logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
+            sampled = self._sample(logits, [s for _, s, _ in tile] + [None] * padding)
+            drawn |= {n: d for (n, _, i), d in zip(tile, sampled, strict=False) if i == rows[n].stop - 1}
+        return [drawn[n] for n, r in enumerate(rows) if r.samples]
+
+    def _own_pages(self, position: int) -> int:
+        """The context of a row at `position`, in pages, rounded up by nothing but itself."""
+        return -(-(position // self.size + 1) // TILE_PAGES) * TILE_PAGES
+
+    def _forward(self, tokens: list[int], spans: list[Span], blocks: list[Block], ends: list[int] | None) -> Tensor:
+        """Logits of the rows `ends`, or of all."""
+        size = self.size
+        positions = [p for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
+        slots = [
+            s.pages[p // size] * size + p % size for s in spans for p in range(s.position - s.count + 1, s.position + 1)
+        ]
+        ids, at, into = torch.tensor([tokens, positions, slots], device=self.device)
+        keep = {} if ends is None else {"logits_to_keep": torch.tensor(ends, device=self.device, dtype=torch.long)}
+        return self.model(
+            input_ids=ids[None],
+            position_ids=at[None],
+            use_cache=False,
+            batch=Paged(iter(self.pools), into, blocks),
+            **keep,
+        ).logits[0]
+
+    def _sample(self, logits: Tensor, sequences: Sequence[SequenceState | None]) -> list[tuple[int, float]]:
+        if not sequences:
+            return []
+        tokens, logprobs = sample(
+            logits,
+            [s.request.seed if s else 0 for s in sequences],
+            [s.position if s else 0 for s in sequences],
+            [s.request.sampling if s else Sampling() for s in sequences],
+        )
+        return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+
+    def _rowwise(self, spans: Sequence[Span]) -> Iterator[Block]:
+        """Every row alone, over its own context."""
+        for pages, alike in groupby(spans, key=lambda s: self._own_pages(s.position)):
+            yield self._block(list(alike), pages)
+
+    def _blocks(self, spans: Sequence[Span]) -> Iterator[Block]:
+        """Split where the number of rows changes, and where padding would cost more than another block."""
+        pages = [s.position // self.size + 1 for s in spans]
+        begin = 0
+        for i in range(1, len(spans)):
+            alike = spans[i].count == spans[begin].count
+            if not alike or (i - begin >= 4 and pages[i] < 0.7 * pages[begin]):
+                yield self._block(spans[begin:i], pages[begin])
+                begin = i
+        yield self._block(spans[begin:], pages[begin])
+
+    def _block(self, spans: Sequence[Span], pages: int) -> Block:
+        padding, count = [self.scratch] * pages, spans[0].count
+        table = torch.tensor([(s.pages[:pages] + padding)[:pages] for s in spans], device=self.device)
+        last = torch.tensor([s.position for s in spans], device=self.device)
+        positions = last[:, None] + torch.arange(1 - count, 1, device=self.device)
+        context = torch.arange(pages * self.size, device=self.device)
+        return Block(spans[0].first, table.view(-1), positions, context)

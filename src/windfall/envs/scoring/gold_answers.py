@@ -1,0 +1,85 @@
+"""Whether the right answers of a JSONL file can be scored as mathematics: checked before a run begins.
+
+An answer that math-verify cannot compare with anything would make every response to its task wrong. math-verify runs in
+a child process, because one answer may keep it busy for hours: the kernel ends the child, and the next one goes on
+after the answer that did it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from windfall.envs.process_pool.child_process import variables
+from windfall.envs.process_pool.limits import OVER
+from windfall.envs.rows import Row, read
+from windfall.envs.scoring.extract import is_number
+from windfall.errors import WindfallError
+
+CHECK_S = 20.0
+"""Right answers are checked at the start of a run for at most this long. Each of them takes milliseconds."""
+NAMED = 5
+
+
+def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) -> int:
+    """Refuse right answers that math-verify cannot compare with anything: every response to them would be wrong.
+
+    `section` is a JSONL section of windfall.config. Distinct answers are checked for up to `limit_s`; what is left is
+    checked when it is scored, where it is an error, never a zero. Returns how many were checked.
+    """
+    if section.scoring != "math":
+        return 0
+    files = [section.path] if section.eval_path is None else [section.path, section.eval_path]
+    places: dict[str, tuple[Path, Row]] = {}
+    for path in files:
+        for row in read(path, section.prompt_field, section.answer_field):
+            if not is_number(row.answer):
+                places.setdefault(row.answer, (path, row))
+    # In the order of a hash: where time does not suffice, a fair sample.
+    golds = sorted(places, key=lambda gold: hashlib.blake2b(gold.encode(), digest_size=8).digest())
+    reasons, began = list[str](), time.monotonic()
+    while len(reasons) < len(golds) and (left_s := limit_s - (time.monotonic() - began)) > 0:
+        reasons += _reasons(golds[len(reasons) :], cpu_s, left_s)
+    if any(reasons):
+        raise _refusal({gold: why for gold, why in zip(golds, reasons, strict=False) if why}, places, len(reasons))
+    return len(reasons)
+
+
+def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
+    """Why each of the first of these cannot be scored, or '': as far as one child came."""
+    command = [sys.executable, "-W", "ignore", "-c", "from windfall.envs.scoring.math_answer import check; check()"]
+    asked = json.dumps({"golds": golds, "cpu_s": cpu_s}).encode()
+    child = subprocess.Popen(
+        command, env=variables(strict=True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        out, err = child.communicate(asked, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, err = child.communicate()
+        return [json.loads(line) for line in out.splitlines(keepends=True) if line.endswith(b"\n")]
+    reasons = [json.loads(line) for line in out.splitlines()]
+    if child.returncode == -OVER:
+        return [*reasons, f"comparing it takes more than {cpu_s:g} s of CPU time"]
+    if child.returncode:
+        told = err.decode(errors="replace").strip().splitlines()[-3:]
+        at = f" at {golds[len(reasons)]!r}" if len(reasons) < len(golds) else " after the last of them"
+        what = f"the check of right answers ended with status {child.returncode}{at}"
+        raise WindfallError(what, where="env.scoring", fix="\n".join(told))
+    return reasons
+
+
+def _refusal(bad: dict[str, str], places: dict[str, tuple[Path, Row]], checked: int) -> WindfallError:
+    found = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0][0]), b[0][1].line))
+    named = [f"{path}:{row.line}: {gold[:60]!r}: {why}" for (path, row), gold, why in found[:NAMED]]
+    more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
+    return WindfallError(
+        "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *named, *more]),
+        where="env.scoring",
+        fix='Set env.scoring = "exact" to compare text, or correct or remove these lines.',
+    )

@@ -1,0 +1,320 @@
+"""The trainer's process: model, optimizer, checkpoints, and the weight server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from windfall import algorithms, config, devices, unhandled
+from windfall.config import Recipe
+from windfall.envs.hosting import hosted
+from windfall.errors import WindfallError
+from windfall.fleet import process
+from windfall.launch import run_folder as folders
+from windfall.launch import tls
+from windfall.launch.context_check import fit, prompt_lengths
+from windfall.link import auth, listener
+from windfall.link import messages as m
+from windfall.link.socket import Dialler
+from windfall.models import load
+from windfall.models.text import Text
+from windfall.selftest import verdict
+from windfall.train import activation_memory, checkpoint
+from windfall.train.agent import TrainerHost
+from windfall.train.checkpoint import State
+from windfall.types import LOCAL, Lease
+from windfall.worker import engine_factory as build
+from windfall.worker.agent import Agent
+from windfall.worker.engine_factory import engine_for
+from windfall.worker.trainer_engine import HasThem, Shared
+
+WHY = "damaged.txt"
+"""In a checkpoint that was set aside: what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """What the recipe left open."""
+
+    device: str
+    dtype: str
+    micro_tokens: int
+    checkpoint_activations: bool
+    longest: int
+    """Prompt and response together, as far as the first tasks show."""
+
+
+def main(folder: Path) -> int:
+    recipe = config.load(folder / "recipe.toml")
+    with folders.owned(folder, "trainer", timeout_s=10.0):
+        try:
+            return asyncio.run(unhandled.guard(_main(recipe, folder)))
+        except WindfallError as e:
+            folders.fail(folder, "trainer", e)
+            return 2
+        except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
+            traceback.print_exc()
+            folders.fail(folder, "trainer", crashed(e, folder / "trainer.log"))
+            return 1
+
+
+def crashed(error: Exception, log: Path) -> WindfallError:
+    """What is said when starting it again has not helped."""
+    said = unhandled.last_line(error)
+    fix = "The traceback is at the end of that file. `windfall resume` goes on from the last checkpoint."
+    if "out of memory" in said.lower() or isinstance(error, MemoryError):
+        fix = f"Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true. {fix}"
+    return WindfallError(f"the trainer failed: {said}", where=str(log), fix=fix)
+
+
+async def _main(recipe: Recipe, folder: Path) -> int:
+    import torch
+
+    from windfall.train.trainer import TorchTrainer
+    from windfall.weights.publish import Publisher
+    from windfall.weights.serve import serve
+
+    found, notes = _checkpoint(folder / "checkpoints")
+    source = str(found.path) if found else recipe.model.path
+    state = found.state if found else State(step=0, next_task=0)
+    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
+    model = load.load(source, dtype=dtype, device=device)
+    if device == "cpu":
+        devices.choose_linear(model, deterministic=recipe.run.deterministic)
+    tokenizer = load.load_tokenizer(source)
+    _write_tokenizer(tokenizer, model, folder / "tokenizer")
+    async with hosted(recipe.env, recipe.run.seed) as env:
+        prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
+    derived = derive(recipe, model, device, dtype, prompts)
+    engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
+    reference = load.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
+    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
+    if not trainer.learner.has_graph:  # it decides for every pack what to keep
+        derived = replace(derived, checkpoint_activations=False)
+    if derived.checkpoint_activations:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
+    if found:
+        checkpoint.restore(found.path, optimizer=trainer.optimizer, device=device)
+    token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
+    listener.raise_file_limit()
+    publisher = Publisher(folder)
+    server = await serve(publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.serving(f))
+    parameters = sum(p.numel() for p in model.parameters())
+
+    def hello(**more: Any) -> m.TrainerHello:
+        facts = {
+            "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
+            "age_s": process.age_s(), **asdict(derived), **notes,
+        }  # fmt: skip
+        return m.TrainerHello(
+            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
+            url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
+        )  # fmt: skip
+
+    address = await _address(folder)
+    where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
+    dialler = Dialler(
+        address, "/trainer", m.ToTrainer, ssl=tls.dialling(address, pinned=f.tls_cert),
+        most=m.MAX_TRAINER_FRAME_BYTES,
+    )  # fmt: skip
+    host = TrainerHost(
+        trainer=trainer, state=state, secret=secret, dialler=dialler, hello=hello,
+        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.let_go),
+        save=lambda now: checkpoint.save(
+            folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
+            keep=recipe.checkpoint.keep,
+        ),
+        address=where,
+    )  # fmt: skip
+    local = asyncio.create_task(_local(recipe, host, model, device, secret, where)) if f.local else None
+    try:
+        return await _beside(host.run(), local)
+    finally:
+        if local is not None:
+            local.cancel()
+        await dialler.close()
+        await server.close()
+        publisher.close()
+
+
+def _checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]:
+    """What to go on from, and what the controller should say about it. Damaged checkpoints are set aside."""
+    found, notes = checkpoint.choose(folder), dict[str, str]()
+    if found is None:
+        return None, notes
+    print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)
+    if not found.checked.hashed:
+        notes["checkpoint_unchecked"] = f"{found.path.name} {found.checked}"
+    for damaged in found.damaged:
+        with contextlib.suppress(OSError):  # a disk that is full: the note then lacks the reason, which the log has
+            (damaged.checkpoint / WHY).write_text(damaged.short, encoding="utf-8")
+        print(f"damaged: {damaged.short} (now {checkpoint.set_aside(damaged).name})", file=sys.stderr, flush=True)
+    if aside := _set_aside(folder, found.state.step):
+        notes["checkpoint_damaged"] = "; ".join(aside)
+    return found, notes
+
+
+def _set_aside(folder: Path, step: int) -> list[str]:
+    """What was wrong with the checkpoints after `step` that were set aside, newest first: by this process, or by one
+    that died before it could tell the controller."""
+    newer: list[tuple[int, str, str]] = []
+    for path in folder.glob(f"{checkpoint.DAMAGED}step-*"):
+        number = path.name.removeprefix(f"{checkpoint.DAMAGED}step-").partition("-")[0]
+        if not number.isdecimal() or int(number) <= step:
+            continue
+        try:
+            why = (path / WHY).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            why = f"step-{number}: set aside earlier, see trainer.log"
+        newer.append((int(number), path.name, why))
+    return [f"{why} (now {name})" for _, name, why in sorted(newer, reverse=True)]
+
+
+async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:
+    """The run's result; but an engine of the trainer's own that cannot be had ends it, with the reason: whoever asked
+    for it would wait for its work."""
+    running = asyncio.create_task(run)
+    try:
+        if local is not None:
+            await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
+            if local.done() and not running.done() and (error := local.exception()) is not None:
+                if isinstance(error, WindfallError):
+                    raise error
+                fix = "Set fleet.local = false to leave it out; trainer.log has the traceback."
+                traceback.print_exception(error)
+                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise WindfallError(f"the trainer's own engine failed: {said}", where="fleet.local", fix=fix)
+        return await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def _local(
+    recipe: Recipe, host: TrainerHost, model: Any, device: str, secret: str, where: Callable[[], str]
+) -> None:
+    """The trainer's own engine, as the worker called `local`. Raises what went wrong if it cannot be built."""
+    f, address = recipe.fleet, where()
+    failed: list[Exception] = []
+
+    def build(engine: m.Engine) -> tuple[Any, int]:
+        try:
+            with host.lock:  # a GPU's engine lays the module's weights out anew
+                made, slots = engine_for(engine, device, model=model, share=0.3)
+        except Exception as e:  # fault boundary: an agent is refused for some of these, and only says so
+            failed.append(e)
+            raise
+        shared = Shared(made, host.lock, share_memory=device == "cuda")
+        host.make_room = shared.make_room
+        return shared, slots
+
+    lease = Lease(kind="reserved", device=devices.describe(device), price_usd_per_h=f.trainer_price_usd_per_h)
+    while True:
+        await host.connected.wait()
+        agent = Agent(
+            address, secret, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
+            ssl=tls.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
+        )  # fmt: skip
+        code = await agent.run()
+        if failed:
+            raise failed[0]
+        if code != 1:
+            return  # sent away, or refused for good
+
+
+async def _address(folder: Path, timeout_s: float = 120.0) -> str:
+    for _ in range(int(timeout_s * 10)):
+        said = folders.address(folder)
+        if said is not None:
+            return said["url"]
+        await asyncio.sleep(0.1)
+    raise WindfallError(f"waited {timeout_s:g} s for the controller to say where it listens", where=str(folder))
+
+
+def _write_tokenizer(tokenizer: Any, model: Any, out: Path) -> None:
+    """For the controller, which reads it without torch."""
+    tokenizer.save_pretrained(out)
+    model.generation_config.save_pretrained(out)
+
+
+def text_for(tokenizer: Any, model: Any) -> Text:
+    stops = getattr(model.generation_config, "eos_token_id", None)
+    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
+
+
+def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engine:
+    """What a worker needs to know to build the engine."""
+    e, o = recipe.engine, recipe.rollout
+    return m.Engine(
+        model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
+        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
+        longest=longest, wanted=o.groups * o.group_size,
+    )  # fmt: skip
+
+
+def checked(engine: m.Engine, device: str, model: Any) -> m.Engine:
+    """With what workers need not find out again. Raises WindfallError for a model that engine or trainer would compute
+    otherwise than transformers does: before anything is started for it."""
+    fields = json.loads(engine.model_config)
+    verdict.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
+    found = build.check(engine, device, model)
+    verdict.check_weights(model)
+    return msgspec.structs.replace(engine, checked=(found,))
+
+
+def fingerprint(engine: m.Engine) -> str:
+    """Of a model's architecture and of the engine that is to run it: a worker built for another is not this run's."""
+    fields = json.loads(engine.model_config)
+    for vague in ("transformers_version", "_name_or_path", "architectures"):
+        fields.pop(vague, None)
+    name = fields.get("model_type", "model")
+    rest = [getattr(engine, f) for f in engine.__struct_fields__ if f not in ("model_config", "checked")]
+    return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
+
+
+def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> Derived:
+    """`prompts` are lengths in tokens. Tasks whose prompts leave no room for a response are skipped by the rollout."""
+    c, o = model.config, recipe.rollout
+    context = getattr(c, "max_position_embeddings", None)
+    longest = fit(recipe, prompts, context) + o.max_tokens
+    pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
+    micro = recipe.train.micro_tokens or pack
+    # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.
+    kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
+    asked = recipe.train.checkpoint_activations
+    much = kept * model.dtype.itemsize > 0.3 * devices.free_bytes(device)
+    return Derived(
+        device=device, dtype=dtype, micro_tokens=micro, longest=longest,
+        checkpoint_activations=much if asked == "auto" else asked,
+    )  # fmt: skip
+
+
+def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
+    """From what will be free on the GPU once everything else has its memory."""
+    c, weights = model.config, sum(p.numel() for p in model.parameters())
+    # A gradient and Adam's two moments in float32, and a master unless the weight is one itself; a reference; the
+    # publisher's copy of the last version; and what the trainer's own engine may take.
+    taken = weights * (12 if model.dtype.itemsize == 4 else 16)
+    taken += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    free = (devices.free_bytes("cuda") - taken) * (0.7 if recipe.fleet.local else 1.0)
+    heads = c.num_attention_heads
+    each = activation_memory.layer_bytes(
+        hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,
+        kv_heads=getattr(c, "num_key_value_heads", None) or heads,
+        head=getattr(c, "head_dim", None) or c.hidden_size // heads, value_bytes=model.dtype.itemsize,
+    )  # fmt: skip
+    return activation_memory.pack_tokens(free, c.num_hidden_layers, each, longest)

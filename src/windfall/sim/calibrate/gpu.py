@@ -1,0 +1,133 @@
+"""The formulas of a machine from the JSON that benchmarks/engine_gpu.py writes.
+
+Fitted to: ms per step at several batches, prefill tokens/s, and rollouts at batches larger than any of these. Predicted
+and said, but not fitted to: all other rollouts. Reading the cache is not measured apart from the rest of a step; the
+file says what it takes at the memory's speed, and so much of what a response adds to a step is taken for it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from windfall.sim.calibrate.fit import FLAT, Point, bent, errors
+from windfall.sim.core.service import Service
+from windfall.sim.machines.decode import Decode, Row
+
+DECODE_CONTEXT = 272.0
+"""Tokens behind a response in the decode cases of benchmarks/engine_gpu.py, on average."""
+
+
+def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]:
+    rows = said["figures"]
+    out = []
+    for model, engine in dict.fromkeys((r["model"], r["engine"]) for r in rows):
+        own = [r for r in rows if (r["model"], r["engine"]) == (model, engine)]
+        decode = [r for r in own if r["what"] == "decode" and r["case"].startswith("batch ")]
+        if len(decode) < 2:
+            continue
+        prefill = [r["value"] for r in own if r["what"] == "prefill"]
+        points = sorted(Point(_batch(r), r["value"] / 1e3) for r in decode)
+        service = Service(fixed_s=1.0, each_s=1.0, prefill_s=1 / max(prefill) if prefill else 0.0)
+        notes = [f"{model}, {engine}: {len(points)} batches from {points[0].batch:g} to {points[-1].batch:g}"]
+        notes += errors(points, bent)
+        beyond = [(r, p) for r in own if (p := _beyond(service, r)) and p.batch > 1.1 * points[-1].batch]
+        service, more = _stepping(service, sorted([*points, *(p for _, p in beyond)]), _floor_s(decode))
+        notes += [*more, *(f"fitted to, there being no other: {r['case']}" for r, _ in beyond)]
+        fitted = [r for r, _ in beyond]
+        notes += [note for r in own if r not in fitted and (note := _held_out(service, r))]
+        trained = [t for text in said.get("training", []) if (t := re.search(r"([\d,]+) tok/s", text))]
+        if trained:
+            rate = float(trained[0].group(1).replace(",", ""))
+            service = replace(service, train_s=1 / rate)
+            notes.append(f"training: {rate:,.0f} tok/s, the first of {len(trained)} cases")
+        out.append(("worker", service, notes))
+    return out
+
+
+def _stepping(service: Service, points: Sequence[Point], floor_s: float) -> tuple[Service, list[str]]:
+    """With the times of a step, and what is to be said of them."""
+    bend = bent(points)
+    context_s = min(floor_s, bend.each_s / DECODE_CONTEXT)
+    each_s = max(bend.each_s - context_s * DECODE_CONTEXT, FLAT * bend.fixed_s)
+    notes = []
+    if context_s:
+        part = context_s * DECODE_CONTEXT / bend.each_s
+        notes.append(f"context_s: what memory allows at best, {part:.0%} of what a response adds to a step at"
+                     f" {DECODE_CONTEXT:g} tokens of context; not measured apart")  # fmt: skip
+    if bend.over_s:
+        notes.append(
+            f"above {bend.over_batch:g} responses each takes {1 + bend.over_s / bend.each_s:.1f} times as long"
+        )
+    found = replace(
+        service,
+        fixed_s=bend.fixed_s,
+        each_s=each_s,
+        context_s=context_s,
+        over_batch=bend.over_batch,
+        over_s=bend.over_s,
+    )
+    return found, notes
+
+
+def _batch(row: dict[str, Any]) -> float:
+    return float(row["case"].split()[1])
+
+
+def _floor_s(decode: Sequence[dict[str, Any]]) -> float:
+    """What reading a token of the cache takes at the memory's speed: `share` is the time of a step at that speed, as a
+    share of the time measured, so two batches tell. 0: it is not said."""
+    floors = sorted((_batch(r), r["share"] * r["value"] / 1e3) for r in decode if r.get("share"))
+    if len(floors) < 2 or floors[-1][0] == floors[0][0]:
+        return 0.0
+    return max(0.0, (floors[-1][1] - floors[0][1]) / (floors[-1][0] - floors[0][0]) / DECODE_CONTEXT)
+
+
+def _beyond(service: Service, row: dict[str, Any]) -> Point | None:
+    """What a rollout of equal lengths says of a step at its batch."""
+    numbers = re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", row["case"]) if row["what"] == "rollout" else None
+    if numbers is None:
+        return None
+    count, prompt, length = map(int, numbers.groups())
+    step_s = count / row["value"] - service.prefill_s * count * prompt / length
+    return Point(count, step_s) if step_s > 0 else None
+
+
+def _held_out(service: Service, row: dict[str, Any]) -> str:
+    """What it would be by the formula, where nobody fitted it."""
+    case, measured = row["case"], row["value"]
+    if row["what"] == "rollout" and (found := re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", case)):
+        count, prompt, length = map(int, found.groups())
+        lengths, prompts = [length] * count, count
+    elif row["what"] == "group" and (found := re.fullmatch(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)", case)):
+        prompts, prompt, most, mean = map(int, found.groups())
+        lengths = log_normal(8 * prompts, mean, most)
+    else:
+        return ""
+    decode = Decode(service, 1)
+    for n, length in enumerate(lengths):
+        decode.add(Row(handle=n, seed=n, tag=n, prompt=prompt, made=0, length=length, cut=False, sent=0), 0)
+    decode.prefill = prompts * prompt
+    predicted = sum(lengths) / decode.seconds(max(lengths))
+    return f"held out: {case}: {predicted:,.0f} tok/s, measured {measured:,.0f} ({predicted / measured - 1:+.0%})"
+
+
+def log_normal(count: int, mean: float, most: int, sigma: float = 0.8) -> list[int]:
+    """Lengths as benchmarks/gpu_job.py draws them, cut off at `most`, with this mean: the quantiles.
+
+    >>> lengths = log_normal(512, 600, 2048)
+    >>> round(sum(lengths) / 512), max(lengths)
+    (600, 2048)
+    """
+    normal = statistics.NormalDist()
+    shape = [math.exp(sigma * normal.inv_cdf((n + 0.5) / count)) for n in range(count)]
+    low, high = 1.0, float(most)
+    for _ in range(40):
+        median = (low + high) / 2
+        found = [max(1, min(most, round(median * x))) for x in shape]
+        low, high = (median, high) if sum(found) < count * mean else (low, median)
+    return found

@@ -1,0 +1,51 @@
+"""A simulated environment: tasks that are only numbers, rewards drawn by seed after a stated time, and no tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from windfall.sim.core.service import uniform
+from windfall.sim.machines.decode import FILLER, STOP
+from windfall.types import Feedback, Task, Turn
+
+BASE = 1 << 20
+
+
+class SimEnv:
+    def __init__(self, *, seed: int, reward_mean: float, reward_s: float) -> None:
+        self._seed, self._mean, self._reward_s = seed, reward_mean, reward_s
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"sim/{index}", prompt=str(index))
+
+    async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        """0 or 1, the same for the same response in every variant."""
+        if self._reward_s:
+            await asyncio.sleep(self._reward_s)
+        return Feedback(reward=float(uniform(f"{self._seed}/{task.id}/{turns[-1].text}") < self._mean))
+
+
+class SimText:
+    """Stands where text.Text does."""
+
+    stop = frozenset([STOP])
+
+    def __init__(self, prompt_tokens: int) -> None:
+        """In simulated tokens."""
+        self._prompt_tokens = prompt_tokens
+
+    def prompt(self, words: str) -> tuple[int, ...]:
+        """The task's number, in as many tokens as a prompt has."""
+        number, ids = int(words), []
+        while number or not ids:
+            ids.append(FILLER + 1 + number % BASE)
+            number //= BASE
+        return (*ids, *[FILLER] * (self._prompt_tokens - len(ids)))
+
+    def observation(self, words: str) -> tuple[int, ...]:
+        raise AssertionError(f"a simulated environment says nothing: {words!r}")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Whose response it is."""
+        return str(ids[0])

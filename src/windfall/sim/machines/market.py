@@ -1,0 +1,144 @@
+"""Machines that come and go, and what they cost: generators of traces with stated rates, and prices that
+change with time. Pure but for reading a file.
+
+    machines   every machine comes and goes by itself (fleet.trace.synthetic)
+    poisson    machines are given at `arrivals_per_h`, whoever has gone, and stay `mean_up_s` on average
+    bursts     as machines, and `bursts_per_h` times an hour a `burst_share` of those that are up is taken at once
+    diurnal    as machines, but availability swings over a day of `day_s`: at its best hour stays are twice as long, at
+               its worst next to nothing
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from windfall.errors import WindfallError
+from windfall.fleet import trace
+from windfall.fleet.trace_formats import Change
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    nodes: int
+    mean_up_s: float
+    mean_down_s: float
+    arrivals_per_h: float = 0.0
+    bursts_per_h: float = 0.0
+    burst_share: float = 0.5
+    day_s: float = 86400.0
+
+
+def generate(kind: str, rates: Rates, *, seconds: float, seed: int) -> list[Change]:
+    """A trace of one of the kinds above; one seed, one trace."""
+    draw = random.Random(f"{kind}/{seed}")
+    match kind:
+        case "poisson":
+            return _poisson(rates, seconds, draw)
+        case "bursts":
+            return _bursts(rates, seconds, draw, seed)
+        case "diurnal":
+            return _diurnal(rates, seconds, draw)
+    return trace.synthetic(
+        nodes=rates.nodes, mean_up_s=rates.mean_up_s, mean_down_s=rates.mean_down_s, seconds=seconds, seed=seed
+    )
+
+
+def _poisson(rates: Rates, seconds: float, draw: random.Random) -> list[Change]:
+    changes: list[Change] = []
+    at_s, number = 0.0, 0
+    while at_s < seconds and rates.arrivals_per_h > 0:
+        number += 1
+        changes.append(Change(at_s=at_s, node=f"n{number}", up=True))
+        changes.append(Change(at_s=at_s + draw.expovariate(1 / rates.mean_up_s), node=f"n{number}", up=False))
+        at_s += draw.expovariate(rates.arrivals_per_h / 3600)
+    return trace.slots(sorted((c for c in changes if c.at_s < seconds), key=lambda c: c.at_s), rates.nodes)
+
+
+def _bursts(rates: Rates, seconds: float, draw: random.Random, seed: int) -> list[Change]:
+    """A machine that a burst has taken stays away for its own time, as after any other loss."""
+    moments: list[float] = []
+    at_s = 0.0
+    while rates.bursts_per_h > 0 and (at_s := at_s + draw.expovariate(rates.bursts_per_h / 3600)) < seconds:
+        moments.append(at_s)
+    draws = [random.Random(f"{seed}/{k}") for k in range(rates.nodes)]
+    changes: list[Change] = []
+    for k, own in enumerate(draws):
+        at_s, up = 0.0, k == 0 or own.random() < rates.mean_up_s / (rates.mean_up_s + rates.mean_down_s)
+        if not up:
+            at_s, up = own.expovariate(1 / rates.mean_down_s), True
+        while at_s < seconds:
+            changes.append(Change(at_s=at_s, node=f"n{k + 1}", up=up))
+            stay_s = own.expovariate(1 / (rates.mean_up_s if up else rates.mean_down_s))
+            between = moments[bisect_right(moments, at_s) : bisect_left(moments, at_s + stay_s)]
+            hit = next((b for b in between if own.random() < rates.burst_share), None)
+            at_s = hit if up and hit is not None else at_s + stay_s
+            up = not up
+    return sorted(changes, key=lambda c: c.at_s)
+
+
+def _diurnal(rates: Rates, seconds: float, draw: random.Random) -> list[Change]:
+    changes: list[Change] = []
+    for k in range(rates.nodes):
+        at_s, up = 0.0, True
+        while at_s < seconds:
+            changes.append(Change(at_s=at_s, node=f"n{k + 1}", up=up))
+            good = 1 + math.cos(2 * math.pi * at_s / rates.day_s)  # best at the start
+            mean_s = rates.mean_up_s * max(0.05, good) if up else rates.mean_down_s * max(0.05, 2 - good)
+            at_s += draw.expovariate(1 / mean_s)
+            up = not up
+    return sorted(changes, key=lambda c: c.at_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """A price per hour as a step function of time, from 0 on.
+
+    >>> p = Prices(from_s=(0.0, 3600.0), usd_per_h=(2.0, 4.0))
+    >>> p.at(1800), p.at(3600), p.between(1800, 5400)
+    (2.0, 4.0, 3.0)
+    """
+
+    from_s: Sequence[float]
+    usd_per_h: Sequence[float]
+
+    def at(self, now_s: float) -> float:
+        return self.usd_per_h[max(0, bisect_right(self.from_s, now_s) - 1)]
+
+    def between(self, start_s: float, end_s: float) -> float:
+        """What it costs to hold one for this time."""
+        edges = [start_s, *(s for s in self.from_s if start_s < s < end_s), end_s]
+        return sum(self.at(a) * (b - a) for a, b in pairwise(edges)) / 3600
+
+
+def constant(usd_per_h: float) -> Prices:
+    return Prices(from_s=(0.0,), usd_per_h=(usd_per_h,))
+
+
+def prices(path: Path) -> Prices:
+    """Of a file with lines `seconds,usd_per_h`, in order, the first at 0."""
+    fix = "Lines are 'seconds,usd_per_h', in order of time, the first at 0."
+    rows: list[tuple[float, float]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise WindfallError(f"cannot read the prices: {e.strerror}", where=str(path), fix="Check the path.") from e
+    for n, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            at_s, usd = map(float, line.split(","))
+        except ValueError:
+            raise WindfallError(f"{line[:80]!r} is no price", where=f"{path}, line {n}", fix=fix) from None
+        late = at_s > rows[-1][0] if rows else at_s == 0
+        if not late or not (math.isfinite(usd) and usd > 0):
+            raise WindfallError(f"{line[:80]!r} is no price", where=f"{path}, line {n}", fix=fix)
+        rows.append((at_s, usd))
+    if not rows:
+        raise WindfallError("no prices in it", where=str(path), fix=fix)
+    return Prices(from_s=tuple(r[0] for r in rows), usd_per_h=tuple(r[1] for r in rows))

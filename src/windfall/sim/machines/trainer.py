@@ -1,0 +1,38 @@
+"""A trainer that sleeps instead of computing, behind the Trainer seam."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from windfall.sim.core.service import Service
+from windfall.train.base import Report
+from windfall.train.sample import Sample
+
+
+class SleepingTrainer:
+    def __init__(self, service: Service, sleep: Callable[[float], object] = time.sleep) -> None:
+        self._service, self._sleep = service, sleep
+        self.begin()
+
+    def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
+        self._sleep(self._service.training_s(sum(len(s.targets) for s in samples)) / 3)  # a forward pass
+        return list(samples)
+
+    def begin(self) -> None:
+        self._tokens = self._responses = 0
+
+    def accumulate(self, samples: Sequence[Sample]) -> None:
+        tokens = sum(len(s.targets) for s in samples)
+        self._sleep(self._service.training_s(tokens))
+        self._tokens += tokens
+        self._responses += len(samples)
+
+    def finish(self) -> Report:
+        self._sleep(self._service.update_s)
+        done = Report(
+            tokens=self._tokens, responses=self._responses, grad_norm=0.0, lr=0.0, entropy=0.0, engine_gap=0.0,
+            engine_gap_max=0.0, clipped=0.0, kl=0.0, skipped="",
+        )  # fmt: skip
+        self.begin()
+        return done

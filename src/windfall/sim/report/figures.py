@@ -1,0 +1,211 @@
+"""What a run came to, from its event log: of a real one (`of`), or of a simulated one, with what no log knows, the
+machines' stays (`figures`). Pure but for reading the log. All figures are in real tokens, of the steps after the first
+few.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from windfall.cost.bill import Account, Bucket, Totals
+from windfall.errors import WindfallError
+from windfall.events.log import Event, read
+from windfall.sim.core.scenario import World
+from windfall.sim.machines.fleet import Stay
+
+LOST: tuple[Bucket, ...] = ("booting", "pulling", "prefill_again", "lost", "draining")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    steps: int
+    virtual_s: float
+    """Of those steps."""
+    whole_s: float
+    """Of the whole simulation."""
+    tok_per_s: float
+    tok_per_usd: float
+    """0: no price is known."""
+    usd: float
+    """At least this much, where a price is unknown."""
+    unpriced_s: float
+    step_s: tuple[float, ...]
+    trainer_idle: float
+    workers_there: float
+    """On average."""
+    workers_idle: float
+    """Of what they were paid for."""
+    workers_lost: float
+    """Booting, pulling, prefill again, work that nobody got."""
+    killed: int
+    moved: int
+    again: float
+    """Tokens made again, as a share of all."""
+    unjoined_s: float
+    """Machines that were taken before their workers had dialled in: no bill knows of them."""
+    advice: tuple[str, ...]
+    """The last, of each kind of worker."""
+
+    @property
+    def step_spread_s(self) -> float:
+        """The standard deviation of single steps."""
+        return statistics.pstdev(self.step_s)
+
+    @property
+    def step_mean_s(self) -> float:
+        return statistics.mean(self.step_s)
+
+    def row(self) -> dict[str, Any]:
+        return {**asdict(self), "step_mean_s": self.step_mean_s}
+
+
+def figures(log: Path, world: World, stays: Sequence[Stay]) -> Figures:
+    """Of a simulated run."""
+    events = read(log)
+    skip = world.real.sim.skip_steps
+    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    if len(steps) <= skip:
+        fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
+        raise WindfallError(f"{len(steps)} steps were made, and {skip} are left out", where="sim", fix=fix)
+    since_s = _first_end_s(log, skip) if any(e["name"] == "void" for e in events) else None
+    start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
+    if since_s is not None:
+        start_s += since_s - (steps[skip]["t"] - steps[skip]["s"])
+    unjoined = [s for s in stays if not s.joined and _overlap(s, start_s, end_s) > 0]
+    more_usd = _price_changes(world, stays, start_s, end_s)
+    more_usd += sum(s.prices.between(max(s.start_s, start_s), min(s.end_s, end_s)) for s in unjoined)
+    found = of(events, skip=skip, granule=world.granule, more_usd=more_usd, since_s=since_s)
+    return replace(found, unjoined_s=sum(_overlap(s, start_s, end_s) for s in unjoined))
+
+
+def _first_end_s(log: Path, step: int) -> float:
+    """When that step had ended for the first time, whatever became of it; of step 0: when the run began."""
+    times = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["name"] == "start" or (event["kind"], event["name"]) == ("scalar", "step"):
+            times.setdefault(0 if event["name"] == "start" else event["step"], event["t"])
+    return times[step]
+
+
+def of(
+    events: Sequence[Event], *, skip: int, granule: int = 1, more_usd: float = 0.0, since_s: float | None = None
+) -> Figures:
+    """Of any run, real or simulated, from its log alone. `skip`: so many steps are left out; one more there must be.
+    `since_s`: count from there on, with all that steps cost which had to be made again."""
+    all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    steps = all_steps[skip:]
+    start_s, end_s = steps[0]["t"] - steps[0]["s"] if since_s is None else since_s, steps[-1]["t"]
+    void = [e for e in events if e["name"] == "void" and start_s < e["t"] <= end_s] if since_s is not None else []
+    tokens = sum(e["trained"] for e in steps) * granule if void else _tokens(all_steps, skip)
+    seconds = end_s - start_s
+    bill = sum((msgspec.convert(e["bill"], Totals) for e in (*steps, *void)), Totals())
+    trainer = bill.holders.get("trainer", Account())
+    others = [a for h, a in bill.holders.items() if h != "trainer"]
+    usd = bill.all.total_usd + more_usd
+    paid_s = max(1e-9, sum(a.total_s for a in others))
+    return Figures(
+        steps=len(steps), virtual_s=seconds, whole_s=events[-1]["t"] - events[0]["t"], tok_per_s=tokens / seconds,
+        tok_per_usd=tokens / usd if usd else 0.0, usd=usd, unpriced_s=bill.all.unpriced_s,
+        step_s=tuple(e["s"] for e in steps),
+        trainer_idle=trainer.seconds.get("waiting", 0.0) / max(1e-9, trainer.total_s),
+        workers_there=sum(a.total_s for a in others) / seconds,
+        workers_idle=_seconds(others, "waiting") / paid_s, workers_lost=_seconds(others, *LOST) / paid_s,
+        killed=sum(1 for e in events if e["name"] == "worker_lost" and start_s < e["t"] <= end_s),
+        moved=sum(e["moved"] for e in steps),
+        again=sum(e["discarded"] for e in steps) * granule / max(1, tokens),
+        unjoined_s=0.0, advice=_advice(events),
+    )  # fmt: skip
+
+
+def _tokens(steps: Sequence[Event], skip: int) -> int:
+    """Made in the steps after `skip`: real ones."""
+    if "real_tokens" in steps[-1]:
+        return steps[-1]["real_tokens"] - (steps[skip - 1]["real_tokens"] if skip else 0)
+    return sum(e["made"] - e["restored"] for e in steps[skip:])
+
+
+def _seconds(accounts: Sequence[Account], *buckets: Bucket) -> float:
+    return sum(a.seconds.get(b, 0.0) for a in accounts for b in buckets)
+
+
+def _overlap(stay: Stay, start_s: float, end_s: float) -> float:
+    return max(0.0, min(stay.end_s, end_s) - max(stay.start_s, start_s))
+
+
+def _price_changes(world: World, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
+    """A bill has the price at which a worker joined. What it cost more, or less, since then."""
+    extra, boot_s = 0.0, world.real.sim.boot_s
+    for stay in stays:
+        held_s = _overlap(stay, start_s, end_s)
+        if stay.joined and held_s > 0:
+            cost = stay.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
+            extra += cost - stay.prices.at(stay.start_s + boot_s) * held_s / 3600
+    return extra
+
+
+def _advice(events: Sequence[Event]) -> tuple[str, ...]:
+    last = {e["lease"]: e for e in events if e["name"] == "advice"}
+    return tuple(f"{e['count']} of {lease}, now {e['now']}: {e['why']}" for lease, e in last.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """A figure over several seeds."""
+
+    mean: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:,.4g} ({self.least:,.4g} to {self.most:,.4g})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """
+    >>> spread([1.0, 3.0])
+    Spread(mean=2.0, least=1.0, most=3.0)
+    """
+    return Spread(mean=statistics.mean(values), least=min(values), most=max(values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The fleet at one time, for a timeline."""
+
+    at_s: float
+    workers: int
+    tok_per_s: float
+    """Of the step that it is in."""
+
+
+def timeline(log: Path, granule: int) -> list[Moment]:
+    """Workers there after every change, and the speed of every step."""
+    out: list[Moment] = []
+    here: set[str] = set()
+    rate = math.nan
+    events = read(log)
+    rates = [(e["m"] - e["s"], e["m"], e["tok_per_s"] * granule) for e in events if e["name"] == "step"]
+    for event in events:
+        match event["name"]:
+            case "worker_joined":
+                here.add(event["worker"])
+            case "worker_lost" | "worker_left":
+                here.discard(event["worker"])
+            case "resumed":  # a new controller: all join again
+                here.clear()
+            case "step":
+                pass
+            case _:
+                continue
+        rate = next((r for a, b, r in rates if a <= event["m"] <= b), 0.0)
+        out.append(Moment(at_s=event["m"], workers=len(here), tok_per_s=rate))
+    return out

@@ -1,0 +1,45 @@
+"""A worker within the same process: the same session and the same engine thread, over a link in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from windfall.engine.base import Engine
+from windfall.link import messages as m
+from windfall.link.base import LinkClosed
+from windfall.link.memory import pair
+from windfall.rollout.dispatch import Dispatch
+from windfall.types import Lease
+from windfall.worker.engine_thread import Host
+from windfall.worker.session import Pull, Session, Weights
+
+
+def has_it(load: m.Load, stop: object) -> Weights:
+    """The Pull of an engine that shares its weights with whoever changes them."""
+    del stop
+    return Weights(digest=load.digest, tensors=None)
+
+
+@contextlib.asynccontextmanager
+async def inside(
+    dispatch: Dispatch, engine: Engine, slots: int, *, name: str = "local", pull: Pull = has_it,
+    heartbeat_s: float = 0.5, on_failure: Callable[[BaseException | None], None] = lambda error: None,
+) -> AsyncIterator[Session]:  # fmt: skip
+    """While this is open, `engine` works for `dispatch`."""
+    ours, theirs = pair("controller", name)
+    loop, host = asyncio.get_running_loop(), Host(engine, slots)
+    host.start(lambda: loop.call_soon_threadsafe(on_failure, host.failed) and None)
+    session = Session(theirs, host, pull, heartbeat_s=heartbeat_s)
+    hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here"))
+    tasks = [asyncio.create_task(dispatch.attend(ours, hello)), asyncio.create_task(session.serve())]
+    try:
+        yield session
+    finally:
+        await ours.close("over")
+        with contextlib.suppress(LinkClosed):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(host.close)

@@ -1,0 +1,155 @@
+"""A recipe is refused whole, with the way out, or it means exactly what it says."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.config import Recipe, dump, load, parse, sections
+from windfall.errors import WindfallError
+
+RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml"))
+
+
+def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
+    path = tmp_path / "recipe.toml"
+    path.write_text(toml)
+    with pytest.raises(WindfallError) as e:
+        load(path, list(overrides))
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
+        ("stps = 3", "unknown key 'stps'. Known: algorithm, checkpoint, "),
+        ("[train]\nlearning = 1.0", "unknown key 'train.learning'. Known: betas, "),
+        ("[rollout]\ntemprature = 1.0", "unknown key 'rollout.temprature'. Did you mean 'temperature'?"),
+        ("[env]\nname = 'guess'\nmax_turn = 2", "unknown key 'env.max_turn'. Did you mean 'max_turns'?"),
+        ("[env]\nname = 'guesss'", "env.name = 'guesss' is not an environment. Did you mean 'guess'?"),
+        ("[env]\nmax_steps = 3", "'env.name' is missing. Known: arithmetic, custom, guess, gym, jsonl."),
+        ("[env]\nname = 'gym'", "'env.task' is missing"),
+        ("[env]\nname = 'custom'\nfactory = 'mine'", "'env.factory' = 'mine': "),
+        ("[algorithm]\nname = 'grpp'", "no algorithm 'grpp'. Did you mean 'grpo'?"),
+        ("[algorithm.options]\nclp = 0.1", "algorithm grpo: no option 'clp'. Did you mean 'clip'?"),
+        ("[algorithm.options]\nclip = 'wide'", "algorithm grpo: clip = 'wide'. Such as 0.2."),
+        ("[algorithm.options]\nclip = [1]", "'algorithm.options.clip' = [1]: "),
+        ("[run]\nsteps = 0", "'run.steps' = 0: Input should be greater than or equal to 1"),
+        ("[run]\nsteps = '20'", "'run.steps' = '20': Input should be a valid integer"),
+        ("[run]\nsteps = true", "'run.steps' = True: Input should be a valid integer"),
+        ("[run]\nname = '../elsewhere'", "'run.name' = '../elsewhere': "),
+        ("[run]\ndevice = 'tpu'", "'run.device' = 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
+        ("[rollout]\ntop_p = 1.5", "'rollout.top_p' = 1.5: Input should be less than or equal to 1"),
+        ("[train]\nbetas = [0.9]", "'train.betas.1' is missing"),
+        ("[train]\ncheckpoint_activations = 'x'", "'train.checkpoint_activations' = 'x': Input should be a valid bool"),
+        ("train = 3", "'train' = 3: it is a section"),
+        ("env = 'guess'", "'env' = 'guess': it is a section"),
+        ("[train]\nminibatches = 3", "rollout.groups = 32 cannot be split into train.minibatches = 3 equal parts"),
+        ("[rollout]\ngroups = 2\n[train]\nminibatches = 4", "Make the first a multiple of the second."),
+    ],
+)
+def test_wrong_recipe_is_refused_with_the_way_out(tmp_path: Path, toml: str, said: str) -> None:
+    message = refusal(tmp_path, toml)
+    assert said in message
+    assert message.startswith(str(tmp_path / "recipe.toml"))
+    assert len(message.splitlines()) == 1
+
+
+def test_all_wrong_keys_are_told_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "[run]\nsteps = 0\nsede = 1\n[train]\nlr = -1.0")
+    assert [line.partition(": ")[2] if i == 0 else line for i, line in enumerate(message.splitlines())] == [
+        "'run.steps' = 0: Input should be greater than or equal to 1",
+        "unknown key 'run.sede'. Did you mean 'seed'?",
+        "'train.lr' = -1.0: Input should be greater than 0",
+    ]
+
+
+@pytest.mark.parametrize("text", ["run.steps", "=3", "run..steps=3", ".steps=3", "run.=3", ""])
+def test_override_that_is_none(tmp_path: Path, text: str) -> None:
+    assert "Write it as --set section.key=value." in refusal(tmp_path, "", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run.stps=3", "unknown key 'run.stps'. Did you mean 'steps'?"),
+        ("run.steps=many", "'run.steps' = 'many': Input should be a valid integer"),
+        ("run.name.first=x", "'name' in 'run.name.first=x' is a value, not a section"),
+        ("train.lr=", "'train.lr' = '': Input should be a valid number"),
+    ],
+)
+def test_override_that_does_not_fit(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refusal(tmp_path, "[run]\nname = 'a'", text)
+
+
+def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("[run]\nsteps = 3")
+    said = ["run.steps=5", "train.lr = 3e-4", "run.name=2026-01-31", "train.betas=[0.8, 0.9]", "run.deterministic=true",
+            "algorithm.options.clip=0.1", "model.path= ./a folder ", 'run.device="cpu"', "run.steps=7"]  # fmt: skip
+    recipe = load(path, said)
+    assert (recipe.run.steps, recipe.run.name, recipe.run.deterministic, recipe.run.device) == (
+        7, "2026-01-31", True, "cpu")  # fmt: skip
+    assert (recipe.train.lr, recipe.train.betas) == (3e-4, (0.8, 0.9))
+    assert recipe.algorithm.options == {"clip": 0.1}
+    assert recipe.model.path == "./a folder"
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text("")
+    with pytest.raises(WindfallError, match=r"no such recipe file\nDid you mean 'demo.toml'\?"):
+        load(tmp_path / "dmo.toml")
+    with pytest.raises(WindfallError, match="Recipes are TOML files"):
+        load(tmp_path / "nowhere" / "demo.toml")
+
+
+@pytest.mark.parametrize("content", [b"[run\nsteps=1", b"[run]\nname = '\xff'", b"run = 1\nrun = 2"])
+def test_bad_toml(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.toml").write_bytes(content)
+    with pytest.raises(WindfallError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_every_environment_can_be_named() -> None:
+    union = get_args(sections.Env)[0]
+    assert set(sections.ENVS.values()) == set(get_args(union))
+    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in sections.ENVS.items())
+
+
+def again(recipe: Recipe, folder: Path) -> Recipe:
+    path = folder / "again.toml"
+    path.write_text(dump(recipe), encoding="utf-8")
+    return load(path)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_dump_of_every_recipe_loads_again(path: Path, tmp_path: Path) -> None:
+    recipe = load(path)
+    assert again(recipe, tmp_path) == recipe
+
+
+plain = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.dates() | st.datetimes()
+options = st.recursive(plain, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=6)
+
+
+@settings(deadline=None)
+@given(text=st.text(), options=st.dictionaries(st.text(), options, max_size=4))
+def test_dump_of_odd_values_loads_again(tmp_path_factory: Any, text: str, options: dict[str, Any]) -> None:
+    env = {"name": "gym", "task": text, "options": options, "instruction": text}
+    recipe = parse({"env": env, "train": {"lr": 1e-5, "clip_norm": math.inf}}, where="here")
+    assert again(recipe, tmp_path_factory.getbasetemp()) == recipe
+
+
+def test_dump_keeps_types() -> None:
+    options = {"one": 1, "float": 1.0, "yes": True, "day": datetime.date(2026, 1, 31), "at": datetime.time(1, 2, 3)}
+    recipe = parse({"env": {"name": "gym", "task": "t", "options": options}}, where="here")
+    text = dump(recipe)
+    for line in ('"one" = 1,', '"float" = 1.0', '"yes" = true', '"day" = 2026-01-31', '"at" = 01:02:03'):
+        assert line in text

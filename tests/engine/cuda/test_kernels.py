@@ -1,0 +1,468 @@
+"""The kernels of the GPU engine. Three steps: the reference against transformers, sdpa and the sampler (on a CPU,
+always); the Triton kernels against the reference, in Triton's interpreter where it is asked for (TRITON_INTERPRET=1)
+or on a GPU in bfloat16 and float32; a captured graph of a whole step on a GPU.
+
+Not covered here: speed (`benchmarks/gpu_kernels.py`), models as a whole, pools above 2 GiB."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from windfall.engine.cuda import reference
+from windfall.engine.cuda.state import Pool, Spans, State
+from windfall.engine.torch import sampler
+from windfall.types import Sampling
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+WHY = "needs triton, and a GPU or TRITON_INTERPRET=1"
+CAN = find_spec("triton") is not None and (CUDA or os.environ.get("TRITON_INTERPRET") == "1")
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+# heads, kv heads, head: grouped-query ratios 1, 2, 3, 4, 8 and heads of 64, 96 (padded) and 128
+SHAPES = [(4, 4, 64), (4, 2, 128), (9, 3, 64), (8, 2, 96), (8, 1, 128)]
+PAGE = 16
+
+
+@pytest.fixture
+def kernels() -> ModuleType:
+    if not CAN:
+        pytest.skip(WHY)
+    from windfall.engine.cuda import kernels
+
+    return kernels
+
+
+def scene(
+    lengths: list[int], *, kv_heads: int, head: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    layers: int = 2, inactive: tuple[int, ...] = (),
+) -> SimpleNamespace:  # fmt: skip
+    """A slot for every length, on shuffled pages of random keys and values."""
+    torch.manual_seed(len(lengths) * 1000 + sum(lengths))
+    each = max(lengths) // PAGE + 1
+    pool = Pool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head, dtype=dtype,
+                device=device)  # fmt: skip
+    assert pool.data is not None
+    pool.data.copy_(torch.randn(pool.shape))
+    state = State.new(len(lengths), each, device)
+    state.table[:-1] = torch.randperm(len(lengths) * each, dtype=torch.int32).view(-1, each).to(device)
+    state.length[:-1] = torch.tensor(lengths, dtype=torch.int32)
+    state.left[:-1] = 5
+    state.left[list(inactive)] = 0
+    state.last[:-1] = torch.randint(0, 50, (len(lengths),), dtype=torch.int32)
+    state.seed[:-1] = torch.randint(-(2**63), 2**63 - 1, (len(lengths),))
+    state.position[:-1] = torch.randint(0, 900, (len(lengths),), dtype=torch.int32)
+    return SimpleNamespace(state=state, pool=pool, device=device, dtype=dtype)
+
+
+def numbers(*shape: int, like: SimpleNamespace) -> Tensor:
+    return torch.randn(shape).to(like.device, like.dtype)
+
+
+def rows_of(*slots: int, device: str = "cpu") -> Tensor:
+    return torch.tensor(slots, dtype=torch.int32, device=device)
+
+
+def history(s: SimpleNamespace, slot: int, layer: int, count: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (kv_heads, count, head) of a slot, found token by token."""
+    table = s.state.table[slot].tolist()
+    where = [(table[t // PAGE], t % PAGE) for t in range(count)]
+    return tuple(torch.stack([s.pool.data[layer, i, page, :, at] for page, at in where], 1) for i in (0, 1))  # pyright: ignore
+
+
+def copy(s: SimpleNamespace) -> SimpleNamespace:
+    pool = Pool(layers=s.pool.shape[0], pages=s.pool.scratch, page_size=PAGE, kv_heads=s.pool.shape[3],
+                head=s.pool.shape[5], dtype=s.dtype, device=s.device)  # fmt: skip
+    assert pool.data is not None
+    pool.data.copy_(s.pool.data)
+    state = State(**{name: getattr(s.state, name).clone() for name in State.__slots__})
+    return SimpleNamespace(state=state, pool=pool, device=s.device, dtype=s.dtype)
+
+
+def same_state(a: State, b: State) -> None:
+    for name in State.__slots__:
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def close(a: Tensor, b: Tensor, *, rounded: float = 1e-2, exact: float = 2e-6) -> None:
+    """Within `exact` of each other (relative to the largest) in float32, `rounded` in bfloat16."""
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert torch.isfinite(a).all()
+    within = exact if a.dtype == torch.float32 else rounded
+    worst = (a.float() - b.float()).abs().max() / b.float().abs().max()
+    assert worst <= within, f"{worst:.2e} apart"
+
+
+# The reference against what it stands for.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_norm_and_gate_are_transformers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, residual = torch.randn(5, 48).to(dtype), torch.randn(5, 48).to(dtype)
+    module = LlamaRMSNorm(48, eps=1e-5).to(dtype)
+    module.weight.data.copy_(torch.randn(48))
+    normed, total = reference.norm(x, residual, module.weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, module(x + residual))
+    alone, total = reference.norm(x, None, module.weight, 1e-5)
+    assert total is x
+    assert torch.equal(alone, module(x))
+    config = SimpleNamespace(hidden_size=48, intermediate_size=64, mlp_bias=False, hidden_act="silu")
+    mlp: Any = LlamaMLP(config).to(dtype)
+    fused = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    assert torch.equal(F.linear(reference.gate(F.linear(x, fused)), mlp.down_proj.weight), mlp(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_reference_place_is_transformers(dtype: torch.dtype, normed: bool) -> None:
+    heads, kv_heads, head = 6, 2, 16
+    s = scene([3, 40, 17, 33], kv_heads=kv_heads, head=head, dtype=dtype, inactive=(3,))
+    slots, positions = rows_of(0, 1, 1, 2, 3, 4, 4), rows_of(2, 31, 32, 16, 7, 0, 0)
+    qkv = torch.randn(7, (heads + 2 * kv_heads) * head).to(dtype)
+    cos, sin = torch.randn(2, 64, head).to(dtype)
+    modules = [LlamaRMSNorm(head, eps=1e-5).to(dtype) for _ in range(2)]
+    for module in modules:
+        module.weight.data.copy_(torch.randn(head))
+    weights = [m.weight.data for m in modules] if normed else [None, None]
+    before = copy(s)
+    qw, kw = weights
+    q = reference.place(qkv, slots, positions, s.state, s.pool, 1, cos, sin, qw, kw, 1e-5, heads, kv_heads)
+
+    wide = qkv.view(7, -1, head)
+    want_q, want_k, want_v = wide[:, :heads], wide[:, heads : heads + kv_heads], wide[:, heads + kv_heads :]
+    if normed:
+        want_q, want_k = modules[0](want_q), modules[1](want_k)
+    at = positions.long()
+    want_q, want_k = apply_rotary_pos_emb(want_q, want_k, cos[at], sin[at])
+    assert torch.equal(q, want_q)
+    for i in range(4):
+        page, row = s.state.table[slots[i], positions[i] // PAGE], positions[i] % PAGE
+        assert torch.equal(s.pool.data[1, 0, page, :, row], want_k[i])
+        assert torch.equal(s.pool.data[1, 1, page, :, row], want_v[i])
+        before.pool.data[1, :, page, :, row] = s.pool.data[1, :, page, :, row]
+    before.pool.data[1, :, -1] = s.pool.data[1, :, -1]  # the scratch page: where rows 4 to 6 belong
+    assert torch.equal(before.pool.data, s.pool.data)
+
+
+@pytest.mark.parametrize("window", [None, 1, 24])
+def test_reference_attention_is_sdpa(window: int | None) -> None:
+    heads, kv_heads, head, scale = 6, 2, 16, 0.3
+    s = scene([1, 45, 16, 31, 0], kv_heads=kv_heads, head=head, inactive=(3,))
+    order = [2, 1, 3, 4, 0, 5]  # slot 5 is nobody's
+    q = torch.randn(6, heads, head)
+    out = reference.decode(q, rows_of(*order), s.state, s.pool, 1, scale, window, 1)
+    for i, slot in enumerate(order):
+        if slot in (3, 5):
+            assert torch.isfinite(out[i]).all()
+            continue
+        n = int(s.state.length[slot]) + 1
+        k, v = history(s, slot, 1, n)
+        near = slice(0 if window is None else max(0, n - window), n)
+        want = F.scaled_dot_product_attention(q[i][:, None], k[:, near], v[:, near], scale=scale, enable_gqa=True)
+        torch.testing.assert_close(out[i], want.flatten())
+
+    spans = spans_of([(1, 20, 26), (0, 0, 2), (2, 16, 1)])
+    q = torch.randn(29, heads, head)
+    out = reference.attend(q, spans, s.state, s.pool, 0, scale, window).view(29, heads, head)
+    for slot, first, count, start in [(1, 0, 26, 20), (0, 26, 2, 0), (2, 28, 1, 16)]:
+        k, v = history(s, slot, 0, start + count)
+        mask = torch.ones(count, start + count, dtype=torch.bool).tril(start)
+        if window is not None:
+            mask &= ~torch.ones(count, start + count, dtype=torch.bool).tril(start - window)
+        here = q[first : first + count].transpose(0, 1)
+        want = F.scaled_dot_product_attention(here, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        torch.testing.assert_close(out[first : first + count], want.transpose(0, 1))
+
+
+def spans_of(chunks: list[tuple[int, int, int]], device: str = "cpu") -> Spans:
+    """Chunks of (slot, start, count), laid end to end."""
+    slot, start, count = zip(*chunks, strict=True)
+    first = [sum(count[:i]) for i in range(len(count))]
+    row_slot = [s for s, c in zip(slot, count, strict=True) for _ in range(c)]
+    row_position = [b + i for b, c in zip(start, count, strict=True) for i in range(c)]
+    parts = {"slot": slot, "first": first, "count": count, "start": start, "row_slot": row_slot,
+             "row_position": row_position}  # fmt: skip
+    return Spans(**{k: rows_of(*v, device=device) for k, v in parts.items()}, longest=max(count))
+
+
+SAMPLINGS = [
+    Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.7), Sampling(temperature=1.5, top_k=5),
+    Sampling(top_p=0.75), Sampling(temperature=2.0, top_k=40, top_p=0.5), Sampling(temperature=0.0, top_k=3),
+]  # fmt: skip
+
+
+def sampled(count: int, vocabulary: int, *, cut: bool, device: str = "cpu") -> SimpleNamespace:
+    """Rows of random logits, and slots that ask for all kinds of sampling."""
+    s = scene([20 + i for i in range(count)], kv_heads=1, head=16, device=device, inactive=(1, 3))
+    s.how = [SAMPLINGS[i % (len(SAMPLINGS) if cut else 3)] for i in range(count)]
+    for i, how in enumerate(s.how):
+        s.state.temperature[i], s.state.top_k[i], s.state.top_p[i] = how.temperature, how.top_k, how.top_p
+    s.order = [*range(count - 1, -1, -1), count, count]
+    s.rows = rows_of(*s.order, device=device)
+    s.logits = 3 * torch.randn(count + 2, vocabulary, device=device)
+    s.tokens, s.logprobs = torch.full((count + 2,), 7, dtype=torch.int32, device=device), s.logits.new_zeros(count + 2)
+    return s
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_reference_draws_as_the_sampler(cut: bool) -> None:
+    s = sampled(30, 160, cut=cut)
+    before = copy(s)
+    live = [i for i, slot in enumerate(s.order) if slot < 30 and slot not in (1, 3)]
+    slots = [s.order[i] for i in live]
+    seeds, positions = ([getattr(s.state, name)[slot].item() for slot in slots] for name in ("seed", "position"))
+    want, logp = sampler.sample(s.logits[live], seeds, positions, [s.how[slot] for slot in slots])
+    s.state.stop[slots[0], 3] = want[0].int()
+    s.state.left[slots[1]] = 1
+    reference.draw(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut)
+    assert s.tokens[live].tolist() == want.tolist()
+    torch.testing.assert_close(s.logprobs[live], logp, atol=1e-6, rtol=1e-6)
+    assert {s.tokens[i].item() for i in range(32) if i not in live} == {-1}
+    at = torch.tensor(slots)
+    assert s.state.last[at].tolist() == want.tolist()
+    assert torch.equal(s.state.length[at], before.state.length[at] + 1)
+    assert torch.equal(s.state.position[at], before.state.position[at] + 1)
+    assert s.state.left[at].tolist() == [0, 0, *[4] * (len(live) - 2)]
+    for slot in (1, 3, 30):
+        for name in ("last", "length", "left", "position"):
+            assert getattr(s.state, name)[slot] == getattr(before.state, name)[slot]
+
+
+def test_reference_begins_with_the_newest_tokens() -> None:
+    s = scene([4, 9], kv_heads=1, head=16)
+    s.state.last[:] = rows_of(11, 12, 13)
+    ids, positions = reference.begin(s.state, rows_of(1, 0, 2))
+    assert (ids.dtype, ids.tolist()) == (torch.int64, [12, 11, 13])
+    assert (positions.dtype, positions.tolist()) == (torch.int32, [9, 4, 0])
+
+
+def test_splits_never_exceed_what_there_is_to_cut() -> None:
+    for batch in (1, 16, 512):
+        for longest in (1, 200, 2048, 32768):
+            splits = reference.splits_for(batch, 8, longest, 132)
+            assert 1 <= splits <= max(1, longest // reference.part_tokens(batch * 8))
+
+
+# The kernels against the reference.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [48, 576, 1000])
+def test_norm_and_gate(kernels: ModuleType, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    x, residual = (torch.randn(7, size).to(DEVICE, dtype) for _ in range(2))
+    weight = torch.randn(size).to(DEVICE, dtype)
+    for r in (None, residual):
+        for ours, theirs in zip(kernels.norm(x, r, weight, 1e-6), reference.norm(x, r, weight, 1e-6), strict=True):
+            close(ours, theirs, rounded=2**-7)
+            if dtype == torch.bfloat16:
+                assert (ours != theirs).float().mean() < 1e-2  # only where a last bit of the mean square decides
+    both = 3 * torch.randn(7, 2 * size).to(DEVICE, dtype)
+    close(kernels.gate(both), reference.gate(both), rounded=2**-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_place(kernels: ModuleType, shape: tuple[int, int, int], normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, head = shape
+    a = scene([3, 47, 17, 33, 15], kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(3,))
+    a.state.length[3] = 48  # behind the end of its table
+    b = copy(a)
+    slots = rows_of(1, 3, 4, 1, 0, 5, 2, 5, device=DEVICE)
+    positions = rows_of(46, 48, 15, 47, 0, 0, 16, 0, device=DEVICE)
+    qkv = numbers(8, (heads + 2 * kv_heads) * head, like=a)
+    cos, sin = numbers(64, head, like=a), numbers(64, head, like=a)
+    weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
+    out = []
+    for s, how in ((a, kernels), (b, reference)):
+        out += [how.place(qkv, slots, positions, s.state, s.pool, 1, cos, sin, *weights, 1e-6, heads, kv_heads)]
+    close(out[0], out[1], rounded=2**-7)
+    real = slice(0, a.pool.scratch)  # several rows write to the scratch page: any of them may come last
+    close(a.pool.data[:, :, real], b.pool.data[:, :, real], rounded=2**-7)
+    same_state(a.state, b.state)
+
+
+LENGTHS = [0, 1, 14, 15, 16, 31, 63, 64, 65, 127, 128, 200, 255, 256, 299]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("window", "splits"), [(None, 1), (None, 2), (24, 1), (150, 8), (None, 8)])
+def test_decode(
+    kernels: ModuleType, shape: tuple[int, int, int], window: int | None, splits: int, dtype: torch.dtype
+) -> None:
+    heads, kv_heads, head = shape
+    lengths = [*(LENGTHS if CUDA else LENGTHS[::3]), 1500]
+    s = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
+    rows = rows_of(*reversed(range(len(lengths))), len(lengths), len(lengths), device=DEVICE)
+    q = numbers(len(rows), heads, head, like=s)
+    want = reference.decode(q, rows, s.state, s.pool, 1, head**-0.5, window, splits)
+    for _ in range(2):  # twice: the counters must have come back to zero
+        close(kernels.decode(q, rows, s.state, s.pool, 1, head**-0.5, window, splits), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("window", "splits", "pairs"), [(None, 1, 1024), (40, 4, 1024), (None, 1, 0)])
+def test_place_and_decode(
+    kernels: ModuleType, shape: tuple[int, int, int], normed: bool, window: int | None, splits: int, pairs: int,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("windfall.engine.cuda.kernels.attention._FUSED_PAIRS", pairs)  # up to these: one launch
+    heads, kv_heads, head = shape
+    lengths = [0, 5, 15, 16, 130, 291, 47]
+    a = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
+    a.state.length[1] = 19 * PAGE  # behind the end of its table
+    b, before = copy(a), copy(a)
+    rows = rows_of(6, 1, 5, 7, 4, 0, 2, 3, 7, device=DEVICE)
+    positions = reference.begin(a.state, rows)[1]
+    qkv = numbers(9, (heads + 2 * kv_heads) * head, like=a)
+    cos, sin = numbers(320, head, like=a), numbers(320, head, like=a)
+    weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
+    rest = (cos, sin, *weights, 1e-6, heads, head**-0.5, window, splits)
+    out = [
+        how.place_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
+        for s, how in ((a, kernels), (b, reference))
+    ]
+    close(out[0], out[1], rounded=2e-2)
+    real = slice(0, a.pool.scratch)
+    close(a.pool.data[:, :, real], b.pool.data[:, :, real], rounded=2**-7)
+    changed = (a.pool.data != before.pool.data).any(-1).any(-2).any(1)  # (layers, pages, rows of a page)
+    assert changed[:, real].sum(dim=(1, 2)).tolist() == [0, 6]  # one token of each active row, in layer 1
+    same_state(a.state, before.state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "chunks",
+    [[(0, 0, 1), (1, 298, 1), (2, 15, 1)], [(0, 0, 13), (2, 250, 15), (1, 16, 9)], [(3, 0, 70), (0, 3, 1), (2, 90, 5)]],
+)
+@pytest.mark.parametrize("window", [None, 20])
+def test_attend(
+    kernels: ModuleType, shape: tuple[int, int, int], chunks: list[tuple[int, int, int]], window: int | None,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    heads, kv_heads, head = shape
+    s = scene([299, 299, 299, 99], kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE)
+    spans = spans_of(chunks, DEVICE)
+    q = numbers(len(spans.row_slot), heads, head, like=s)
+    want = reference.attend(q, spans, s.state, s.pool, 1, head**-0.5, window)
+    close(kernels.attend(q, spans, s.state, s.pool, 1, head**-0.5, window), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [50, 9001, 12288])
+@pytest.mark.parametrize("cut", [False, True])
+def test_draw(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtype) -> None:
+    a = sampled(40, vocabulary, cut=cut, device=DEVICE)
+    a.logits = a.logits.to(dtype)
+    a.logits[:, vocabulary // 2] = -float("inf")
+    b = copy(a)
+    kernels.draw(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut)
+    tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
+    reference.draw(a.logits, a.rows, b.state, tokens, logprobs, cut)
+    for i in (a.tokens != tokens).nonzero().flatten().tolist():  # only at a boundary, to within rounding
+        slot, (low, high) = a.order[i], sorted((int(a.tokens[i]), int(tokens[i])))
+        p = torch.softmax(a.logits[i].double() / a.state.temperature[slot].double(), -1).cumsum(-1)
+        u = reference.uniform(a.state.seed[slot], a.state.position[slot] - 1)
+        assert low >= 0
+        assert abs(p[low] - u) < 1e-6
+        assert p[high - 1] - p[low] < 1e-6
+    assert (a.tokens != tokens).sum() <= 1
+    agree = a.tokens == tokens
+    torch.testing.assert_close(a.logprobs[agree], logprobs[agree], atol=2e-5, rtol=1e-5)
+    if agree.all():
+        same_state(a.state, b.state)
+
+
+def test_draw_stops_and_leaves_the_rest_alone(kernels: ModuleType) -> None:
+    a = sampled(6, 50, cut=False, device=DEVICE)
+    b = copy(a)
+    reference.draw(a.logits, a.rows, b.state, a.tokens, a.logprobs, False)
+    stop, last = 5, 4
+    for s in (a, b):
+        s.state.stop[stop, 7] = a.tokens[a.order.index(stop)]
+        s.state.left[last] = 1
+    kernels.draw(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
+    assert a.state.left.tolist() == [4, 0, 4, 0, 0, 0, 0]
+    assert a.tokens.tolist()[-2:] == [-1, -1]
+    for name in ("last", "length", "position"):
+        assert torch.equal(getattr(a.state, name), getattr(b.state, name)), name
+
+
+def test_draw_of_broken_logits_is_still_a_token(kernels: ModuleType) -> None:
+    for value in (float("nan"), -float("inf"), float("inf")):
+        s = sampled(4, 5000, cut=False, device=DEVICE)
+        s.logits[:] = value
+        kernels.draw(s.logits, s.rows, s.state, s.tokens, s.logprobs, False)
+        assert all(0 <= int(t) < 5000 for t, slot in zip(s.tokens, s.order, strict=True) if slot in (0, 2))
+
+
+def test_begin(kernels: ModuleType) -> None:
+    s = scene([4, 9, 12], kv_heads=1, head=16, device=DEVICE)
+    rows = rows_of(2, 0, 3, 3, 1, device=DEVICE)
+    for ours, theirs in zip(kernels.begin(s.state, rows), reference.begin(s.state, rows), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
+    """Every kernel of a step in one graph; replayed after the pool was given up and taken elsewhere."""
+    heads, kv_heads, head, vocabulary = 8, 4, 64, 3000
+    a = sampled(12, vocabulary, cut=cut, device=DEVICE)
+    s = scene([200 + i for i in range(12)], kv_heads=kv_heads, head=head, dtype=torch.bfloat16, device=DEVICE)
+    s.state = a.state
+    s.state.length[:-1] = torch.arange(200, 212, dtype=torch.int32)
+    table = torch.randperm(12 * 14, dtype=torch.int32).view(12, 14).to(DEVICE)
+    s.state = State(**{**{n: getattr(a.state, n) for n in State.__slots__}, "table": torch.cat([table, table[:1]])})
+    qkv = numbers(14, (heads + 2 * kv_heads) * head, like=s)
+    cos, sin, weight = numbers(256, head, like=s), numbers(256, head, like=s), numbers(heads * head, like=s)
+    project = numbers(vocabulary, heads * head // 2, like=s)
+
+    def step(on: SimpleNamespace, how: Any, tokens: Tensor, logprobs: Tensor) -> None:
+        _, positions = how.begin(on.state, a.rows)
+        q = how.place(qkv, a.rows, positions, on.state, on.pool, 1, cos, sin, None, None, 1e-6, heads, kv_heads)
+        out = how.decode(q, a.rows, on.state, on.pool, 1, head**-0.5, None, 2)
+        logits = F.linear(how.gate(how.norm(out, None, weight, 1e-6)[0]), project)
+        how.draw(logits, a.rows, on.state, tokens, logprobs, cut)
+
+    fresh = copy(s)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(copy(s), kernels, a.tokens, a.logprobs)
+        spare = copy(s)
+        step(spare, kernels, a.tokens, a.logprobs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    kernels.decode(numbers(14, heads, head, like=s), a.rows, s.state, s.pool, 0, 1.0, None, 2)
+    with torch.cuda.graph(graph):
+        step(s, kernels, a.tokens, a.logprobs)
+    kept = s.pool.data.clone()
+    s.pool.give_up()
+    hold = torch.zeros_like(kept)  # so that it lands elsewhere
+    s.pool.take()
+    s.pool.data.copy_(kept)
+    tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
+    for _ in range(3):
+        graph.replay()
+        step(fresh, kernels, tokens, logprobs)
+        assert torch.equal(tokens, a.tokens)
+        assert torch.equal(logprobs, a.logprobs)
+        same_state(s.state, fresh.state)
+    assert hold.sum() == 0

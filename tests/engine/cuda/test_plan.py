@@ -1,0 +1,357 @@
+"""Random lives of the GPU engine against a device that keeps tokens where a real one keeps keys and values.
+
+The emulated pool holds (token, version) in every place. A step reads the whole context of each row through the table,
+as attention would, and the next token is a hash of what it read: whoever writes to a page of somebody else, reads one
+too early, keeps one of old weights or loses one changes what is said. What a family shares is read through the table of
+its first row, and every family is what the pages of its sequences say. Not covered: numbers (see test_gpu_engine.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import build
+
+from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.cuda.host_state import Words
+from windfall.engine.cuda.plan import Sequence as Running
+from windfall.engine.cuda.plan import Work
+from windfall.engine.cuda.splits import Sharing
+from windfall.types import Chunk, Request
+
+VOCABULARY = 40
+EAGER = Sharing(rows=3, least_tokens=4, worth_tokens=1)
+"""A family wherever there can be one, so small that many are cut."""
+PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 2, 4, 9, 30)] + [(9,) * 12, (*range(3, 20), 7, 7)]
+
+
+def following(context: Sequence[int], seed: int, position: int, version: int) -> int:
+    """What comes after `context`."""
+    return zlib.crc32(np.array([*context, seed, position, version], np.int64).tobytes()) % VOCABULARY
+
+
+def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[list[int]]:
+    """What the plan says of families, by definition: one row after the other, one page after the other."""
+
+    def prompt_pages(s: Running) -> list[int]:
+        return s.pages[: (len(s.request.prompt) - s.request.position - 1) // size]
+
+    out, first = [], 0
+    while first < len(rows):
+        mine, end = prompt_pages(rows[first]), first + 1
+        while end < min(len(rows), first + sharing.rows) and mine and prompt_pages(rows[end])[-1:] == mine[-1:]:
+            end += 1
+        held = [prompt_pages(s) for s in rows[first:end]]
+        tokens = 0
+        for column in zip(*held, strict=False):
+            if len(set(column)) > 1:
+                break
+            tokens += size
+        if end - first > 1 and tokens >= sharing.least_tokens:
+            out.append([first, end - first, tokens])
+        first = end
+    return out if sum((count - 1) * tokens for _, count, tokens in out) >= sharing.worth_tokens else []
+
+
+@dataclass
+class Landed:
+    work: Work
+    version: int
+    tokens: np.ndarray
+
+    def landed(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.tokens, self.tokens.astype(np.float32)
+
+
+class Emulated:
+    """Stands where the engine has its `Device`. Runs a launch at once, in the order of the stream."""
+
+    def __init__(self, words: Words, pages: int, size: int, sharing: Sharing) -> None:
+        self.words, self.pages, self.size, self.sharing = words, pages, size, sharing
+        self.shared_rows = 0
+        """Rows that were of a family, in all launches."""
+        self.image = words.data.copy()
+        self.pool = SimpleNamespace(data=self._blank(), take=self._take, give_up=self._give_up)
+        self.decoder = SimpleNamespace(stale=lambda: False)
+        self.version = 0
+
+    def _blank(self) -> np.ndarray:
+        return np.full((self.pages, self.size, 2), -1, np.int64)
+
+    def _take(self) -> None:
+        self.pool.data = self._blank() if self.pool.data is None else self.pool.data
+
+    def _give_up(self) -> None:
+        self.pool.data = None
+
+    def part(self, name: str) -> np.ndarray:
+        w = self.words
+        return self.image[w.at[name] : w.at[name] + w.sizes[name]]
+
+    def launch(self, work: Work, version: int) -> Landed:
+        self.version = version
+        out = np.full((1 + work.steps, self.words.slots), -1, np.int64)
+        assert work.families.tolist() == families_of(work.rows, self.sharing, self.size)
+        if work.steps:
+            self.words.rows(work.slots, len(work.slots))
+            self.words.families(work.families, len(work.slots), len(work.families))
+        places, values = self.words.take()
+        self.image[places] = values
+        assert all(p.start < p.stop for p in work.parts), "a part without a row"
+        for p in work.parts:  # a layer writes all keys and values before it reads any
+            for n in range(p.start, p.stop):
+                self._write(p.sequence.slot, n, p.sequence.tokens[n])
+        for n, p in enumerate(p for p in work.parts if p.samples):
+            assert self.part("length")[p.sequence.slot] == p.stop - 1
+            out[0, n] = self._draw(p.sequence.slot)
+        assert len({int(s) for s in work.slots}) == len(work.rows)
+        reads = self._reads(len(work.slots), len(work.families)) if work.steps else []
+        for step in range(work.steps):
+            active = [(n, int(s)) for n, s in enumerate(work.slots) if self.part("left")[s] > 0]
+            for _, slot in active:
+                self._write(slot, self.part("length")[slot], self.part("last")[slot])
+            for n, slot in active:
+                out[1 + step, n] = self._draw(slot, *reads[n])
+        return Landed(work, version, out)
+
+    def _write(self, slot: int, n: int, token: int) -> None:
+        page = self.part("table")[slot * self.words.pages_each + n // self.size]
+        self.pool.data[page, n % self.size] = token, self.version
+
+    def _reads(self, rows: int, families: int) -> list[tuple[int, int]]:
+        """For every row: who reads its first tokens, and how many. From the device's words alone."""
+        slots, shared = self.part("rows")[:rows], self.part("shared")[:rows]
+        out = [(int(s), 0) for s in slots]
+        names = ("family_first", "family_count", "family_tokens")
+        for first, count, tokens in zip(*(self.part(n)[:families].tolist() for n in names), strict=True):
+            assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "it is not there yet"
+            out[first : first + count] = [(int(slots[first]), tokens)] * count
+        assert [tokens for _, tokens in out] == shared.tolist()
+        self.shared_rows += int((shared > 0).sum())
+        return out
+
+    def _draw(self, slot: int, leader: int = 0, shared: int = 0) -> int:
+        length, position = self.part("length"), self.part("position")
+        at = np.arange(length[slot] + 1)
+        table = self.part("table")[np.where(at < shared, leader, slot) * self.words.pages_each + at // self.size]
+        read = self.pool.data[table, at % self.size]
+        assert (read[:, 1] == self.version).all(), "it reads what nobody wrote under these weights"
+        token = following(read[:, 0].tolist(), int(self.part("seed")[2 * slot]), int(position[slot]), self.version)
+        self.part("last")[slot] = token
+        length[slot] += 1
+        position[slot] += 1
+        stops = self.part("stop")[slot * self.words.stops : (slot + 1) * self.words.stops]
+        self.part("left")[slot] = 0 if token in stops else self.part("left")[slot] - 1
+        return token
+
+
+@cache
+def model() -> Any:
+    return build("llama")
+
+
+class Life:
+    """An engine, what was asked of it and what it said."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engine = GraphEngine(model(), **{"sharing": EAGER, **options})
+        plan = self.engine._plan
+        emulated: Any = Emulated(plan.words, plan.pages.count, plan.pages.size, plan.sharing)
+        self.engine._device = emulated
+        self.asked: dict[str, Request] = {}
+        self.said: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+        self.cancelled: set[str] = set()
+
+    def add(self, **fields: Any) -> None:
+        request = Request(id=str(len(self.asked)), **fields)
+        self.asked[request.id], self.said[request.id] = request, []
+        self.engine.add(request)
+
+    def cancel(self, id: str) -> None:
+        self.engine.cancel(id)
+        self.cancelled.add(id)
+
+    def step(self) -> None:
+        chunks = self.engine.step()
+        self.engine.check()
+        assert len({c.version for c in chunks}) <= 1, "a frame has one version"
+        assert len({c.id for c in chunks}) == len(chunks)
+        for c in chunks:
+            self._take(c)
+        assert len(self.engine) == len(self.asked.keys() - self.ended - self.cancelled)
+
+    def _take(self, c: Chunk) -> None:
+        request, said = self.asked[c.id], self.said[c.id]
+        assert c.tokens
+        assert c.id not in self.ended | self.cancelled
+        assert c.position == request.position + len(said)
+        for token in c.tokens:
+            assert not said or said[-1] not in request.stop, "it goes on after its end"
+            position = request.position + len(said)
+            assert token == following([*request.prompt, *said], request.seed, position, c.version)
+            said.append(token)
+        end = "stop" if said[-1] in request.stop else "length" if len(said) == request.max_tokens else None
+        assert c.finish == end
+        if c.finish:
+            self.ended.add(c.id)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    data=st.data(), pages=st.integers(10, 26), slots=st.integers(1, 6), rows=st.integers(1, 30),
+    burst=st.integers(1, 9),
+)  # fmt: skip
+def test_every_response_comes_out_once_and_whole(
+    data: st.DataObject, pages: int, slots: int, rows: int, burst: int
+) -> None:
+    life = Life(kv_tokens=4 * pages, page_size=4, max_running=slots, max_rows=rows, burst=burst)
+    for _ in range(data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["add"] * 5 + ["cancel", "swap", "sleep"] + ["step"] * 4)):
+            case "add":
+                prompt = data.draw(st.sampled_from(PROMPTS))
+                room = life.engine.limit - len(prompt)
+                life.add(
+                    prompt=prompt, seed=data.draw(st.integers(0, 3)), position=data.draw(st.integers(0, 2)),
+                    max_tokens=min(room, data.draw(st.sampled_from([1, 2, 7, 40, 100]))),
+                    stop=frozenset(data.draw(st.sampled_from([(), (5,), (5, 6, 7), range(20, 30)]))),
+                )  # fmt: skip
+            case "cancel" if life.asked:
+                life.cancel(data.draw(st.sampled_from(sorted(life.asked))))
+            case "swap":
+                life.engine.swap(life.engine.version + 1)
+            case "sleep":
+                life.engine.sleep()
+        life.engine.check()
+        if data.draw(st.booleans()):
+            life.step()
+    for _ in range(5000):  # whatever was left must come to its end
+        if not len(life.engine):
+            break
+        life.step()
+    assert life.ended | life.cancelled == life.asked.keys()
+    assert life.engine.step() == []  # what may still fly is nobody's
+    assert life.engine._plan.pages.free == pages
+    assert life.engine.counters.made >= sum(len(s) for s in life.said.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.sampled_from(PROMPTS[:4]), st.integers(10, 36)), min_size=4, max_size=12),
+    burst=st.integers(1, 6), rows=st.integers(2, 12), late=st.integers(0, 8),
+)  # fmt: skip
+def test_they_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
+    """Small at first, so that many are let in; most of them must go back and compute again."""
+    life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
+    for n, (prompt, most) in enumerate(lengths):
+        life.add(prompt=prompt, seed=n, max_tokens=min(most, life.engine.limit - len(prompt)))
+        for _ in range(late if n % 3 == 2 else 0):
+            life.step()
+    while len(life.engine):
+        life.step()
+    assert life.ended == life.asked.keys()
+
+
+def test_the_youngest_goes_back_when_no_page_is_left() -> None:
+    life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
+    for n in range(8):
+        life.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
+    while len(life.engine):
+        life.step()
+    assert life.engine.counters.preemptions >= 6
+    assert [len(said) for said in life.said.values()] == [30] * 8
+
+
+def test_nobody_goes_back_before_what_is_in_flight_has_come_out() -> None:
+    """The first ends in the launch that is in flight when the second needs a page: that one is free then."""
+    life = Life(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
+    life.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
+    life.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
+    while len(life.engine):
+        life.step()
+    assert life.engine.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("most", [1, 20])
+def test_nothing_comes_out_of_a_response_that_was_cancelled_in_flight(most: int) -> None:
+    life = Life(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
+    life.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
+    life.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
+    life.step()
+    assert len(life.engine._flights) == 1
+    life.cancel("0")
+    while len(life.engine):
+        life.step()
+    assert (life.said["0"], len(life.said["1"])) == ([], 20)
+
+
+def test_the_device_gets_only_what_changed_and_has_two_launches_at_most() -> None:
+    life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=512)
+    for n in range(32):
+        life.add(prompt=PROMPTS[4], seed=n, max_tokens=100)
+    life.step()
+    life.step()
+    sent = []
+    take = life.engine._plan.words.take
+    life.engine._plan.words.take = lambda: sent.append(took := take()) or took
+    for _ in range(4):
+        life.step()
+        assert len(life.engine._flights) == 1
+    assert max(len(places) for places, _ in sent) <= 32 + 2, "a page now and then, and where the tokens go"
+
+
+def test_siblings_are_families_wherever_they_were_begun() -> None:
+    """Six of one prompt, two of them cut elsewhere after some tokens; then somebody ends and somebody comes."""
+    life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
+    prompt = PROMPTS[4]
+    for n in range(6):
+        said = (5,) * (n if n > 3 else 0)
+        life.add(prompt=prompt + said, position=len(said), seed=n, max_tokens=20 + 20 * n)
+    life.add(prompt=(7, *prompt), seed=7, max_tokens=60)
+    seen = []
+    launch = life.engine._device.launch
+    life.engine._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
+    life.step()
+    assert seen[0] == [[0, 3, 28], [3, 3, 28]]
+    life.cancel("1")
+    while len(life.engine):
+        life.step()
+    assert [[0, 3, 28], [3, 2, 28]] in seen
+    assert seen[-1] == []
+    assert life.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_one_family_more_or_less_is_not_worth_a_launch() -> None:
+    """Fewer words and no families, where these would save too little."""
+    for worth, families in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
+        sharing = Sharing(rows=8, least_tokens=4, worth_tokens=worth)
+        life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
+        for n in range(3):
+            life.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
+        life.step()
+        assert life.engine._flights[0].work.families.tolist() == families
+        assert life.engine._flights[0].work.longest == 34 - 28 * bool(families)
+
+
+def test_prompts_that_wait_shorten_the_bursts_until_all_are_in() -> None:
+    life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
+    for n in range(16):
+        life.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
+    steps = []
+    launch = life.engine._device.launch
+    life.engine._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
+    while len(life.engine):
+        life.step()
+    prefills = steps.index(8)
+    assert set(steps[:prefills]) <= {0, 1}
+    assert prefills >= 16 * 30 // 64 - 1
+    assert set(steps[prefills:]) <= {8, 4, 2, 1, *range(1, 8)}

@@ -1,0 +1,259 @@
+"""A worker's module without transformers is transformers' in all that the engine sees, and nothing slow is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_models import SHAPE, VOCABULARY, drain, requests, tokens
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from windfall.engine.cuda import reference, rotary, skeleton
+from windfall.engine.cuda.decoder import Decoder, refusal
+from windfall.engine.cuda.engine import GraphEngine
+from windfall.errors import WindfallError
+from windfall.link.messages import Engine
+from windfall.types import Request
+from windfall.worker import engine_factory
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e5, "factor": 3.0}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": False}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "smollm2": ("llama", {"tie_word_embeddings": True, "rope_theta": 100000, "num_key_value_heads": 1}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-windows": ("qwen2", WINDOWS),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3-windows": ("qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True, **WINDOWS}),
+    "qwen3-yarn": ("qwen3", {"head_dim": 32, "rope_parameters": YARN}),
+}
+
+
+def configuration(name: str) -> Any:
+    kind, own = MODELS[name]
+    return AutoConfig.for_model(kind, **{**SHAPE, **HEADS, **own})
+
+
+def told(config: Any) -> dict[str, Any]:
+    """What a worker is told of it."""
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def whole(name: str) -> Any:
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(configuration(name)).eval()
+    with torch.no_grad():  # what is zero or one at first would hide that it is not used
+        for n, p in model.named_parameters():
+            if n.endswith("bias") or p.dim() == 1:
+                p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def made(name: str) -> skeleton.Bare:
+    return skeleton.Bare(told(configuration(name)), dtype=torch.float32, device="cpu")
+
+
+def storages(model: nn.Module) -> dict[str, set[str]]:
+    """Which names share their memory from its first byte on."""
+    at: dict[int, set[str]] = {}
+    for n, t in model.state_dict().items():
+        at.setdefault(t.data_ptr(), set()).add(n)
+    return {n: names for names in at.values() for n in names}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_shapes_and_ties_are_those_of_transformers(name: str) -> None:
+    ours, theirs = made(name), whole(name)
+    assert [(n, t.shape, t.dtype) for n, t in ours.state_dict().items()] == [
+        (n, t.shape, t.dtype) for n, t in theirs.state_dict().items()
+    ]
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    assert storages(ours) == storages(theirs)
+    assert refusal(ours) is None
+    assert (ours.device, ours.dtype) == (theirs.device, theirs.dtype)
+    assert ours.get_input_embeddings().num_embeddings == VOCABULARY
+    before = [p.data_ptr() for p in ours.parameters()]
+    decoder = Decoder.of(ours)
+    assert [p.data_ptr() for p in ours.parameters()] == before, "nothing had to be moved"
+    windows = [layer.window for layer in decoder.layers]
+    assert windows == [layer.window for layer in Decoder.of(theirs).layers]
+    assert any(windows) == ("window" in name), "the case is what it is called"
+
+
+ROPES = {
+    **{name: own.get("rope_parameters") for name, (_, own) in MODELS.items()},
+    "yarn-scales": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn-given": {**YARN, "attention_factor": 1.25, "truncate": False},
+    "yarn-down": {**YARN, "factor": 1.0},
+    "yarn-one-place": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "llama3.1": {**LLAMA3, "original_max_position_embeddings": 8192},
+    "linear-int": {"rope_type": "linear", "rope_theta": 10000, "factor": 7},
+}
+
+
+@pytest.mark.parametrize("head", [16, 48, 64, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_tables_are_those_of_transformers_bit_for_bit(name: str, head: int) -> None:
+    shape = {**SHAPE, **HEADS, "num_hidden_layers": 1, "head_dim": head}
+    config = AutoConfig.for_model("llama", **shape, rope_parameters=ROPES[name])
+    theirs = AutoModelForCausalLM.from_config(config)
+    ours = skeleton.Bare(told(config), dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        x, positions = torch.zeros(1), torch.arange(3000)[None]
+        cos, sin = theirs.model.rotary_emb(x, positions)
+    mine, its = Decoder.of(ours), Decoder.of(theirs)
+    for decoder in (mine, its):
+        decoder.reach(3000)
+    assert torch.equal(mine.cos, cos[0])
+    assert torch.equal(mine.sin, sin[0])
+    assert torch.equal(mine.cos, its.cos)
+
+
+def logits_of(model: Any, ids: list[int], source: Any = None) -> Tensor:
+    """Of the last of `ids`, in the engine; the weights are those of `source`, swapped in as a pull's are."""
+    seen: list[Tensor] = []
+
+    def draw(logits: Tensor, *rest: Any) -> None:
+        seen.append(logits.clone())
+        reference.draw(logits, *rest)
+
+    engine = GraphEngine(model, kv_tokens=512, ops=SimpleNamespace(**{**vars(reference), "draw": draw}))
+    if source is not None:
+        engine.swap(1, {n: t.clone() for n, t in source.state_dict().items()})
+    drain(engine, [Request(id="a", prompt=tuple(ids), seed=1, max_tokens=1)])
+    return seen[0][0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str) -> None:
+    theirs = whole(name)
+    ids = torch.randint(3, VOCABULARY, (60,), generator=torch.Generator().manual_seed(7)).tolist()
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor([ids])).logits[0, -1]
+    got = logits_of(made(name), ids, theirs)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+    assert torch.equal(got, logits_of(theirs, ids)), "the same engine on transformers' own module"
+
+
+def test_tied_weights_may_come_once() -> None:
+    theirs = whole("smollm2")
+    engine = GraphEngine(made("smollm2"), kv_tokens=512)
+    weights = {n: t for n, t in theirs.state_dict().items() if n != "lm_head.weight"}
+    engine.swap(1, weights)
+    assert torch.equal(engine.model.lm_head.weight, theirs.lm_head.weight)
+    with pytest.raises(WindfallError, match="missing"):
+        engine.swap(2, {n: t for n, t in weights.items() if n != "model.norm.weight"})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model_type": "gemma"}, "gemma"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_key_value_heads": None}, "num_key_value_heads"),
+        ({"rms_norm_eps": ...}, "rms_norm_eps"),
+        ({"attention_bias": ...}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantized"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "None"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": None}}, "factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "part"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e4}, "None"),
+        ({"rope_parameters": None}, "None"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": None}, "which layers"),
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["chunked_attention"] * 3}, "which layers"),
+    ],
+)
+def test_what_a_configuration_leaves_open_is_left_to_transformers(change: dict[str, Any], why: str) -> None:
+    fields = told(configuration("qwen3"))
+    assert skeleton.refusal(fields) is None
+    fields = {n: v for n, v in {**fields, **change}.items() if v is not ...}
+    assert why in str(skeleton.refusal(fields))
+
+
+def test_older_configurations_have_a_base_alone() -> None:
+    fields = {**told(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
+    assert skeleton.refusal(fields) is None
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    assert torch.equal(rotary.frequencies(fields, 64)[0], rotary.frequencies({"rope_parameters": plain}, 64)[0])
+
+
+def spec(fields: dict[str, Any], **options: Any) -> Engine:
+    return Engine(
+        model_config=json.dumps(fields), dtype="float32", kv_tokens=512, page_size=16, max_running=4, max_rows=64,
+        longest=64, wanted=4, **{"deterministic": False, **options},
+    )  # fmt: skip
+
+
+def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(skeleton, "Bare", lambda fields, **how: ("bare", how["device"]))
+    monkeypatch.setattr(engine_factory, "whole", lambda fields, dtype, device: ("whole", device))
+    fields = told(configuration("qwen3"))
+    assert engine_factory.model_for(spec(fields), "cuda") == ("bare", "cuda")
+    assert engine_factory.model_for(spec(fields), "cpu") == ("whole", "cpu")
+    assert engine_factory.model_for(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
+    assert not capsys.readouterr().err
+    assert engine_factory.model_for(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
+    assert "gelu" in capsys.readouterr().err
+    monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: None)
+    assert engine_factory.model_for(spec(fields), "cuda") == ("whole", "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str) -> None:
+    theirs, asked = whole(name), requests(4, temperature=0.0)
+    engine, _ = engine_factory.engine_for(spec(told(theirs.config)), "cuda")
+    assert isinstance(engine.model, skeleton.Bare)
+    engine.swap(1, theirs.state_dict())
+    other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)
+    said = [drain(e, asked) for e in (engine, other)]
+    got, wanted = ([tokens(chunks[r.id]) for r in asked] for chunks in said)
+    assert got == wanted
+
+
+FIRST_TOKEN = """
+import json, sys
+import windfall.launch.processes.worker
+assert "torch" not in sys.modules, "the controller is dialled before torch is there"
+from windfall.engine.cuda import bare, engine
+from windfall.types import Request
+import torch
+made = engine.GraphEngine(bare.Bare(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu"), kv_tokens=512)
+for p in made.model.parameters():
+    p.fill_(0.1)
+made.add(Request(id="a", prompt=(5, 6), seed=1, max_tokens=1))
+while len(made):
+    said = made.step()
+print(json.dumps([len(said), list(sys.modules)]))
+"""
+
+
+def test_until_its_first_token_a_worker_imports_nothing_slow() -> None:
+    config = json.dumps(told(configuration("qwen3")))
+    done = subprocess.run([sys.executable, "-c", FIRST_TOKEN, config], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made, modules = json.loads(done.stdout)
+    assert made == 1
+    roots = {name.partition(".")[0] for name in modules}
+    assert "torch" in roots
+    assert not roots & {"transformers", "tokenizers", "huggingface_hub", "ray", "vllm", "reasoning_gym", "scipy"}
+    assert not {"torch._dynamo", "torch._inductor"} & set(modules)

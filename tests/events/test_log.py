@@ -1,0 +1,267 @@
+"""The event log: what was written is read back, whatever happened in between, and no reader of it can end a run."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hostile.files import FOREIGN_LINES
+
+from windfall.errors import WindfallError
+from windfall.events.log import Event, EventLog, Foreign, last, read, scan, tensorboard
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deeper" / "events.jsonl"
+
+
+def written(path: Path, **fields: Any) -> Event:
+    log = EventLog(path)
+    log.instant("x", **fields)
+    log.close()
+    return read(path)[-1]
+
+
+def names(path: Path) -> list[tuple[str, int | None]]:
+    return [(e["name"], e.get("step")) for e in read(path)]
+
+
+def test_what_is_written_is_read_at_once(path: Path) -> None:
+    log = EventLog(path)
+    log.scalar("step", step=3, reward=0.5)
+    with log.span("rollout", step=4) as span:
+        span["tokens"] = 7
+    log.instant("checkpoint", path="a/ü\n")
+    first, second, third = read(path)  # before it is closed: a reader beside the run sees every event
+    assert (first["kind"], first["name"], first["step"], first["reward"]) == ("scalar", "step", 3, 0.5)
+    assert (second["kind"], second["tokens"]) == ("span", 7)
+    assert third["path"] == "a/ü\n"
+    assert first["t"] <= second["t"] <= third["t"]
+    assert first["m"] <= second["m"] - second["s"] <= second["m"] <= third["m"]
+    log.close()
+
+
+def test_span_is_written_and_the_error_goes_on(path: Path) -> None:
+    log = EventLog(path)
+    with pytest.raises(KeyboardInterrupt), log.span("train", step=1):
+        raise KeyboardInterrupt
+    log.close()
+    (event,) = read(path)
+    assert event["error"] == "KeyboardInterrupt"
+    assert event["s"] >= 0
+
+
+@pytest.mark.parametrize("torn", ['{"t":1.0,"m":2.0,"ki', "{", '{"t":1.0,"name":"\xc3', "\0\0\0"])
+def test_line_torn_by_a_kill_costs_only_itself(path: Path, torn: str) -> None:
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(torn.encode("latin-1"))
+    assert names(path) == [("x", 1)]
+    written(path, step=2)
+    written(path, step=3)
+    assert names(path) == [("x", 1), ("x", 2), ("x", 3)]
+    assert path.read_bytes().count(b"\n") == 4
+
+
+@pytest.mark.parametrize("kind", FOREIGN_LINES)
+def test_line_that_windfall_did_not_write_is_skipped_and_counted(path: Path, kind: str) -> None:
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b"\n" + FOREIGN_LINES[kind] + b"\n")
+    written(path, step=2)
+    foreign = Foreign()
+    assert [e["step"] for e in read(path, foreign=foreign)] == [1, 2]
+    assert (foreign.lines, foreign.first) == (1, 3)
+
+
+def test_torn_line_is_not_taken_for_a_foreign_one(path: Path) -> None:
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b'{"t":1.0,"m":2.0,"ki')
+    foreign = Foreign()
+    assert [e["step"] for e in scan(path, foreign)] == [1]
+    assert foreign.lines == 0
+
+
+def test_line_of_any_length_costs_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.events.log.LONGEST", 1 << 16)
+    written(path, step=1)
+    with path.open("ab") as file:
+        file.write(b"x" * (1 << 20) + b'{"a": 1}\n')
+    written(path, step=2)
+    foreign = Foreign()
+    assert [e["step"] for e in scan(path, foreign)] == [1, 2]
+    assert (foreign.lines, foreign.first) == (1, 2)
+
+
+def test_last_event_is_found_behind_what_is_no_event(path: Path) -> None:
+    assert last(path) is None
+    written(path, step=1)
+    written(path, step=2, said="x" * 5000)
+    with path.open("ab") as file:
+        file.write(b"[1]\n\xff\xff\n" + b'{"t":1.0,')
+    event = last(path)
+    assert event is not None
+    assert event["step"] == 2
+
+
+def test_long_log_is_scanned_in_the_memory_of_one_line(path: Path) -> None:
+    written(path, step=1, lengths=[list(range(1000, 3000))])
+    path.write_bytes(60 * path.read_bytes())
+    assert path.stat().st_size > 600_000
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in scan(path)) == 60
+        scanned = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        assert len(read(path, without=("lengths",))) == 60
+        small = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        read(path)
+        whole = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert max(scanned, small) < 400_000
+    assert whole > 3_000_000
+
+
+def test_whole_log_gets_no_empty_line(path: Path) -> None:
+    written(path)
+    written(path)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_resume_makes_later_steps_void(path: Path) -> None:
+    log = EventLog(path)
+    log.instant("start", step=0)
+    log.instant("load")
+    for step in (1, 2, 3):
+        log.scalar("step", step=step)
+    log.instant("resumed", step=1)
+    for step in (2, 3):
+        log.scalar("step", step=step)
+    log.instant("resumed", step=2)
+    log.scalar("step", step=3)
+    log.close()
+    assert names(path) == [("start", 0), ("load", None), ("step", 1), ("resumed", 1), ("step", 2), ("resumed", 2),
+                           ("step", 3)]  # fmt: skip
+
+
+def test_what_a_void_step_has_cost_stays_paid(path: Path) -> None:
+    log = EventLog(path)
+    log.scalar("step", step=1, bill={"holders": {}}, trained=5)
+    log.scalar("step", step=2, bill={"holders": {"spot": {"tokens": 7}}}, trained=5)
+    log.instant("resumed", step=1)
+    assert names(path) == [("step", 1), ("void", None), ("resumed", 1)]
+    assert read(path)[1]["bill"] == {"holders": {"spot": {"tokens": 7}}}
+    assert "trained" not in read(path)[1]
+
+
+def test_failing_sink_is_removed_and_the_others_go_on(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tried: list[str] = []
+    seen: list[Event] = []
+
+    def broken(event: Event) -> None:
+        tried.append(event["name"])
+        raise ZeroDivisionError("no such view")
+
+    log = EventLog(path, [broken])
+    log.attach(seen.append)
+    log.instant("a")
+    log.instant("b")
+    log.close()
+    assert tried == ["a"]
+    assert seen == read(path)
+    assert [e["name"] for e in seen] == ["a", "b"]
+    said = capsys.readouterr().err
+    assert "broken" in said
+    assert "ZeroDivisionError: no such view" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (float("nan"), None),
+        (float("-inf"), None),
+        ([1.0, float("nan")], [1.0, None]),
+        ({"a": (float("inf"), 2)}, {"a": [None, 2]}),
+        (np.float32(0.5), 0.5),
+        (np.float64("nan"), None),
+        (np.float32("nan"), None),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (True, True),
+        (Path("a/b"), "a/b"),
+        ({1: 2, (3, 4): 5}, {"1": 2, "(3, 4)": 5}),
+        (ValueError("why"), "why"),
+        ("\ud800 half a character", "\ud800 half a character"),
+    ],
+)
+def test_every_value_becomes_json(path: Path, value: Any, kept: Any) -> None:
+    event = written(path, v=value)
+    assert event["v"] == kept
+    assert type(event["v"]) is type(kept)
+    assert "NaN" not in path.read_text()  # Python would read it back, others would not
+    assert "Infinity" not in path.read_text()
+
+
+def test_sinks_get_what_the_file_gets(path: Path) -> None:
+    seen: list[Event] = []
+    log = EventLog(path, [seen.append])
+    log.scalar("step", reward=float("nan"), path=Path("x"))
+    log.close()
+    assert json.loads(path.read_text()) == seen[0]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventLog(tmp_path / "events.jsonl", [tensorboard(tmp_path / "board")])
+    for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
+        log.scalar("step", step=step, reward=reward, said="word")
+    with log.span("rollout", step=3, tokens=9):
+        log.instant("checkpoint", step=3)
+    log.close()
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert board.Tags()["scalars"] == ["step/reward"]
+    assert [(s.step, s.value) for s in board.Scalars("step/reward")] == [(1, 0.25), (3, 0.75)]
+
+
+class FullDisk(io.StringIO):
+    """Takes what is written, and has no room for it."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_is_an_error_that_names_the_file(path: Path) -> None:
+    log = EventLog(path)
+    told: list[WindfallError] = []
+    log.failed = told.append
+    log.instant("a")
+    log._file.close()
+    log._file = FullDisk()  # pyright: ignore
+    with pytest.raises(WindfallError, match="No space left on device") as caught:
+        log.instant("b")
+    assert caught.value.where == str(path)
+    assert told == [caught.value]
+    log.instant("c")  # the run is ending: that it cannot be logged is no second error
+    log._file.close = FullDisk().flush
+    log.close()
+    assert [e["name"] for e in read(path)] == ["a"]
+
+
+def test_log_that_cannot_be_made_names_the_file(path: Path) -> None:
+    path.parent.write_text("not a folder")
+    with pytest.raises(WindfallError, match="cannot write the event log") as caught:
+        EventLog(path)
+    assert caught.value.where == str(path)

@@ -1,0 +1,72 @@
+"""Locks, logs and words left behind in a run's folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from windfall import config
+from windfall.errors import WindfallError
+from windfall.launch import run_folder as folders
+
+
+def test_a_run_never_writes_into_another(tmp_path: Path) -> None:
+    run = config.Run(name="small", folder=tmp_path / "runs")
+    made = [folders.new_folder(config.Recipe(run=run)) for _ in range(3)]
+    assert [path.name for path in made] == ["small", "small-2", "small-3"]
+    assert all(config.load(path / "recipe.toml").run.name == "small" for path in made)
+
+
+def test_looking_does_not_get_in_the_way(tmp_path: Path) -> None:
+    assert not folders.held(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with folders.owned(tmp_path):
+        assert folders.held(tmp_path)
+        assert not folders.held(tmp_path, "trainer")
+    assert not folders.held(tmp_path)
+    with (tmp_path / ".run.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # somebody else is looking: that is nobody who runs it
+        assert not folders.held(tmp_path)
+
+
+def test_a_run_that_somebody_looks_at_can_be_owned(tmp_path: Path) -> None:
+    (tmp_path / ".run.lock").touch()
+    looking = (tmp_path / ".run.lock").open("rb")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.1, looking.close).start()
+    with folders.owned(tmp_path):
+        pass
+
+
+def test_second_owner_is_refused_soon(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with folders.owned(tmp_path), pytest.raises(WindfallError, match="another process"), folders.owned(tmp_path):
+        pass
+    assert time.monotonic() - began < 2.0
+
+
+def test_newest_logs_are_kept(tmp_path: Path) -> None:
+    for n in range(60):
+        (tmp_path / f"w{n}.log").touch()
+        os.utime(tmp_path / f"w{n}.log", (n, n))
+    folders.keep_newest(tmp_path, 50, spare={"w0.log", "w5.log"})
+    assert {int(p.stem[1:]) for p in tmp_path.iterdir()} == {0, 5, *range(10, 60)}
+    folders.keep_newest(tmp_path, 50, spare=set())
+    assert {int(p.stem[1:]) for p in tmp_path.iterdir()} == set(range(10, 60))
+
+
+def test_word_that_finds_no_room_goes_to_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folders, "replace", full)
+    folders.fail(tmp_path, "controller", WindfallError("it broke", where="here", fix="Mend it."))
+    assert capsys.readouterr().err == "error: here: it broke\nMend it.\n"

@@ -1,0 +1,117 @@
+"""One response: every position once and in order, whatever the chunks and turns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.ledger.episode import Episode
+from windfall.types import Finish, Sampling
+
+STOP = 0
+
+
+def episode(max_tokens: int = 10) -> Episode:
+    return Episode(
+        id="3/1", prompt=(7, 8), seed=5, max_tokens=max_tokens, sampling=Sampling(top_k=4), stop=frozenset({STOP})
+    )
+
+
+def take(e: Episode, position: int, *tokens: int, finish: Finish | None = None, version: int = 2) -> None:
+    e.take(position, tokens, [-0.5 * t for t in tokens], version, finish)
+
+
+def test_goes_on_from_the_last_token() -> None:
+    e = episode()
+    first = e.request()
+    assert (first.prompt, first.position, first.max_tokens) == ((7, 8), 0, 10)
+    take(e, 0, 4, 5)
+    take(e, 2, 6)
+    then = e.request()
+    assert (then.prompt, then.position, then.max_tokens) == ((7, 8, 4, 5, 6), 3, 7)
+    assert (then.id, then.seed, then.sampling, then.stop) == (first.id, first.seed, first.sampling, first.stop)
+
+
+@pytest.mark.parametrize("position", [0, 1, 3])
+def test_repeat_and_gap_are_refused(position: int) -> None:
+    e = episode()
+    take(e, 0, 4, 5)
+    with pytest.raises(ValueError, match=f"3/1: expected position 2, got {position}"):
+        take(e, position, 6)
+    assert e.tokens.tolist() == [4, 5]
+
+
+def test_nothing_is_taken_after_the_end() -> None:
+    e = episode()
+    take(e, 0, 4, STOP, finish="stop")
+    with pytest.raises(ValueError, match="3/1: tokens came after its end"):
+        take(e, 2, 6)
+    assert e.close(1.0).tokens == (4, STOP)
+
+
+def test_every_token_comes_with_its_logprob() -> None:
+    e = episode()
+    with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
+        e.take(0, (4, 5), (-1.0,), 0, None)
+    assert len(e.tokens) == len(e.logprobs) == 0
+
+
+def test_unfinished_response_cannot_be_closed() -> None:
+    e = episode()
+    take(e, 0, 4)
+    with pytest.raises(AssertionError, match="3/1 is still being generated"):
+        e.close(1.0)
+
+
+def test_turns() -> None:
+    e = episode()
+    take(e, 0, 4, STOP, finish="stop", version=2)
+    assert e.turn_tokens == [4, STOP]
+    assert e.observe([20, 21])
+    assert e.turn_tokens == []
+    with pytest.raises(ValueError, match="expected position 4, got 2"):  # an engine that did not see the observation
+        take(e, 2, 5)
+    take(e, 4, 5, STOP, finish="stop", version=3)
+    assert e.turn_tokens == [5, STOP]
+    r = e.close(None)
+    assert r.tokens == (4, STOP, 20, 21, 5, STOP)
+    assert r.sampled == (True, True, False, False, True, True)
+    assert r.logprobs == (-2.0, 0.0, 0.0, 0.0, -2.5, 0.0)
+    assert r.versions == (2, 2, -1, -1, 3, 3)
+    assert (r.made, r.reward, r.finish, r.prompt) == (4, None, "stop", (7, 8))
+
+
+@pytest.mark.parametrize(("words", "fits"), [(6, True), (7, True), (8, False), (20, False)])
+def test_observation_needs_room_for_an_answer(words: int, fits: bool) -> None:
+    e = episode(max_tokens=10)
+    take(e, 0, 4, STOP, finish="stop")
+    assert e.observe([20] * words) is fits
+    if fits:
+        assert e.request().max_tokens == 8 - words >= 1
+    else:
+        assert e.close(0.0).finish == "length"
+        assert e.tokens.tolist() == [4, STOP]
+
+
+@settings(deadline=None)
+@given(
+    turns=st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1), st.lists(st.integers(10, 19))), min_size=1),
+    data=st.data(),
+)
+def test_chunks_make_no_difference(turns: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
+    e, want, mask = episode(max_tokens=10_000), [], []
+    for said, heard in turns:
+        said = [*said, STOP]
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(said) - 1))))
+        for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True):
+            take(e, len(want) + start, *said[start:end], finish="stop" if end == len(said) else None)
+            assert len(e.tokens) == len(e.logprobs) == sum(count for _, count in e.runs)
+        e.observe(heard)
+        want += [*said, *heard]
+        mask += [True] * len(said) + [False] * len(heard)
+    e.finish = "stop"
+    r = e.close(None)
+    assert r.tokens == tuple(want)
+    assert r.sampled == tuple(mask)
+    assert [v == -1 for v in r.versions] == [not m for m in mask]

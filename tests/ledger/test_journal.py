@@ -1,0 +1,483 @@
+"""What was accepted is read back, wherever the writer was killed, however often, and nothing else.
+
+Not covered: a machine that goes down (what the operating system had not written by then is lost; the checkpoint holds).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import signal
+import subprocess
+import sys
+import tracemalloc
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.ledger import journal_reader as past_
+from windfall.ledger.episode import Episode
+from windfall.ledger.journal import Journal, Judged, Past, Stretch, records
+from windfall.ledger.ledger import Ledger
+from windfall.link.messages import Tokens
+from windfall.rollout.groups import Rollout
+from windfall.types import Sampling
+
+Row = tuple[int, int, list[int]]
+
+
+def frame(*rows: Row, version: int = 1, finished: Any = None) -> Tokens:
+    """Rows of (handle, position, tokens); the log-prob of token t is -t / 8."""
+    flat = [t for _, _, tokens in rows for t in tokens]
+    counts = () if len(flat) == len(rows) else tuple(len(tokens) for _, _, tokens in rows)
+    return Tokens(
+        version=version, handles=tuple(r[0] for r in rows), positions=tuple(r[1] for r in rows), counts=counts,
+        tokens=array("I", flat).tobytes(), logprobs=array("f", [-t / 8 for t in flat]).tobytes(),
+        finished=finished or {},
+    )  # fmt: skip
+
+
+def plain(past: Past) -> dict[str, list[Any]]:
+    """To compare: (position, tokens, version, finish) of a stretch, (reward, observation, error) of a judgement."""
+    for said in past.values():
+        for e in said:
+            assert isinstance(e, Judged) or e.logprobs.tolist() == [-t / 8 for t in e.tokens]
+    return {
+        id: [
+            (e.position, e.tokens.tolist(), e.version, e.finish) if isinstance(e, Stretch)
+            else (e.reward, e.observation, e.error)
+            for e in said
+        ]
+        for id, said in past.items()
+    }  # fmt: skip
+
+
+def read(folder: Path, settings: str = "s", step: int = 0) -> dict[str, list[Any]]:
+    """In a copy: reading also opens a file for more."""
+    copy = folder.with_name(f"{folder.name}-copy")
+    copy.mkdir(exist_ok=True)
+    for path in copy.iterdir():
+        path.unlink()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    journal = Journal(copy, settings)
+    past = plain(journal.begin(step))
+    journal.close()
+    return past
+
+
+def story(journal: Journal) -> None:
+    """Two responses, one of two turns, one that moves to another version."""
+    journal.assigned({1: "1/0", 2: "1/1"})
+    journal.made(frame((1, 0, [5]), (2, 0, [6])))
+    journal.made(frame((1, 1, [7, 8]), (2, 1, [9, 3]), finished={1: "stop"}))
+    journal.judged("1/1", None, "go on", "")
+    journal.assigned({3: "1/0", 4: "1/1"})
+    journal.made(frame((3, 3, [4]), version=2, finished={0: "length"}))
+    journal.made(frame((4, 5, [2, 3]), version=2, finished={0: "stop"}))
+    journal.judged("1/0", 0.5, None, "")
+    journal.judged("1/1", None, None, "timed out")
+
+
+STORY = {
+    "1/0": [(0, [5, 7, 8], 1, None), (3, [4], 2, "length"), (0.5, None, "")],
+    "1/1": [(0, [6, 9, 3], 1, "stop"), (None, "go on", ""), (5, [2, 3], 2, "stop"), (None, None, "timed out")],
+}
+
+
+def written(folder: Path) -> Path:
+    journal = Journal(folder, "s")
+    assert journal.begin(0) == {}
+    story(journal)
+    journal.close()
+    return folder / "000000.wal"
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    written(tmp_path / "j")
+    assert read(tmp_path / "j") == STORY
+
+
+def test_what_was_flushed_outlives_kill_9(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from windfall.ledger.journal import Journal\n"
+        "j = Journal(Path(sys.argv[1]), 's'); j.begin(0); j.judged('1/0', 1.0, None, ''); j.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert read(tmp_path / "j") == {"1/0": [(1.0, None, "")]}
+
+
+def prefixes(path: Path) -> list[tuple[int, dict[str, list[Any]]]]:
+    """(offset behind a whole record, what is known then)."""
+    whole, out = path.read_bytes(), []
+    for end in [0, *(end for end, _ in records(path))]:
+        folder = path.parent.with_name("prefix")
+        folder.mkdir(exist_ok=True)
+        (folder / path.name).write_bytes(whole[:end])
+        out.append((end, read(folder)))
+    return out
+
+
+def test_killed_at_any_byte(tmp_path: Path) -> None:
+    """Cut off anywhere: the records before are there, and after opening it again one can write on."""
+    path = written(tmp_path / "j")
+    whole, known = path.read_bytes(), prefixes(path)
+    assert known[-1] == (len(whole), STORY)
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        good, past = max((k for k in known if k[0] <= cut), key=lambda k: k[0])
+        journal = Journal(tmp_path / "j", "s")
+        assert plain(journal.begin(0)) == past
+        journal.assigned({1: "new"})
+        journal.made(frame((1, 0, [1])))
+        journal.close()
+        assert path.read_bytes()[:good] == whole[:good]
+        assert read(tmp_path / "j") == past | {"new": [(0, [1], 1, None)]}
+
+
+def test_a_byte_that_changed_is_found(tmp_path: Path) -> None:
+    """Wherever it is: nothing from that record on is believed, and nothing before it is lost."""
+    path = written(tmp_path / "j")
+    whole, known = path.read_bytes(), prefixes(path)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
+        _, past = max((k for k in known if k[0] <= at), key=lambda k: k[0])
+        assert read(tmp_path / "j") == past
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 4096, b"\xff" * 4096, b"\x08\0\0\0" + b"\0" * 4])
+def test_a_tail_of_nothing_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+    path = written(tmp_path / "j")
+    with path.open("ab") as file:
+        file.write(tail)
+    assert read(tmp_path / "j") == STORY
+
+
+def test_a_length_beyond_reason_is_not_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "j")
+    with path.open("ab") as file:
+        file.write(b"\xff\xff\xff\x7f" + b"\0" * 4)
+        file.truncate(4 << 30)  # sparse: a length that the file could hold
+    tracemalloc.start()
+    try:
+        assert len(list(records(path))) == 10
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_rotate_forgets_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    story(journal)
+    journal.rotate(10)
+    assert [p.name for p in (tmp_path / "j").iterdir()] == ["000010.wal"]
+    journal.assigned({9: "2/0"})
+    journal.made(frame((9, 0, [1])))
+    journal.rotate(10)  # the same checkpoint once more, as at a stop: nothing is lost
+    journal.close()
+    assert read(tmp_path / "j", step=10) == {"2/0": [(0, [1], 1, None)]}
+
+
+def test_a_kill_between_checkpoint_and_rotate(tmp_path: Path) -> None:
+    """The file of the checkpoint before is still there, and goes on."""
+    journal = Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    journal.assigned({1: "1/0"})
+    journal.made(frame((1, 0, [1, 2])))
+    again = Journal(tmp_path / "j", "s")
+    journal.close()
+    again.begin(10)
+    again.assigned({1: "1/0"})
+    again.made(frame((1, 2, [3])))
+    again.close()
+    assert [p.name for p in (tmp_path / "j").iterdir()] == ["000000.wal"]
+    assert read(tmp_path / "j", step=10) == {"1/0": [(0, [1, 2, 3], 1, None)]}
+
+
+def test_a_kill_in_the_middle_of_rotate(tmp_path: Path) -> None:
+    """The old file is still there beside the new one: it is not needed, unless the new checkpoint is lost."""
+    journal = Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    journal.assigned({1: "1/0", 2: "2/0"})
+    journal.made(frame((1, 0, [1]), (2, 0, [2])))
+    journal.close()
+    old = (tmp_path / "j" / "000000.wal").read_bytes()
+    journal.begin(0)
+    journal.rotate(10)
+    journal.assigned({1: "3/0"})
+    journal.made(frame((1, 0, [3])))
+    journal.close()
+    (tmp_path / "j" / "000000.wal").write_bytes(old)
+    assert set(read(tmp_path / "j", step=10)) == {"3/0"}
+    assert set(read(tmp_path / "j", step=0)) == {"1/0", "2/0", "3/0"}
+
+
+def test_order_is_kept_when_the_trainer_falls_back(tmp_path: Path) -> None:
+    """The controller died at step 25 (its trainer lived on), then the trainer (back at checkpoint 20), then both."""
+    for life, step in enumerate([20, 25, 20, 20, 25]):
+        journal = Journal(tmp_path / "j", "s")
+        past = plain(journal.begin(step))
+        assert past == ({"26/0": [(0, list(range(life)), 1, None)]} if life else {})
+        journal.assigned({1: "26/0"})
+        journal.made(frame((1, life, [life])))
+        journal.close()
+    assert read(tmp_path / "j", step=20) == {"26/0": [(0, [0, 1, 2, 3, 4], 1, None)]}
+
+
+def test_responses_of_other_settings_are_not_ours(tmp_path: Path) -> None:
+    written(tmp_path / "j")
+    assert read(tmp_path / "j", "other") == {}
+    other = Journal(tmp_path / "j", "other")
+    assert other.begin(0) == {}
+    other.assigned({1: "1/0"})
+    other.made(frame((1, 0, [4])))
+    other.close()
+    assert read(tmp_path / "j", "other") == {"1/0": [(0, [4], 1, None)]}
+    assert read(tmp_path / "j") == STORY, "and ours are there when the settings are as before"
+
+
+def test_several_lives_in_one_file(tmp_path: Path) -> None:
+    """Handles begin from 1 again in each: they mean what that life said."""
+    for life in range(3):
+        journal = Journal(tmp_path / "j", "s")
+        journal.begin(0)
+        journal.assigned({1: f"{life}/0", 2: "9/0"})
+        journal.made(frame((1, 0, [life]), (2, life, [7])))
+        journal.close()
+    assert read(tmp_path / "j") == {
+        "0/0": [(0, [0], 1, None)], "1/0": [(0, [1], 1, None)], "2/0": [(0, [2], 1, None)],
+        "9/0": [(0, [7, 7, 7], 1, None)],
+    }  # fmt: skip
+
+
+def test_only_the_rows_that_were_accepted(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    journal.assigned({1: "1/0", 2: "1/1", 3: "1/2"})
+    journal.made(frame((1, 0, [1, 2]), (2, 0, [3]), (3, 0, [4, 5]), finished={0: "stop", 2: "length"}), [0, 2])
+    journal.made(frame((1, 9, [1]), (2, 0, [6]), (3, 9, [4])), [1])
+    journal.made(frame((2, 0, [6, 7, 8])), [0])  # overlaps: the first was known
+    journal.close()
+    assert read(tmp_path / "j") == {
+        "1/0": [(0, [1, 2], 1, "stop")], "1/1": [(0, [6, 7, 8], 1, None)], "1/2": [(0, [4, 5], 1, "length")],
+    }  # fmt: skip
+
+
+def test_a_long_journal_is_small_in_memory(tmp_path: Path) -> None:
+    """One token per frame and response, as engines make them: stretches are merged as they are read."""
+    journal, steps, handles = Journal(tmp_path / "j", "s"), 2000, range(1, 33)
+    journal.begin(0)
+    journal.assigned({h: f"1/{h}" for h in handles})
+    for position in range(steps):
+        journal.made(frame(*((h, position, [h]) for h in handles)))
+    journal.close()
+    again = Journal(tmp_path / "j", "s")
+    tracemalloc.start()
+    try:
+        past = again.begin(0)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    again.close()
+    assert [len(said) for said in past.values()] == [1] * len(handles)
+    need = steps * len(handles) * 8
+    assert held < 2 * need
+    assert peak < 2 * need + (1 << 20), "it must not hold the file"
+
+
+def test_nothing_is_written_before_it_is_open(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not open"):
+        Journal(tmp_path / "j", "s").judged("1/0", 1.0, None, "")
+
+
+def episode(id: str) -> Episode:
+    return Episode(id, prompt=(1,), seed=0, max_tokens=1000, sampling=Sampling(), stop=frozenset())
+
+
+def restore(past: Past, ids: list[str]) -> dict[str, Episode]:
+    """As the rollout does it."""
+    opened: dict[str, Episode] = {}
+    dispatch: Any = SimpleNamespace(open=lambda e: opened.update({e.id: e}))
+    nobody: Any = None
+    env: Any = SimpleNamespace(name="nobody")
+    rollout = Rollout(dispatch, env, nobody, nobody, seed=0, events=nobody)
+    rollout.past = past
+    for id in ids:
+        rollout._begin(episode(id), nobody, nobody)
+    return opened
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> None:
+    """Random frames, overlapping, behind gaps, of wrong versions; the controller dies now and then, its file torn."""
+    rng, ids = random.Random(seed), [f"1/{n}" for n in range(4)]
+    journal = Journal(tmp_path, "s")
+    for _ in range(12):
+        path = tmp_path / "000000.wal"
+        if path.exists() and rng.random() < 0.5:
+            path.write_bytes(path.read_bytes() + rng.randbytes(rng.randint(1, 20)))
+        ledger, before = Ledger(), restore(journal.begin(0), ids)
+        for one in before.values():
+            ledger.open(one)
+        for _ in range(25):
+            _something(rng, ledger, journal)
+            ledger.check()
+        journal.close()
+        now = {id: e.episode for id, e in ledger.entries.items()}
+        for e in ledger.entries.values():  # the versions of what is running are written down at its end
+            e.episode.made_by(e.version, len(e.episode.tokens) - e.marked)
+        back = restore(journal.begin(0), ids)
+        for id in ids:
+            assert (back[id].tokens, back[id].logprobs, back[id].runs) == (
+                now[id].tokens,
+                now[id].logprobs,
+                now[id].runs,
+            )
+    assert all(len(e.tokens) > 30 for e in now.values())
+    journal.close()
+
+
+def _something(rng: random.Random, ledger: Ledger, journal: Journal) -> None:
+    if ledger.queue:
+        entry = ledger.assign(ledger.queue.popleft(), rng.choice("ab"), rng.choice([1, 2]))
+        journal.assigned({entry.handle: entry.episode.id})
+        return
+    worker = rng.choice("ab")
+    if rng.random() < 0.1:
+        ledger.release(worker)
+        return
+    held = ledger.held(worker)
+    rows: list[Row] = []
+    for entry in held:
+        have = len(entry.episode.tokens)
+        position = max(0, have + rng.choice([0, 0, 0, 0, 0, -1, -3, 2]))
+        rows.append((entry.handle, position, [rng.randrange(100) for _ in range(rng.randint(1, 4))]))
+    if not rows:
+        return
+    said = frame(*rows, (999, 0, [1]), version=held[0].version if rng.random() < 0.9 else 7)
+    taken = ledger.take(worker, said)
+    if taken.accepted:
+        journal.made(said, None if taken.whole else taken.rows)
+
+
+def test_what_comes_behind_a_gap_is_made_again(tmp_path: Path) -> None:
+    """A damaged file, and a later one that goes on: only what is known without a gap is taken."""
+    journal = Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    journal.assigned({1: "1/0"})
+    journal.made(frame((1, 0, [1, 2])))
+    journal.made(frame((1, 5, [6, 7])))
+    journal.close()
+    again = Journal(tmp_path / "j", "s")
+    assert restore(again.begin(0), ["1/0"])["1/0"].tokens.tolist() == [1, 2]
+    again.close()
+
+
+def test_the_folder_is_made_and_files_are_named_by_step(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a" / "b", "s")
+    journal.begin(7)
+    journal.flush()
+    assert os.listdir(tmp_path / "a" / "b") == ["000007.wal"]
+    journal.close()
+    journal.flush()  # harmless
+
+
+def test_fall_back_keeps_what_is_known_of_later_steps(tmp_path: Path) -> None:
+    """A controller that was started again at step 15, a trainer back at checkpoint 10, which is saved already."""
+    for step, id in ((10, "a"), (15, "b")):
+        journal = Journal(tmp_path / "j", "s")
+        journal.begin(step)
+        journal.assigned({1: id})
+        journal.made(frame((1, 0, [1])))
+        journal.close()
+    journal = Journal(tmp_path / "j", "s")
+    assert set(journal.begin(10)) == {"a", "b"}
+    journal.rotate(20)
+    assert [p.name for p in (tmp_path / "j").iterdir()] == ["000020.wal"]
+    journal.close()
+
+
+def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "j")
+    read_files: list[Path] = []
+    monkeypatch.setattr(past_, "records", lambda path, real=records: read_files.append(path) or real(path))
+    journal = Journal(tmp_path / "j", "s")
+    found = journal.find()
+    assert plain(journal.begin(0, found)) == STORY
+    journal.close()
+    assert read_files == [tmp_path / "j" / "000000.wal"]
+
+
+def test_rows_are_put_together_whatever_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of any size give the same: responses that take turns, move, change version, and are judged between."""
+    rng, journal = random.Random(3), Journal(tmp_path / "j", "s")
+    journal.begin(0)
+    have = dict.fromkeys([f"1/{n}" for n in range(7)], 0)
+    expected: dict[str, list[Any]] = {id: [] for id in have}
+    for handle in range(1, 400, 7):
+        names = {handle + n: id for n, id in enumerate(have)}
+        journal.assigned(names)
+        version = rng.choice([1, 2])
+        rows, finished = [], {}
+        for n, (h, id) in enumerate(names.items()):
+            tokens = [rng.randrange(99) for _ in range(rng.randint(1, 3))]
+            rows.append((h, have[id], tokens))
+            if rng.random() < 0.2:
+                finished[n] = "stop"
+            have[id] += len(tokens)
+            expected[id].append((tokens, version, finished.get(n)))
+        journal.made(frame(*rows, version=version, finished=finished))
+        for n in finished:
+            for _ in range(rng.randint(0, 2)):
+                journal.judged(list(have)[n], 0.5, None, "")
+                expected[list(have)[n]].append("judged")
+    journal.close()
+    told = []
+    for size in (1, 10, 1 << 18):
+        monkeypatch.setattr(past_, "_FEWEST_ROWS", size)
+        monkeypatch.setattr(past_, "_MOST_ROWS", size)
+        told.append(read(tmp_path / "j"))
+    assert told[0] == told[1] == told[2]
+    for id, said in expected.items():
+        flat = [t for s in said if s != "judged" for t in s[0]]
+        assert [t for s in told[0][id] if len(s) == 4 for t in s[1]] == flat
+        kinds = "".join("j" if s == "judged" else "." if s[2] else "" for s in said)
+        assert "".join("j" if len(s) == 3 else "." if s[3] else "" for s in told[0][id]) == kinds
+        assert all(a[0] + len(a[1]) == b[0] for a, b in pairwise([s for s in told[0][id] if len(s) == 4]))
+
+
+class FullDisk(io.BytesIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_ends_it_and_what_was_written_is_there(tmp_path: Path) -> None:
+    journal, told = Journal(tmp_path / "j", "s"), []
+    journal.failed = told.append
+    journal.begin(0)
+    journal.judged("1/0", 1.0, None, "")
+    journal.flush()
+    file, journal._file = journal._file, FullDisk()
+    assert file is not None
+    file.close()
+    journal.judged("1/1", 1.0, None, "")
+    with pytest.raises(WindfallError, match="No space left on device") as caught:
+        journal.flush()
+    assert caught.value.where == str(tmp_path / "j" / "000000.wal")
+    journal._file = io.BytesIO()  # there is room again: but what came between is missing
+    for again in (journal.flush, lambda: journal.judged("1/2", 1.0, None, ""), lambda: journal.rotate(1)):
+        with pytest.raises(WindfallError):
+            again()
+    assert told == [caught.value]
+    journal.close()
+    assert read(tmp_path / "j") == {"1/0": [(1.0, None, "")]}

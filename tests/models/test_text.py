@@ -1,0 +1,137 @@
+"""Words to ids: what the engine is fed is what the chat template would give for the whole conversation.
+
+Not covered: a reply whose first characters a tokenizer would merge with the end of the cue; the policy's own tokens are
+kept as it made them, so there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from windfall.errors import WindfallError
+from windfall.launch.processes.trainer import text_for
+from windfall.models.load import load_tokenizer
+from windfall.models.text import Text
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INST = (
+    "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer(template: str | None, eos: str | None, *, adds_bos: bool = False) -> Any:
+    """Byte-level BPE with enough merges that words are cut differently beside one another than alone."""
+    t = Tokenizer(models.BPE())
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    t.decoder = decoders.ByteLevel()  # pyright: ignore
+    words = ["user\nassistant\nhigher\nlower\n\n", "say a number", "[INST] 12 [/INST]"] * 3
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    t.train_from_iterator(words, trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet))
+    if adds_bos:
+        t.post_processor = processors.TemplateProcessing(  # pyright: ignore
+            single="<bos> $A", special_tokens=[("<bos>", t.token_to_id("<bos>"))]
+        )
+    out = PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<bos>", eos_token=eos)
+    out.chat_template = template
+    return out
+
+
+CHATS = {
+    "chatml": (tokenizer(CHATML, "<|im_end|>"), (), "<|im_end|>"),
+    "eos is another": (tokenizer(CHATML, "<eos>"), ("<|im_end|>",), "<|im_end|>"),
+    "inst": (tokenizer(INST, "<eos>", adds_bos=True), (), "<eos>"),
+}
+words = st.text("abc 12\n.é", min_size=1).filter(lambda s: s.strip() == s)
+
+
+@pytest.mark.parametrize("name", list(CHATS))
+@settings(deadline=None, max_examples=30)
+@given(said=st.lists(words, min_size=1, max_size=7))
+def test_conversation_is_what_the_template_gives(name: str, said: list[str]) -> None:
+    tok, extra, end = CHATS[name]
+    text = Text(tok, tok.convert_tokens_to_ids(list(extra)))
+    said = said if len(said) % 2 else said[:-1]  # the environment speaks first and last
+    ids = list(text.prompt(said[0]))
+    for reply, observation in zip(said[1::2], said[2::2], strict=True):
+        ids += tok.encode(reply, add_special_tokens=False)
+        ids += [tok.convert_tokens_to_ids(end), *text.observation(observation)]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
+    whole = tok.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tok.decode(ids) == whole
+    assert ids == tok.encode(whole, add_special_tokens=False)
+
+
+def test_prompt_ends_where_the_policy_speaks() -> None:
+    tok = CHATS["chatml"][0]
+    assert tok.decode(Text(tok).prompt("12")).endswith("12<|im_end|>\n<|im_start|>assistant\n")
+    assert (
+        tok.decode(Text(tok).observation("higher")) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_plain_text_is_only_the_words() -> None:
+    tok = tokenizer(None, "<eos>")
+    text = Text(tok)
+    assert tok.decode(text.prompt("12 [/INST]")) == "12 [/INST]"
+    assert tok.decode(text.observation("\nhigher\n")) == "\nhigher\n"
+
+
+def test_plain_text_begins_once() -> None:
+    tok = tokenizer(None, "<eos>", adds_bos=True)
+    text = Text(tok)
+    assert text.prompt("12")[0] == tok.bos_token_id
+    assert tok.bos_token_id not in text.observation("12")
+
+
+def test_decode_leaves_out_what_is_not_said() -> None:
+    tok = CHATS["chatml"][0]
+    assert Text(tok).decode(tok.encode("<|im_start|>higher é<|im_end|>")) == "higher é"
+
+
+@pytest.mark.parametrize(
+    ("eos", "extra", "stop"),
+    [
+        ("<eos>", [], {"<eos>"}),
+        ("<eos>", ["<|im_end|>", "<eos>"], {"<eos>", "<|im_end|>"}),
+        (None, ["<|im_end|>"], {"<|im_end|>"}),
+        (None, [], set()),
+    ],
+)
+def test_stop_ids(eos: str | None, extra: list[str], stop: set[str]) -> None:
+    tok = tokenizer(None, eos)
+    assert Text(tok, tok.convert_tokens_to_ids(extra)).stop == set(tok.convert_tokens_to_ids(list(stop)))
+
+
+@pytest.mark.parametrize(("configured", "stop"), [(None, {2}), (2, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
+def test_stop_ids_of_the_model_count_too(configured: Any, stop: set[int]) -> None:
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
+    assert text_for(load_tokenizer("tiny"), model).stop == stop
+
+
+def test_a_list_of_messages_goes_through_the_chat_template() -> None:
+    tok = CHATS["chatml"][0]
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12"}]
+    whole = tok.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert list(Text(tok).prompt(said)) == tok.encode(whole, add_special_tokens=False)
+    assert Text(tok).prompt(said[1:]) == Text(tok).prompt("12")
+
+
+def test_messages_that_a_model_cannot_take_are_refused() -> None:
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12"}]
+    with pytest.raises(WindfallError, match="no chat template"):
+        Text(tokenizer(None, "<eos>")).prompt(said)
+    picky = tokenizer("{{ raise_exception('no system role') if messages[0].role == 'system' }}", "<eos>")
+    with pytest.raises(WindfallError, match=r"cannot render these messages: no system role\nRoles were: system, user"):
+        Text(picky).prompt(said)

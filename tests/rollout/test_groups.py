@@ -1,0 +1,167 @@
+"""Groups out of tasks: every episode once, rewards waited for beside the engine, turns and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import STOP, Asks, Scripted, run
+
+from windfall.envs.guess import Guess
+from windfall.events.log import read
+from windfall.rollout.groups import seed_of
+from windfall.types import Feedback, Request, Task, Turn
+
+
+async def by_length(task: Task, turns: Sequence[Turn]) -> Feedback:
+    return Feedback(reward=float(len(turns[-1].text)))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=5),
+    waits=st.lists(st.integers(0, 4), min_size=10, max_size=10),
+    first=st.integers(0, 50),
+    in_order=st.booleans(),
+)
+def test_every_episode_comes_out_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], waits: list[int], first: int, in_order: bool
+) -> None:
+    def script(request: Request) -> str:
+        index, sibling = map(int, request.id.split("/"))
+        return "x" * lengths[index - first][sibling]
+
+    async def slowly(task: Task, turns: Sequence[Turn]) -> Feedback:
+        for _ in range(waits[(task.answer - first) * 2 % 10]):
+            await asyncio.sleep(0)
+        return await by_length(task, turns)
+
+    engine, env = Scripted(script), Asks(slowly)
+    tasks = range(first, first + len(lengths))
+    groups, rollout = run(engine, env, tmp_path_factory.getbasetemp(), tasks=tasks, size=2, in_order=in_order)
+    assert sorted(g.index for g in groups) == list(tasks)
+    assert not in_order or [g.index for g in groups] == list(tasks)
+    for g in groups:
+        assert [r.id for r in g.responses] == [f"{g.index}/0", f"{g.index}/1"]
+        assert [r.tokens for r in g.responses] == [(ord("x"),) * n + (STOP,) for n in lengths[g.index - first]]
+        assert g.rewards == tuple(map(float, lengths[g.index - first]))
+        assert g.task == env.task(g.index)
+    assert rollout.made == sum(n + 1 for row in lengths for n in row)
+    assert len({r.seed for r in engine.requests}) == len(env.heard) == 2 * len(lengths)
+    assert (rollout.failures.missing, len(engine), engine.cancelled) == (0, 0, [])
+
+
+def test_seed_of_a_response_never_changes() -> None:
+    assert seed_of(3, 14, 1) == 5120496982974341400
+    assert len({seed_of(s, t, i) for s in range(3) for t in (1, 11, 111) for i in range(12)}) == 108
+
+
+def test_groups_come_as_they_complete_unless_asked_for_in_order(tmp_path: Path) -> None:
+    def script(request: Request) -> str:
+        return "x" * (30 - 10 * int(request.id[0]))
+
+    assert [g.index for g in run(Scripted(script), Asks(by_length), tmp_path, tasks=[0, 1, 2])[0]] == [2, 1, 0]
+    groups, _ = run(Scripted(script), Asks(by_length), tmp_path, tasks=[1, 0, 2], in_order=True)
+    assert [g.index for g in groups] == [1, 0, 2]
+
+
+def test_slow_reward_does_not_hold_up_tokens(tmp_path: Path) -> None:
+    """The reward of the short response comes only after the long one has got its last token."""
+    last_token = threading.Event()
+    engine = Scripted(lambda request: "x" * (1 if request.id == "0/0" else 50))
+    engine.stepped = lambda: len(engine) or last_token.set()
+
+    async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
+        while not last_token.is_set():
+            await asyncio.sleep(0.001)
+        return await by_length(task, turns)
+
+    groups, rollout = run(engine, Asks(judge), tmp_path, tasks=[0, 1], reward_timeout_s=10.0)
+    assert {g.index: g.rewards for g in groups} == {0: (1.0,), 1: (50.0,)}
+    assert rollout.failures.missing == 0
+
+
+def test_failed_reward_is_missing_and_counted(tmp_path: Path) -> None:
+    async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
+        if turns[-1].text == "bad":
+            raise ConnectionError("the judge is away")
+        return await by_length(task, turns)
+
+    env = Asks(judge)
+    engine = Scripted(lambda request: "bad" if request.id == "4/1" else "good!")
+    groups, rollout = run(engine, env, tmp_path, tasks=[4], size=3, reward_tries=2)
+    assert [r.reward for r in groups[0].responses] == [5.0, None, 5.0]
+    assert groups[0].rewards == (5.0, 5.0)
+    assert rollout.failures.missing == 1
+    assert len(env.heard) == 4
+    (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "reward_missing"]
+    assert event["response"] == "4/1"
+    assert "the judge is away" in event["error"]
+
+
+async def twice(task: Task, turns: Sequence[Turn]) -> Feedback:
+    return Feedback(observation="no") if len(turns) == 1 else Feedback(reward=0.75)
+
+
+def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
+    engine, env = Scripted(lambda request: "ab" if request.position == 0 else "c"), Asks(twice)
+    groups, rollout = run(engine, env, tmp_path, tasks=[7], max_tokens=9)
+    first, second = engine.requests
+    assert second.prompt == (*first.prompt, ord("a"), ord("b"), STOP, ord("n"), ord("o"))
+    assert (second.id, second.seed, second.position, second.max_tokens) == (first.id, first.seed, 5, 4)
+    (r,) = groups[0].responses
+    assert r.tokens == (ord("a"), ord("b"), STOP, ord("n"), ord("o"), ord("c"), STOP)
+    assert r.sampled == (True, True, True, False, False, True, True)
+    assert r.logprobs == (-ord("a") / 256, -ord("b") / 256, 0.0, 0.0, 0.0, -ord("c") / 256, 0.0)
+    assert r.versions == (0, 0, 0, -1, -1, 0, 0)
+    assert (r.reward, r.turns, r.finish, r.made, rollout.made) == (0.75, 2, "stop", 5, 5)
+    assert env.heard[-1][1] == (Turn(text="ab", observation="no"), Turn(text="c"))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "tokens", "reward"),
+    [
+        (2, "ab", None),  # cut within the first turn: nobody has judged it
+        (5, "ab\0", None),  # no room for an answer to the observation
+        (6, "ab\0noc", 0.75),  # room for one token of it, which is all that is judged
+        (7, "ab\0noc\0", 0.75),
+    ],
+)
+def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str, reward: float | None) -> None:
+    engine = Scripted(lambda request: "ab" if request.position == 0 else "c")
+    groups, rollout = run(engine, Asks(twice), tmp_path, tasks=[7], max_tokens=max_tokens)
+    (r,) = groups[0].responses
+    assert r.tokens == tuple(map(ord, tokens))
+    assert (r.reward, r.finish) == (reward, "stop" if max_tokens == 7 else "length")
+    assert rollout.failures.missing == (reward is None)
+    if reward is None:
+        (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "reward_missing"]
+        assert "rollout.max_tokens" in event["error"]
+
+
+@pytest.mark.parametrize(("max_tokens", "tokens"), [(2, "ab"), (5, "ab\0")])
+def test_response_that_runs_out_of_tokens_gets_what_its_last_turn_is_worth(
+    tmp_path: Path, max_tokens: int, tokens: str
+) -> None:
+    async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
+        return Feedback(observation="no", reward=-0.5) if len(turns) == 1 else Feedback(reward=0.75)
+
+    engine = Scripted(lambda request: "ab" if request.position == 0 else "c")
+    groups, rollout = run(engine, Asks(judge), tmp_path, tasks=[7], max_tokens=max_tokens)
+    (r,) = groups[0].responses
+    assert (r.tokens, r.reward, r.finish) == (tuple(map(ord, tokens)), -0.5, "length")
+    assert rollout.failures.missing == 0
+
+
+def test_guess_punishes_running_out_of_tokens(tmp_path: Path) -> None:
+    """A number that is never right, in turns of 3 tokens."""
+    guess: Any = Guess(low=1, high=9, max_turns=50)
+    groups, rollout = run(Scripted(lambda request: "0"), guess, tmp_path, tasks=[0], max_tokens=40)
+    assert groups[0].responses[0].turns > 2
+    assert (groups[0].rewards, rollout.failures.missing) == ((0.0,), 0)

@@ -1,0 +1,151 @@
+"""Workers that are too small for some responses: others make those, and the run ends only if no worker can."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_dispatch_limits import OFFER, World, play, take
+
+from windfall.events.log import read
+from windfall.ledger.episode import Episode
+from windfall.ledger.ledger import Ledger, room
+from windfall.link import messages as m
+from windfall.scheduling import room as rooms
+from windfall.scheduling.balance import Load
+from windfall.scheduling.placement import Giving
+from windfall.types import Sampling
+
+
+def episode(id: str, prompt: int, max_tokens: int = 9) -> Episode:
+    return Episode(id=id, prompt=(1,) * prompt, seed=1, max_tokens=max_tokens, sampling=Sampling(), stop=frozenset({0}))
+
+
+async def joined(world: World, name: str, longest: int = 0) -> Any:
+    link = world.join(name)
+    load = await take(link, m.Load)
+    said = m.Loaded(version=load.version, digest=load.digest, slots=9, s=0.0, pulled_bytes=0, longest=longest)
+    await link.send(said)
+    return link
+
+
+def test_a_rejected_response_goes_to_another_and_never_back(tmp_path: Path) -> None:
+    async def part(world: World) -> None:
+        world.dispatch.set_offer(OFFER)
+        small = await joined(world, "small")
+        world.open("1/0", prompt=(5,) * 50)
+        (work,) = (await take(small, m.Assign)).work
+        await small.send(m.Rejected(handle=work.handle, why="59 tokens do not fit into 40"))
+        while world.dispatch.ledger.entries["1/0"].place == "running":
+            await asyncio.sleep(0)
+        large = await joined(world, "large")
+        (work,) = (await take(large, m.Assign)).work
+        assert len(array("I", work.prompt)) == 50
+        world.open("2/0", prompt=(5,) * 60)  # longer still: not to the small one either
+        world.open("3/0")
+        assert {len(w.prompt) // 4 for w in (await take(small, m.Assign)).work} == {2}
+        assert {len(w.prompt) // 4 for w in (await take(large, m.Assign)).work} == {60}
+        assert world.rejected == []
+
+    world = play(tmp_path, part)
+    (event,) = [e for e in read(world.events.path) if e["name"] == "work_rejected"]
+    assert (event["worker"], event["response"], event["tokens"]) == ("small", "1/0", 59)
+
+
+def test_what_a_worker_says_of_itself_is_enough(tmp_path: Path) -> None:
+    """Nothing is rejected, because nothing too long is given."""
+
+    async def part(world: World) -> None:
+        world.dispatch.set_offer(OFFER)
+        small = await joined(world, "small", longest=40)
+        large = await joined(world, "large", longest=400)
+        for n in range(6):
+            world.open(f"{n}/0", prompt=(5,) * (50 if n < 3 else 5))
+        long = [len(w.prompt) // 4 for w in (await take(large, m.Assign)).work]
+        short = [len(w.prompt) // 4 for w in (await take(small, m.Assign)).work]
+        assert long.count(50) == 3
+        assert set(short) == {5}
+
+    play(tmp_path, part)
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_what_no_worker_can_take_ends_the_run_after_a_while(
+    tmp_path: Path, helped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "NO_ROOM_S", 0.6)
+
+    async def part(world: World) -> None:
+        world.dispatch.set_offer(OFFER)
+        await joined(world, "small", longest=40)
+        world.open("7/3", prompt=(5,) * 50)
+        async with asyncio.timeout(10):
+            while not any(e["name"] == "no_room" for e in read(world.events.path)):
+                await asyncio.sleep(0.01)
+        assert world.rejected == []
+        if helped:
+            starting = world.join("large")  # while it is not known how much it has room for, the run goes on
+            load = await take(starting, m.Load)
+            await asyncio.sleep(1.2)
+            assert world.rejected == []
+            await starting.send(
+                m.Loaded(version=load.version, digest=load.digest, slots=9, s=0, pulled_bytes=0, longest=99)
+            )
+            await take(starting, m.Assign)
+            return
+        async with asyncio.timeout(10):
+            while not world.rejected:
+                await asyncio.sleep(0.01)
+        ((id, why),) = world.rejected
+        assert id == "7/3"
+        assert "room for 59 tokens" in why
+        assert "no worker has had more than 40. Set engine.kv_tokens to 60 or more" in why
+
+    play(tmp_path, part)
+
+
+SIZES = st.one_of(st.just(math.inf), st.integers(10, 80))
+
+
+@given(
+    prompts=st.lists(st.integers(1, 70), min_size=1, max_size=25),
+    workers=st.lists(st.tuples(SIZES, st.integers(1, 6)), min_size=1, max_size=6),
+    balancing=st.sampled_from([True, False, "algorithm2"]),
+)
+@settings(deadline=None, max_examples=150)
+def test_nothing_goes_where_it_does_not_fit(prompts: list[int], workers: list[Any], balancing: Any) -> None:
+    ledger = Ledger()
+    for n, prompt in enumerate(prompts):
+        ledger.open(episode(f"{n}/0", prompt))
+    giving = Giving(ledger, balancing=balancing)
+    longest = {f"w{n}": size for n, (size, _) in enumerate(workers)}
+    loads = [Load(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
+    before = list(ledger.queue)
+    out = giving.give(loads, 1, coming=0, longest=longest)
+    ledger.check()
+    for worker, entries in out.items():
+        assert len(entries) <= next(load.slots for load in loads if load.worker == worker)
+        assert all(room(entry.episode) <= longest[worker] for entry in entries)
+    given_ids = {e.episode.id for entries in out.values() for e in entries}
+    assert list(ledger.queue) == [id for id in before if id not in given_ids], "what is left keeps its order"
+    for id in ledger.queue:  # nobody who could take it has a free slot
+        able = [load for load in loads if longest[load.worker] >= room(ledger.entries[id].episode)]
+        assert all(len(out.get(load.worker, ())) == load.slots for load in able)
+
+
+def test_nothing_moves_to_where_it_does_not_fit() -> None:
+    ledger = Ledger()
+    giving = Giving(ledger, balancing="algorithm2")
+    for n in range(3):
+        ledger.open(episode(f"{n}/0", 50))
+    giving.give([Load(worker="a", running=0, slots=9)], 1, coming=0)
+    loads = [Load(worker="a", running=3, slots=9, waiting=2), Load(worker="b", running=0, slots=9)]
+    assert giving.take_back(loads, {"a": 99, "b": 40}) == []
+    assert giving._meant == {}
+    assert len(giving.take_back(loads, {"a": 99, "b": 59})) == 1

@@ -1,0 +1,70 @@
+"""The self-test through the engine and the trainer that a GPU runs. Needs a GPU; run on a CPU machine, it skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hostile import models as hostile
+
+from windfall import config
+from windfall.errors import WindfallError
+from windfall.launch.processes import trainer
+from windfall.selftest import judge, verdict
+from windfall.worker import engine_factory
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}
+GRAPHS = {
+    "llama": hostile.Architecture(kind="llama"),
+    "llama, biases": hostile.Architecture(kind="llama", fields={"attention_bias": True, "mlp_bias": True}),
+    "mistral": hostile.Architecture(kind="mistral", fields={**hostile.SHAPE, "sliding_window": 4096}),
+    "qwen2, windows": hostile.Architecture(kind="qwen2", fields={**hostile.SHAPE, **WINDOW}),
+    "qwen3": hostile.Architecture(kind="qwen3", fields={**hostile.SHAPE, "head_dim": 128}),
+}
+
+
+def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of engine that were tested."""
+    monkeypatch.setattr(verdict, "_once", lambda key, checked, test: test() and key)
+    spec = trainer.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
+    model, kinds = engine_factory.whole(_fields(a), "bfloat16", "cuda"), []
+    real = judge.engine
+
+    def watched(config: Any, make: Any, **how: Any) -> Any:
+        def noted(model: Any, **options: Any) -> Any:
+            engine = make(model, **options)
+            kinds.append(type(engine).__name__)
+            return engine
+
+        return real(config, noted, **how)
+
+    monkeypatch.setattr(judge, "engine", watched)
+    engine_factory.check(spec, "cuda", model)
+    return kinds
+
+
+def _fields(a: hostile.Architecture) -> dict[str, Any]:
+    import json
+
+    return json.loads(a.config().to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_engine_of_the_llama_family_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(check(GRAPHS[name], monkeypatch)) == {"GraphEngine"}
+
+
+@pytest.mark.parametrize("name", hostile.ARCHITECTURES)
+def test_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = hostile.ARCHITECTURES[name]
+    for judged, refusal in (
+        (lambda: check(a, monkeypatch), a.engine),
+        (lambda: judge.trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
+    ):
+        if refusal is None:
+            judged()
+        else:
+            with pytest.raises(WindfallError):
+                judged()

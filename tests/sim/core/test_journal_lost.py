@@ -1,0 +1,67 @@
+"""Simulated runs whose journal is damaged while the controller is down: they go on, and say what they lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hostile.checkpoints import JOURNALS, add_strays
+
+from windfall.sim.core.run import Simulation
+
+Simulated = Callable[..., Any]
+KILLED_S = 14.0
+
+
+def damaging(damage: Callable[[Path], object]) -> Callable[[Simulation], None]:
+    """Controller and trainer are killed in the fourth step or so; `damage` is done to the journal's folder then."""
+
+    def now(simulation: Simulation) -> None:
+        simulation.kill_controller()
+        simulation.learner.kill()
+        assert simulation._journal is not None
+        damage(simulation._journal)
+
+    return lambda simulation: asyncio.get_running_loop().call_at(KILLED_S, now, simulation) and None
+
+
+def run(simulated: Simulated, damage: Callable[[Path], object]) -> tuple[Simulation, list[dict[str, Any]]]:
+    keys = {"controller_mean_up_s": 1e9, "controller_down_s": 1.0, "trainer_down_s": 2.0}  # so that it has a journal
+    return simulated(damaging(damage), run={"steps": 4}, checkpoint={"every": 2}, sim=keys)
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.wal")
+    return path
+
+
+def test_nothing_is_said_of_a_journal_that_is_whole(simulated: Simulated) -> None:
+    _, log = run(simulated, lambda folder: None)
+    assert [e["name"] for e in log if e["name"].startswith("journal_")] == []
+    assert [e["step"] for e in log if e["name"] == "resumed"] == [2]
+
+
+def test_a_run_says_what_it_lost_and_makes_it_again(simulated: Simulated) -> None:
+    _, alone = run(simulated, lambda folder: None)
+    for kind in ("damaged in its middle", "deleted"):
+        _, log = run(simulated, lambda folder, kind=kind: JOURNALS[kind](only_file(folder)))
+        (lost,) = (e for e in log if e["name"] == "journal_lost")
+        assert (lost["file"], lost["step"]) == ("000002.wal", 2)
+        restored, fewer = (sum(e["restored"] for e in steps(said)) for said in (alone, log))
+        assert 0 < lost["tokens"] <= restored - fewer
+        assert (fewer == 0) == (kind == "deleted")
+        for key in ("reward", "responses", "made"):
+            assert [e[key] for e in steps(log)] == [e[key] for e in steps(alone)]
+
+
+def steps(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
+
+
+def test_strays_are_named(simulated: Simulated) -> None:
+    _, log = run(simulated, add_strays)
+    (said,) = (e for e in log if e["name"] == "journal_strays")
+    assert set(said["files"]) == {"notes.wal", "000001.wal.orig", "old"}
+    assert not any(e["name"] == "journal_lost" for e in log)

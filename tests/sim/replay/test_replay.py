@@ -1,0 +1,268 @@
+"""A run simulated from its own log: of a log that was itself simulated, all must come out again. What is not covered: a
+real run's log (`python benchmarks/harvest.py --replay`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from windfall import cli, config
+from windfall.errors import WindfallError
+from windfall.events import log as events
+from windfall.sim.calibrate import event_log
+from windfall.sim.core import run, scenario
+from windfall.sim.replay import command, recorded_scenario
+from windfall.sim.replay import log as replay_log
+from windfall.types import LOCAL
+
+Make = Callable[..., tuple[Path, scenario.World]]
+QUICK_PULLS = {"weights_bytes": 1e3}
+
+
+@pytest.fixture
+def ran(tmp_path: Path, recipe: Callable[..., config.Recipe]) -> Make:
+    """The folder of a simulated run, as a real one leaves it."""
+
+    def go(disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]) -> Any:
+        said = recipe(**{"run": {"steps": 6}, **sections})
+        built = scenario.build(said)
+        run.simulate(built, tmp_path / "events.jsonl", disturb=disturb)
+        (tmp_path / "recipe.toml").write_text(config.dump(said))
+        return tmp_path, built
+
+    return go
+
+
+def exactly(folder: Path, built: scenario.World, log: Path) -> list[events.Event]:
+    """Simulated again with the formulas that it was made with, not with fitted ones; the clock is set once."""
+    was = replay_log.record(folder)
+    found = recorded_scenario.fitted(was, "first-half")
+    true = {kind: built.trainer if kind == LOCAL else built.worker.service for kind in found.services}
+    command._simulate(was, replace(found, services=true, skip=0, reward_s=built.real.sim.reward_s), log)
+    return events.read(log)
+
+
+SAME = ("step", "drawn", "groups", "made", "moved", "prefilled_again", "workers", "workers_lost", "lengths", "replaced")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"fleet": {"workers": 1}},
+        {"sim": {"notice_s": 7.0, **QUICK_PULLS}},
+        {"eval": {"tasks": 24, "every": 2}, "checkpoint": {"every": 2}, "sim": {"reward_s": 0.05, **QUICK_PULLS}},
+        {"algorithm": {"name": "dapo"}, "sim": {"reward_mean": 0.2, **QUICK_PULLS}},
+        {"fleet": {"local": False}},
+        {"trace": {"nodes": 0}},
+    ],
+    ids=["two kinds", "warned", "evaluations", "dynamic sampling", "no local", "alone"],
+)
+def test_with_the_same_formulas_it_is_the_same_run(ran: Make, sections: dict[str, Any], tmp_path: Path) -> None:
+    folder, built = ran(**{"sim": QUICK_PULLS, **sections})
+    was = event_log.steps_of(events.read(folder / "events.jsonl"))
+    now = event_log.steps_of(exactly(folder, built, tmp_path / "again.jsonl"))
+    assert [{k: e[k] for k in SAME} for e in now] == [{k: e[k] for k in SAME} for e in was]
+    assert [e["s"] for e in now] == pytest.approx([e["s"] for e in was], rel=1e-3)
+    for holder in was[-1]["bill"]["holders"]:
+        for bucket in ("booting", "generating", "waiting", "draining", "paused"):
+            spent = [[e["bill"]["holders"][holder]["seconds"].get(bucket, 0.0) for e in log[1:]] for log in (was, now)]
+            assert spent[1] == pytest.approx(spent[0], abs=0.02), f"{holder} {bucket}"
+
+
+def test_a_worker_that_stood_still_stands_still_again(ran: Make, tmp_path: Path) -> None:
+    def disturb(simulation: run.Simulation) -> None:
+        def each(what: str) -> None:
+            for name, worker in simulation.machines.workers.items():
+                if name != LOCAL:
+                    getattr(worker, what)()
+
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(6.0, each, "freeze")
+        loop.call_later(8.0, each, "thaw")
+
+    folder, built = ran(disturb, sim=QUICK_PULLS, trace={"mean_up_s": 1000.0, "mean_down_s": 0.1})
+    was = events.read(folder / "events.jsonl")
+    assert {"worker_suspect", "worker_well"} <= {e["name"] for e in was}
+    now = exactly(folder, built, tmp_path / "again.jsonl")
+    rows = [event_log.steps_of(log) for log in (was, now)]
+    assert [e["s"] for e in rows[1]] == pytest.approx([e["s"] for e in rows[0]], rel=0.1)
+
+
+def typed(*words: str) -> str:
+    done = CliRunner().invoke(cli.app, ["sim", *words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_the_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) -> None:
+    folder, _ = ran(run={"steps": 8})
+    out = typed("--replay", str(folder), "--out", str(tmp_path / "out"))
+    assert "fitted to steps 1 to 4; figures of steps 5 to 8, held out" in out
+    said = json.loads((tmp_path / "out" / "replay.json").read_text())
+    for name in ("tok_per_s", "step_mean_s", "tok_per_usd", "workers_there"):
+        assert abs(said["figures"][name]["error"]) < 0.05, name
+    for name in ("trainer_idle", "workers_idle", "workers_lost"):
+        assert abs(said["figures"][name]["error"]) < 0.08, name
+    assert said["figures"]["killed"]["predicted"] == said["figures"]["killed"]["measured"] > 0
+    assert [row["step"] for row in said["steps"]] == [5, 6, 7, 8]
+    assert (tmp_path / "out" / "replay.jsonl").is_file()
+    out = typed("--replay", str(folder), "--fit", "all", "--seeds", "3")
+    assert "not a prediction" in out
+    low, high = re.findall(r"([\d,.]+) to ([\d,.]+)", next(line for line in out.splitlines() if "tokens/s" in line))[0]
+    assert float(low.replace(",", "")) < float(high.replace(",", "")), "little differences make some"
+
+
+def test_machines_that_became_slower_are_named(ran: Make) -> None:
+    folder, _ = ran()
+    done = command.replay(folder)
+    assert command.drift(done) == []
+    log = [dict(e) for e in done.record.events]
+    for e in log:
+        if (e["kind"], e["name"]) == ("span", "train") and e["step"] > done.fitted.steps:
+            e |= {"s": 2 * e["s"], "asked_s": 2 * e["asked_s"], "update_s": 2 * e["update_s"]}
+    slower = replace(done, record=replace(done.record, events=log))
+    assert [what for what, _ in command.drift(slower)] == ["training"]
+    assert "training took 2.0" in "\n".join(command.notes(slower))
+    lines = command.beside([("plain", done)])
+    assert lines[-1].startswith("plain")
+    assert f"{done.measured.tok_per_s:,.4g}" in lines[-1]
+
+
+def test_a_run_that_died_is_read_as_far_as_it_came(ran: Make) -> None:
+    folder, _ = ran(run={"steps": 8})
+    log = folder / "events.jsonl"
+    lines = log.read_text().splitlines()
+    seventh = next(n for n, line in enumerate(lines) if '"name":"step","step":7' in line)
+    log.write_text("\n".join(lines[: seventh + 3]) + '\n{"t": 17')
+    assert "figures of steps 4 to 7" in typed("--replay", str(folder))
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_too_few_steps_are_no_ground_for_a_prediction(ran: Make, steps: int) -> None:
+    folder, _ = ran(run={"steps": steps})
+    with pytest.raises(WindfallError, match=f"it completed {steps} steps, and a prediction needs 6: 3 to fit to"):
+        typed("--replay", str(folder))
+    assert "not a prediction" in typed("--replay", str(folder), "--fit", "all")
+
+
+def test_a_prediction_says_how_sure_it_is(ran: Make, tmp_path: Path) -> None:
+    """The more single steps differed from the formulas that were fitted to them, the less."""
+    folder, _ = ran(run={"steps": 8})
+    calm = command.replay(folder)
+    assert abs(calm.rows()["tok_per_s"][2] or 0.0) < calm.sure < 0.3
+    uneven = replace(calm, fitted_to=tuple((1.0, measured_s) for measured_s in (0.8, 1.1, 1.0, 1.3)))
+    assert uneven.sure > 2 * calm.sure
+    assert uneven.sure > math.log(1.3)
+    out = typed("--replay", str(folder), "--out", str(tmp_path / "out"))
+    said = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert said["sure"] == {"level": 0.9, "off": calm.sure, "step_off": calm.step_off, "steps": 4}
+    low, high = re.findall(
+        r"\(([\d,.]+) to ([\d,.]+)\)", next(line for line in out.splitlines() if "tokens/s" in line)
+    )[0]
+    assert float(low.replace(",", "")) < said["figures"]["tok_per_s"]["measured"] < float(high.replace(",", ""))
+    assert "how sure: the 4 steps fitted to are off by" in out
+
+
+def test_a_replay_has_a_trainer_that_is_never_lost(ran: Make) -> None:
+    folder, _ = ran(sim={"trainer_mean_up_s": 8.0, "trainer_down_s": 1.0, **QUICK_PULLS}, checkpoint={"every": 1})
+    was = events.read(folder / "events.jsonl")
+    lost = sum(e["name"] == "trainer_lost" for e in was)
+    assert lost > 1
+    done = command.replay(folder, log=folder / "replay.jsonl")
+    assert f"the trainer was lost {lost} times: in a replay it never is" in command.notes(done)
+    assert not any(e["name"] == "trainer_lost" for e in events.read(folder / "replay.jsonl"))
+    assert len(done.predicted.step_s) == len(done.measured.step_s)
+
+
+def test_what_cannot_be_replayed_is_refused(ran: Make, tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match=r"no events\.jsonl"):
+        typed("--replay", str(tmp_path / "nowhere"))
+    with pytest.raises(WindfallError, match="nothing to simulate"):
+        typed()
+    folder, _ = ran()
+    with pytest.raises(WindfallError, match="first-half"):
+        typed("--replay", str(folder), "--fit", "firsthalf")
+    with pytest.raises(WindfallError, match="by its own recipe"):
+        typed("recipe.toml", "--replay", str(folder))
+    log = folder / "events.jsonl"
+    text = log.read_text()
+    log.write_text(text.replace('"lengths"', '"length"'))
+    with pytest.raises(WindfallError, match="no lengths"):
+        typed("--replay", str(folder))
+    log.write_text(text.replace('"age_s"', '"age"'))
+    with pytest.raises(WindfallError, match="lacks what a simulation needs"):
+        typed("--replay", str(folder))
+    log.write_text("\n".join(line for line in text.splitlines() if '"step":1' in line or '"name":"step"' not in line))
+    with pytest.raises(WindfallError, match="it completed 1 steps"):
+        typed("--replay", str(folder))
+    log.write_text(text.replace('"granule":1', '"granule":4'))
+    with pytest.raises(WindfallError, match="granules"):
+        typed("--replay", str(folder))
+
+
+# what a log tells
+
+
+def test_pulls_that_met_say_what_the_trainer_sends() -> None:
+    def ready(worker: str, at_s: float, s: float) -> events.Event:
+        return {"name": "worker_ready", "worker": worker, "t": at_s, "s": s, "bytes": 100}
+
+    first = [ready(w, 1.0, 50.0) for w in ("a", "b")]  # with its engine: says nothing of the network
+    together = [ready(w, 20.0, 4.0) for w in ("a", "b")]
+    found = event_log.pulls([*first, *together, ready("a", 40.0, 1.0)], 99.0)
+    assert (found.egress_per_s, found.ingress_per_s) == (50.0, 100.0)
+    assert event_log.pulls(first, 99.0).alone_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_who_joins_again_under_its_id_was_cut_off() -> None:
+    """As after a killed controller, which writes nothing of whom it loses."""
+
+    def event(name: str, at_s: float, **more: Any) -> events.Event:
+        return {"t": at_s, "kind": "instant", "name": f"worker_{name}", "worker": "a", **more}
+
+    joined = {"lease": "spot", "device": "L4", "usd_per_h": None, "age_s": 2.0}
+    log = [event("joined", 1.0, **joined), event("ready", 3.0, slots=8), event("ready", 4.0, slots=9)]
+    log += [event("joined", 9.0, **joined), event("suspect", 14.0), event("well", 15.0)]
+    log += [event("left", 20.0, why="left: the run is over")]
+    first, second = replay_log.lives(log, suspect_s=3.0)
+    assert (first.ready_s, first.slots, first.lease.price_usd_per_h) == (2.0, 8, 0.0)
+    assert [(d.at_s, d.what) for d in first.deeds] == [(9.0, "killed")]
+    assert [(d.at_s, d.what) for d in second.deeds] == [(11.0, "frozen"), (15.0, "thawed")]
+    assert second.ready_s == math.inf
+
+
+def test_training_is_told_from_the_update() -> None:
+    log: list[events.Event] = []
+    for n, (tokens, early_s) in enumerate([(1000, 2.0), (3000, 4.0)], 1):
+        span = {
+            "kind": "span",
+            "name": "train",
+            "early_s": early_s - 0.5,
+            "asked_s": early_s,
+            "update_s": 1.0,
+            "s": 3.0,
+        }
+        log += [span | {"step": n}, {"kind": "scalar", "name": "step", "step": n, "trained": tokens}]
+    found = event_log.training(log, [1, 2])
+    assert found == event_log.Training(train_s=(2.0 + 4.0 + 2 * 2.0) / 4000, update_s=1.0)
+    assert event_log.training(log, []) is None
+
+
+def test_a_kind_that_nobody_measured_is_taken_to_be_as_others(ran: Make) -> None:
+    folder, _ = ran()
+    was = replay_log.record(folder)
+    last = replace(was.lives[-1], lease=replace(was.lives[-1].lease, price_usd_per_h=7.0))
+    found = recorded_scenario.fitted(replace(was, lives=(*was.lives, last)), "first-half")
+    assert found.services["spot simulated at $7.00/h"] == found.services["spot simulated at $5.00/h"]
+    assert "nothing measured" in found.notes[0]

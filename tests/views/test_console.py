@@ -1,0 +1,254 @@
+"""What a person is told, from events alone. Numbers and paths are checked, not the wording around them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console as Terminal
+from rich.text import Text as Plain
+
+from windfall.config import Recipe
+from windfall.cost.bill import Totals, priced
+from windfall.events.log import Event, EventLog, read
+from windfall.views.console import BARS, Console, spark, summarise
+
+FOLDER = Path("runs/a [/b] c")  # as markup this would be an error, and in a shell three words
+
+
+def scalar(name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": "scalar", "name": name, **fields}
+
+
+def span(name: str, **fields: Any) -> Event:
+    return {"t": 1.0, "m": 1.0, "kind": "span", "name": name, **fields}
+
+
+def step(number: int, reward: float | None, **fields: Any) -> Event:
+    return scalar("step", step=number, reward=reward, **{
+        "responses": 4, "groups": 2, "missing": 0, "mean_length": 12.5, "cut": 0.0, "made": 1000, "s": 2.0,
+        "tok_per_s": 500.0, "grad_norm": 0.1, "lr": 1e-4, "entropy": 0.7, "engine_gap": 0.0, "engine_gap_max": 0.0,
+        "clipped": 0.0, "kl": 0.0, "trained": 1000} | fields)  # fmt: skip
+
+
+def told(events: list[Event], **options: Any) -> str:
+    return "\n".join(Plain.from_markup(line).plain for line in summarise(events, FOLDER, **options))
+
+
+def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
+    """Seconds generating and $ per hour, by holder."""
+    made = {h: priced({"generating": s}, usd, 1000) for h, (s, usd) in holders.items()}
+    return msgspec.to_builtins(Totals(holders=made))
+
+
+def test_skipped_updates_are_summed_by_cause() -> None:
+    events = [step(1, 0.5, updates_skipped=3, updates_not_finite=2), step(2, 0.5, updates_skipped=1)]
+    said = told(events, finished=True)
+    assert "2 (no gradient;" in said
+    assert "2 (gradient not finite;" in said
+
+
+def test_dollars_by_step_and_by_run(capsys: pytest.CaptureFixture[str]) -> None:
+    cost = bill(trainer=(3600.0, 20.0), spot=(3600.0, 5.0))
+    void = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "void", "bill": bill(spot=(3600.0, 5.0))}
+    end = {"t": 1.0, "m": 1.0, "kind": "instant", "name": "end", "bill": bill(trainer=(1800.0, 20.0))}
+    events = [step(1, 0.5, bill=cost, trained=1_000_000), void, step(2, 0.5, bill=cost, trained=1_000_000), end]
+    assert "$65.00, $32.50 per million trained tokens" in told(events, finished=True)  # 2 x 25, 5 of a void step, 10
+    assert "at least" not in told(events, finished=True)
+    unknown = step(3, 0.5, bill=bill(trainer=(3600.0, 20.0), spot=(3600.0, None)), trained=1_000_000)
+    assert "at least" in told([*events, unknown], finished=True)
+    with Console(Recipe(), FOLDER) as console:
+        console.show(events[0])
+        console.show(unknown)
+        out = capsys.readouterr().out
+        # 2,000 tokens at the trainer's 1,000 per hour, and an hour of training, at $20
+        console.show(step(4, 0.5, bill=cost, trained=1_000_000, train_s=3600.0))
+        assert "  $25.00/M (alone $60.00)" in capsys.readouterr().out
+    assert "  $25.00/M" in out
+    assert "(alone" not in out
+    assert "  >$20.00/M" in out
+
+
+def test_advice_is_said_when_it_asks_for_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    def advice(now: int, count: int) -> Event:
+        figures = {"tokens_per_usd_now": 100.0, "tokens_per_usd_best": 126.0}
+        return {
+            "kind": "instant",
+            "name": "advice",
+            "lease": "spot H200",
+            "now": now,
+            "count": count,
+            "why": "so",
+        } | figures
+
+    with Console(Recipe(), FOLDER) as console:
+        for now, count in ((1, 1), (1, 3), (2, 3), (3, 3), (3, 2)):
+            console.show(advice(now, count))
+    said = [line for line in capsys.readouterr().out.splitlines() if "advice" in line]
+    assert [line.split()[1] for line in said] == ["3", "2"]
+    assert "(+26% tokens per dollar)" in said[0]
+
+
+def test_finished_run() -> None:
+    events = [
+        scalar("eval", step=0, reward=0.125, tasks=8),
+        span("rollout", step=1, s=1.5),
+        span("train", step=1, s=0.5, early_s=0.5),
+        step(1, 0.25),
+        span("rollout", step=2, s=1.5),
+        span("train", step=2, s=0.5, early_s=0.5),
+        step(2, 0.75),
+        span("checkpoint", step=2, s=0.1, path="runs/a [/b] c/checkpoints/step-000002"),
+        span("checkpoint", step=2, s=0.1, error="OSError"),
+        scalar("eval", step=2, reward=0.875, tasks=8),
+    ]
+    said = told(events, finished=True, prompt="1+1=")
+    assert "0.125 before, 0.875 after" in said
+    assert f"0.250 first, 0.750 last   {BARS[0]}{BARS[-1]}" in said
+    assert "2,000 made, 500 tok/s" in said
+    assert "1,000 tok/s while generating" in said  # 2,000 in 3 s, of which 1 s was training
+    assert "windfall generate 'runs/a [/b] c/checkpoints/step-000002' --prompt '1+1='" in said
+    assert "windfall eval 'runs/a [/b] c/checkpoints/step-000002'" in said
+    assert "resume" not in said
+
+
+def test_stopped_run_says_how_to_go_on() -> None:
+    given_up = span("rollout", step=2, s=60.0, error="Stopped")
+    said = told([span("rollout", step=1, s=1.0), step(1, 0.5, missing=3), given_up], finished=False)
+    assert "windfall resume 'runs/a [/b] c'" in said
+    assert "rewards missing            3" in said
+    assert "1,000 tok/s while generating" in said  # the step that was given up counts neither way
+    assert "generate " not in said
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [scalar("eval", step=0, reward=None, tasks=0)],
+        [step(1, None, s=0.0, made=0)],
+        [step(1, None), step(2, 0.5), step(3, None)],
+    ],
+    ids=["empty", "no reward in eval", "nothing made", "some rewards"],
+)
+def test_runs_with_little_to_tell(events: list[Event], finished: bool) -> None:
+    said = told(events, finished=finished)
+    assert str(FOLDER) in said
+    assert "nan" not in said
+    assert ("0.500 first, 0.500 last" in said) == (len(events) == 3)
+
+
+def test_spark_by_hand() -> None:
+    assert spark([]) == ""
+    assert spark([3.0]) == BARS[0]
+    assert spark([2.0, 2.0]) == BARS[0] * 2
+    assert spark([float(i) for i in range(8)]) == BARS
+    assert spark([0.0, 0.0, 4.0, 4.0], width=2) == BARS[0] + BARS[-1]
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 50))
+def test_spark_fits_and_touches_both_ends(values: list[float], width: int) -> None:
+    line = spark(values, width)
+    assert 1 <= len(line) <= width
+    assert BARS[0] in line
+    assert (BARS[-1] in line) == (len(set(line)) > 1)
+
+
+EVENTS = [
+    span("load", model="tiny", s=0.1),
+    {"kind": "instant", "name": "start", "step": 0, "steps": 2, "parameters": 800_256, "device": "cpu",
+     "dtype": "float32", "kv_tokens": 288, "max_running": 4, "micro_tokens": 4096, "checkpoint_activations": False},
+    {"kind": "instant", "name": "resumed", "step": 0, "checkpoint": "x"},
+    span("eval", step=0, s=0.1),
+    scalar("eval", step=0, reward=0.5, tasks=4),
+    scalar("eval", step=0, reward=0.25, tasks=4, on="4 rows of [test].jsonl"),
+    scalar("eval", step=0, reward=None, tasks=0),
+    {"kind": "instant", "name": "eval_warning", "why": "rows of [train].jsonl"},
+    {"kind": "instant", "name": "checkpoint_damaged", "step": 2, "pid": 1, "what": "step-000004/a[b]: it is cut"},
+    {"kind": "instant", "name": "checkpoint_unchecked", "step": 2, "pid": 1, "what": "step-000002 has no checksums"},
+    {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is damaged at byte 9 of 90",
+     "bytes": 81, "responses": 12, "tokens": 3456},
+    {"kind": "instant", "name": "journal_lost", "step": 2, "file": "000002.wal", "why": "it is gone", "bytes": 0,
+     "responses": 0, "tokens": 0},
+    {"kind": "instant", "name": "journal_strays", "files": ["notes[1].wal"]},
+    {"kind": "instant", "name": "reward_missing", "response": "0/1", "error": "list[/] index [bold out of range"},
+    span("rollout", step=1, tokens=7, s=0.1),
+    span("train", step=1, early_s=0.0, s=0.1),
+    {"kind": "instant", "name": "update_skipped", "step": 1, "why": "the gradient was not finite"},
+    step(1, 0.5, missing=1),
+    step(2, None, grad_norm=None, entropy=None, mean_length=0.0),
+    span("checkpoint", step=2, path="x", s=0.1),
+    {"kind": "instant", "name": "stopped", "step": 2},
+    {"kind": "instant", "name": "end", "step": 2, "finished": True},
+    {"kind": "instant", "name": "of a later windfall"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, force_terminal=terminal))
+    folder = tmp_path / FOLDER.name.replace("/", "")
+    console = Console(Recipe(), folder)
+    with console:
+        console.show(step(1, 0.5))  # before any start: no bar to move yet
+        for event in EVENTS:
+            console.show(event)
+    said = out.getvalue()
+    assert "list[/] index [bold out of range" in said
+    for line in (
+        "eval after step 0: reward 0.250 on 4 rows of [test].jsonl",
+        "rows of [train].jsonl",
+        "step-000004/a[b]: it is cut; going on from step 2",
+        "step-000002 has no checksums",
+        "000002.wal: it is damaged at byte 9 of 90 (81 bytes); 12 responses with 3,456 tokens are generated again",
+        "000002.wal: it is gone (0 bytes); what it held of the step under way is generated again",
+        "notes[1].wal",
+    ):
+        assert terminal or line in said.replace("\n", ""), line
+    assert folder.name in said.replace("\n", "")
+    log = EventLog(folder / "events.jsonl")
+    log.close()
+    console.summary(finished=False)
+    assert read(log.path) == []
+
+
+def test_no_gradient_is_a_number() -> None:
+    line = Console(Recipe(), FOLDER)._line(step(1, 0.0, grad_norm=0.0))
+    assert "nan" not in line
+    assert "grad 0.000" in line
+
+
+def test_a_gap_is_said_again_only_when_it_has_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    console = Console(Recipe(), tmp_path)
+    for step, mean in enumerate((0.06, 0.07, 0.1, 0.13, 0.14, None), 1):
+        console.show({"kind": "instant", "name": "engine_gap", "step": step, "mean": mean, "max": 1.0, "alarm": 0.05})
+    lines = out.getvalue().splitlines()
+    assert ["step 1:" in lines[0], "step 4:" in lines[1], len(lines)] == [True, True, 3]
+    assert "in step 6: their log-probs differ by inf nats" in lines[2]
+    assert "train.engine_gap_limit = 0.3" in lines[0]
+
+
+def test_a_small_worker_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
+    console = Console(Recipe(), tmp_path)
+    for n in range(5):
+        said = {"kind": "instant", "name": "work_rejected", "worker": "w1", "response": f"{n}/0", "tokens": 99}
+        console.show({**said, "why": "does not fit"})
+    console.show({"kind": "instant", "name": "no_room", "response": "1/0", "tokens": 99, "most": 40.0})
+    console.show({"kind": "instant", "name": "worker_stuck", "worker": "w2", "why": "no byte in 60 s"})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3
+    assert "w1 cannot take responses of 99 tokens" in lines[0]
+    assert "none has more than 40" in lines[1]
+    assert "w2 is sent away: no byte in 60 s" in lines[2]

@@ -1,0 +1,205 @@
+"""The start of a worker: what goes on side by side, and what happens when it is cut short. Real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from doorway import WAIT_S, episode, expected, opened
+from hashing import Hashing
+
+from windfall.errors import WindfallError
+from windfall.link import messages as m
+from windfall.link.memory import pair
+from windfall.rollout.assignment import Offer
+from windfall.rollout.members import State
+from windfall.worker import session, startup
+from windfall.worker.engine_thread import Host
+from windfall.worker.preemption import Notice
+
+
+def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w, e = start(boot=lambda: m.Readied(import_s=1.5, build_s=0.25)), episode("1/0")
+            w.may_build.clear()
+            s.dispatch.open(e)
+            await s.until(lambda: w.builds and w.puller.bytes_received == 100, "the weights are here")
+            beats = s.dispatch.members.all["w"].seen_s
+            await s.until(lambda: s.dispatch.members.all["w"].seen_s > beats + 0.2, "heartbeats go on")
+            assert s.state("w") is State.PULLING
+            assert w.engine.weights is None
+            w.may_build.set()
+            await s.until(lambda: "1/0" in s.ended, "the response has ended")
+            assert e.tokens.tolist() == expected(e)
+            assert (len(w.builds), w.engine.weights) == (1, "d0")
+
+    asyncio.run(main())
+
+
+def test_where_the_time_went_is_in_the_event_log(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            start(boot=lambda: m.Readied(import_s=1.5, build_s=0.25))
+            await s.until(lambda: s.state("w") is State.READY, "it is ready")
+            s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
+            s.dispatch.open(episode("1/0"))
+            await s.until(lambda: "1/0" in s.ended, "a response of the second version")
+            first, second = s.named("worker_ready")
+            assert (first["import_s"], first["build_s"]) == (1.5, 0.25)
+            assert first["age_s"] > 0
+            assert first["pull_s"] + first["swap_s"] <= first["s"]
+            assert second["pull_s"] > 0
+            assert not {"import_s", "build_s", "age_s", "warm_s"} & second.keys(), "a process starts once"
+
+    asyncio.run(main())
+
+
+def test_newer_version_does_not_wait_for_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            w.may_build.clear()
+            await s.until(lambda: len(w.puller.urls) == 1, "the first version is here")
+            s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
+            s.dispatch.open(episode("1/0"))
+            await s.until(lambda: len(w.puller.urls) == 2, "the second is pulled, and nothing was built")
+            assert w.engine.weights is None
+            w.may_build.set()
+            await s.until(lambda: "1/0" in s.ended, "the response has ended")
+            assert w.engine.weights == "d1"
+            assert [e["version"] for e in s.named("worker_ready")] == [1]
+
+    asyncio.run(main())
+
+
+def test_sent_away_while_the_engine_is_built(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            w.may_build.clear()
+            await s.until(lambda: w.builds and s.state("w") is State.PULLING, "it builds")
+            began = time.monotonic()
+            s.dispatch.drain("w", "the run is over")
+            assert await w.ends() == 0
+            assert time.monotonic() - began < 2.0, "nobody waits for an engine that has made nothing"
+            await s.until(lambda: s.named("worker_left"), "it has said so")
+
+    asyncio.run(main())
+
+
+def test_warned_while_the_engine_is_built_it_just_goes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (s, start):
+            w = start()
+            w.may_build.clear()
+            await s.until(lambda: w.builds and s.state("w"), "it builds")
+            w.agent.warned(Notice(source="aws", left_s=120.0, detail="terminate"))
+            began = time.monotonic()
+            assert await w.ends() == 0
+            assert time.monotonic() - began < 2.0
+
+    asyncio.run(main())
+
+
+def test_engine_whose_building_fails_for_no_known_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as (_, start):
+            w = start()
+            w.build_error = RuntimeError("out of memory")  # type: ignore[assignment]
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await w.ends()
+
+    asyncio.run(main())
+
+
+def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "BUILD_S", 0.1)
+    may_build = threading.Event()
+
+    def make() -> tuple[Any, int]:
+        assert may_build.wait(WAIT_S)
+        return Hashing(), 4
+
+    def pull(load: m.Load, give_up: threading.Event) -> session.Weights:
+        return session.Weights(digest=load.digest, tensors={})
+
+    async def main() -> None:
+        ours, theirs = pair("controller", "worker")
+        host = Host(None, make=make)
+        host.start()
+        assert (host.built, host.stats().running) == (False, 0)
+        serving = asyncio.create_task(session.Session(theirs, host, pull, heartbeat_s=5.0).serve())
+        await ours.send(m.Load(version=1, digest="d1", url=""))
+        with pytest.raises(session.Stalled, match=r"waited 0\.1 s for the engine to be built"):
+            await asyncio.wait_for(serving, WAIT_S)
+        may_build.set()
+        await asyncio.to_thread(host.close)
+
+    asyncio.run(main())
+
+
+def test_preparations_are_waited_for_and_their_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go = threading.Event()
+    monkeypatch.setattr(startup, "prepare", lambda device, threads: may_go.wait(WAIT_S) and device)
+    start = startup.Boot("cpu", 1)
+    assert start.took == m.Readied()
+    may_go.set()
+    assert start.found() == "cpu"
+    assert start.took.import_s > 0
+
+    def fails(device: str, threads: int) -> str:
+        raise WindfallError(f"no {device}")
+
+    monkeypatch.setattr(startup, "prepare", fails)
+    start = startup.Boot("cuda", 1)
+    start.over()
+    with pytest.raises(WindfallError, match="no cuda"):
+        start.found()
+
+
+@pytest.mark.parametrize(
+    ("device", "library", "name", "said"),
+    [
+        ("cpu", "libtorch_cuda.so", "NVIDIA H200", ("cpu", "cpu")),
+        ("auto", "libtorch_cuda.so", "NVIDIA H200", ("cuda", "NVIDIA H200")),
+        ("cuda", "libtorch_cuda.so", "NVIDIA H200", ("cuda", "NVIDIA H200")),
+        ("auto", "libtorch_cuda.so", None, None),
+        ("auto", "libtorch_cpu.so", "NVIDIA H200", ("cpu", "cpu")),
+        ("cuda", "libtorch_cpu.so", "NVIDIA H200", None),
+        ("auto", "libtorch_hip.so", None, None),
+    ],
+)
+def test_a_glance_says_what_torch_would(
+    device: str, library: str, name: str | None, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / library).touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(startup, "card", lambda: name)
+    assert startup.glance(device) == said
+
+
+def test_a_glance_at_this_machine_agrees_with_torch() -> None:
+    import torch
+
+    from windfall import devices
+
+    glanced = startup.glance("auto")
+    if glanced is not None:
+        found, _ = devices.place("auto", "auto", 0)
+        assert glanced == (found, devices.describe(found))
+    assert startup.card("no-such-driver.so") is None
+    assert (startup.card() is None) == (not torch.cuda.is_available())
+
+
+def test_a_lease_names_no_device_that_is_not_used() -> None:
+    startup.agree(("cuda", "NVIDIA H200"), "cuda")
+    with pytest.raises(WindfallError, match="torch cannot use it"):
+        startup.agree(("cuda", "NVIDIA H200"), "cpu")

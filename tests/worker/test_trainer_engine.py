@@ -1,0 +1,75 @@
+"""The trainer's own engine: it takes turns with the trainer, and waiting for that is not being stuck."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hashing import Hashing
+
+from windfall.link.messages import Work
+from windfall.types import Sampling
+from windfall.worker.engine_thread import Host
+from windfall.worker.trainer_engine import HasThem, Shared
+
+
+def test_either_the_engine_steps_or_the_trainer_works() -> None:
+    lock, made = threading.Lock(), threading.Event()
+    engine = Shared(Hashing(Counter()), lock)
+    host = Host(engine, slots=4)
+    host.start()
+    host.attach(lambda message: made.set())
+    with lock:  # the trainer is at it
+        work = Work(handle=1, prompt=b"\x05\0\0\0", position=0, seed=1, max_tokens=5, sampling=Sampling(), stop=(0,))
+        host.add([work])
+        deadline = time.monotonic() + 10
+        while not engine.waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.1)
+        assert not made.is_set()
+        assert host.stats().running == 1
+        assert host.stats().idle_s == 0.0, "it is not stuck: it waits for its turn"
+    assert made.wait(10)
+    host.close()
+
+
+def test_new_weights_are_there_once_they_are_published() -> None:
+    published: Any = None
+    them = HasThem(lambda: published)
+    with pytest.raises(ValueError, match="not at version 3"):
+        them.pull("", 3, "abc")
+    published = SimpleNamespace(version=3, digest="abc")
+    assert them.pull("", 3, "abc") is published
+    assert them.tensors() is None
+    with pytest.raises(ValueError, match="not at version 3"):
+        them.pull("", 3, "other")
+
+
+def test_only_the_trainer_changes_the_weights() -> None:
+    engine = Shared(Hashing(Counter()), threading.Lock())
+    engine.swap(4)
+    assert engine.version == 4
+    with pytest.raises(AssertionError):
+        engine.swap(5, {"w": 1})
+
+
+class Sleeper(Hashing):
+    slept = 0
+
+    def sleep(self) -> None:
+        self.slept += 1
+
+
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_it_makes_room_for_training_where_memory_is_shared(share_memory: bool) -> None:
+    lock, engine = threading.Lock(), Sleeper(Counter())
+    shared = Shared(engine, lock, share_memory=share_memory)
+    with lock:
+        shared.make_room()
+    assert engine.slept == share_memory
+    Shared(Hashing(Counter()), lock, share_memory=True).make_room()  # one that has nothing to give up

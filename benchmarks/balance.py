@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 from one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, Step, Worker
 
-from windfall.scheduling.balance import Load, place
+from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.rebalance import Running, rebalance
 from windfall.scheduling.worker_speed import Profile, Speeds
 
@@ -111,7 +111,7 @@ class Windfall(RoundRobin):
 
     def decide(self, step: Step) -> None:
         loads = [
-            Load(
+            WorkerLoad(
                 worker=n, running=len(w.running), slots=w.slots, profile=self.speeds.profile(n),
                 prefill_tok_per_s=1 / PREFILL_S / w.slower,
             )
@@ -181,8 +181,8 @@ def at_scale() -> None:
     profiles = [ENGINE, ENGINE.times(2), ENGINE.times(4)]
     names = [f"w{n}" for n in range(1000)]
     ids = [f"{n // SIBLINGS}/{n % SIBLINGS}" for n in range(20_000)]
-    empty = [Load(worker=w, running=0, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
-    busy = [Load(worker=w, running=20, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
+    empty = [WorkerLoad(worker=w, running=0, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
+    busy = [WorkerLoad(worker=w, running=20, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
     held = [Running(id=id, context=1000) for id in ids[:20]]
     speeds = Speeds()
     cases: dict[str, Callable[[], object]] = {

@@ -20,13 +20,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from windfall.engine.cuda.device import flat
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import Words
-from windfall.engine.cuda.plan import Work
+from windfall.engine.cuda.plan import Launch
 from windfall.types import Request
 
 
 @dataclass
 class Landed:
-    work: Work
+    work: Launch
     version: int
     tokens: np.ndarray
 
@@ -42,7 +42,7 @@ class Nothing:
         self.pool = SimpleNamespace(data=True)
         self.sent_words = 0
 
-    def launch(self, work: Work, version: int) -> Landed:
+    def launch(self, work: Launch, version: int) -> Landed:
         arrays = [*self.words.take(), *flat(work.parts)]
         self.sent_words += sum(len(a) for a in arrays)
         np.concatenate(arrays)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from windfall.engine.cuda import kernels
 from windfall.engine.cuda.splits import Sharing
-from windfall.engine.cuda.state import Families, Pool, Spans, State
+from windfall.engine.cuda.state import DeviceState, Families, Pool, Spans
 
 Call = Callable[[], object]
 PAGE, VOCABULARY, FRESH_BYTES = 16, 151_936, 400_000_000
@@ -86,14 +86,14 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def scene(s: Shape, batch: int, context: int, layers: int) -> tuple[State, Pool, Tensor]:
+def scene(s: Shape, batch: int, context: int, layers: int) -> tuple[DeviceState, Pool, Tensor]:
     """`batch` responses that have `context` tokens, on pages in random order."""
     each = context // PAGE + 1
     pool = Pool(layers=layers, pages=batch * each, page_size=PAGE, kv_heads=s.kv_heads, head=s.head,
                 dtype=torch.bfloat16, device="cuda")  # fmt: skip
     assert pool.data is not None
     pool.data.normal_()
-    state = State.new(batch, each, "cuda")
+    state = DeviceState.new(batch, each, "cuda")
     state.table[:-1] = torch.randperm(batch * each, device="cuda").view(batch, each)
     state.length[:-1] = context - 1
     state.left[:-1] = 1_000_000

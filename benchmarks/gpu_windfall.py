@@ -62,11 +62,11 @@ def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
     """The engine, and when each part of it was there."""
     import torch
 
-    from windfall.link.messages import Engine
+    from windfall.link.messages import EngineSpec
     from windfall.worker import engine_factory
 
     at = {f"imports (torch {torch.__version__})": age_s()}
-    spec = Engine(
+    spec = EngineSpec(
         model_config=json.dumps(job.config), dtype="bfloat16" if job.device == "cuda" else "float32",
         kv_tokens=4096 if job.tiny else 0, page_size=16, max_running=1024, max_rows=job.max_rows, deterministic=False,
         longest=LONGEST, wanted=1024,

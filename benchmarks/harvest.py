@@ -107,7 +107,7 @@ async def be_trainer(folder: Path) -> int:
     from windfall.sim.machines.engine import SleepingEngine
     from windfall.sim.machines.trainer import SleepingTrainer
     from windfall.train.agent import TrainerHost
-    from windfall.train.checkpoint import State
+    from windfall.train.checkpoint import CheckpointState
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.agent import Agent
@@ -125,7 +125,7 @@ async def be_trainer(folder: Path) -> int:
         return publisher.publish(version, {"w": weights})
 
     o = recipe.rollout
-    engine = m.Engine(
+    engine = m.EngineSpec(
         model_config=json.dumps({"model_type": "sleeping", "vocab_size": VOCABULARY}), dtype="float32", kv_tokens=0,
         page_size=16, max_running=0, max_rows=2048, deterministic=False, longest=64 + o.max_tokens,
         wanted=o.groups * o.group_size,
@@ -138,7 +138,7 @@ async def be_trainer(folder: Path) -> int:
     address = await training._address(folder)
     lock = threading.Lock()
     host = TrainerHost(
-        trainer=SleepingTrainer(LOCAL), state=State(step=0, next_task=0), secret=secret, hello=hello, publish=publish,
+        trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello, publish=publish,
         save=lambda state: "nowhere", dialler=Dialler(address, "/trainer", m.ToTrainer, ssl=None),
         address=lambda: address, lock=lock,
     )  # fmt: skip

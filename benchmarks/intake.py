@@ -40,7 +40,7 @@ from windfall.types import Lease, Sampling
 
 VOCABULARY = 50_000
 TOKEN = "a token for this benchmark only"
-ENGINE = m.Engine(
+ENGINE = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=False,
     longest=8, wanted=1,
 )  # fmt: skip

@@ -42,7 +42,7 @@ from windfall.worker.agent import Agent
 SIGMA, SIBLINGS = 0.7, 8
 TOKEN, STOP, SLOTS, STEP_S = "a token for this benchmark only", 1, 16, 0.002
 MEDIAN = 400
-ENGINE = m.Engine(
+ENGINE = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=True,
     longest=8, wanted=1,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from windfall.events.log import EventLog, read
 from windfall.rollout.env_failures import EnvFailures
 from windfall.rollout.groups import Stopped
 from windfall.train.base import Report, TrainerLost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.types import Group, Response, Sampling, Task
 
 
@@ -45,7 +45,7 @@ class World:
         """Tasks that the environment cannot make."""
         self.deaths: list[str] = []
         """At which requests the trainer dies, in this order."""
-        self.kept = State(step=0, next_task=0)
+        self.kept = CheckpointState(step=0, next_task=0)
         """What a new trainer starts from."""
         self._rewards, self._stop_at, self._updates = rewards, stop_at, 0
 
@@ -84,7 +84,7 @@ class World:
         self.done.append(("accumulate", len(samples)))
         return 0.0
 
-    async def update(self, state: State | None) -> tuple[Report, int | None]:
+    async def update(self, state: CheckpointState | None) -> tuple[Report, int | None]:
         self._live("update")
         self.done.append(("update",))
         self._updates += 1
@@ -105,7 +105,7 @@ class World:
     def generated(self) -> None: ...
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
 
-    async def connect(self) -> State:
+    async def connect(self) -> CheckpointState:
         self.done.append(("connect", self.kept.step))
         return self.kept
 
@@ -117,13 +117,13 @@ class World:
         self.writes += 1
         return "somewhere"
 
-    def saved(self, state: State) -> None:
+    def saved(self, state: CheckpointState) -> None:
         self.kept = state
         self.done.append(("save", state.step, state.next_task))
 
     held_out: HeldOut | None = None
 
-    def run(self, folder: Path, start: State | None = None, **sections: Any) -> State:
+    def run(self, folder: Path, start: CheckpointState | None = None, **sections: Any) -> CheckpointState:
         defaults = {"run": {"steps": 3}, "rollout": {"groups": 2, "group_size": 2}, "eval": {"tasks": 4}}
         recipe = parse(defaults | sections, where="here")
         algorithm = algorithms.make(recipe.algorithm.name)
@@ -155,7 +155,7 @@ def test_what_is_done_when(tmp_path: Path) -> None:
     assert world.done == [
         ("connect", 0), *test, *step(0, 1), *step(2, 2), *save(2), *test, *step(4, 3), *step(6, 4), *save(4), *test,
         *step(8, 5), *save(5), *test]  # fmt: skip
-    assert reached == State(step=5, next_task=10)
+    assert reached == CheckpointState(step=5, next_task=10)
 
 
 def test_an_evaluation_says_what_it_is_on(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_gap_in_any_update_of_a_step_is_told(tmp_path: Path, gap: float, told:
 
 def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:
     world = World(mixed)
-    world.run(tmp_path, start=State(step=2, next_task=9))
+    world.run(tmp_path, start=CheckpointState(step=2, next_task=9))
     assert world.only("draw", "eval", "save") == [("draw", 9, 2), ("save", 3, 11), ("eval", 4)]
     assert world.only("offer") == [("offer", 3)]
 
@@ -227,7 +227,7 @@ def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tup
     assert world.only("save") == []  # the journal stays: it has what was made of the step under way
     assert world.only("offer") == [("offer", n) for n in range(1, saved[0] + 1)]
     assert world.only("eval") == [("eval", 4)]
-    assert reached == State(step=saved[0], next_task=saved[1])
+    assert reached == CheckpointState(step=saved[0], next_task=saved[1])
     assert read(tmp_path / "events.jsonl")[-1]["name"] == "stopped"
 
 
@@ -311,7 +311,7 @@ def test_lost_trainer_is_waited_for_and_its_steps_are_done_again(tmp_path: Path)
     world = World(mixed)
     world.deaths = ["accumulate"]
     reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": 1})
-    assert reached == State(step=2, next_task=4)
+    assert reached == CheckpointState(step=2, next_task=4)
     first = [("draw", 0, 2), ("accumulate", 4), ("update",), ("offer", 1), ("save", 1, 2)]
     assert world.done == [
         ("connect", 0), ("eval", 4), ("draw", 0, 2), ("died", "accumulate"), ("connect", 0), *first,
@@ -339,15 +339,15 @@ def test_step_whose_end_was_not_heard_of_is_saved(tmp_path: Path, every: int) ->
     world.deaths = ["update"]
     at = world.connect
 
-    async def connect() -> State:
+    async def connect() -> CheckpointState:
         if world.only("died"):
-            world.kept = State(step=2, next_task=4)
+            world.kept = CheckpointState(step=2, next_task=4)
         return await at()
 
     world.connect = connect
-    reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": every}, start=State(
+    reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": every}, start=CheckpointState(
         step=1, next_task=2))  # fmt: skip
-    assert reached == State(step=2, next_task=4)
+    assert reached == CheckpointState(step=2, next_task=4)
     assert world.done[-3:] == [("connect", 2), ("save", 2, 4), ("eval", 4)]
 
 
@@ -394,7 +394,7 @@ def test_one_reward_is_enough(tmp_path: Path) -> None:
 def test_skipped_task_is_replaced_and_counts_as_drawn(tmp_path: Path) -> None:
     world = World(mixed)
     world.skipped = {0, 3}
-    assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}) == State(step=1, next_task=3)
+    assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}) == CheckpointState(step=1, next_task=3)
     assert world.only("draw") == [("draw", 0, 2), ("draw", 2, 1)]
     (step,) = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
     assert (step["drawn"], step["groups"], step["lengths"]) == (3, 2, [[], [1, 2], [1, 2]])

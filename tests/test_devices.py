@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from windfall import devices
-from windfall.link.messages import Engine
+from windfall.link.messages import EngineSpec
 from windfall.worker import engine_factory
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -77,7 +77,7 @@ def test_an_engine_is_built_with_the_choice_made() -> None:
     fixed = platform.machine() not in ("aarch64", "arm64")
     torch.backends.mkldnn.enabled = not fixed  # pyright: ignore[reportAttributeAccessIssue]
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    spec = Engine(
+    spec = EngineSpec(
         model_config=json.dumps({"model_type": "llama", "vocab_size": 50, **shape}), dtype="float32", kv_tokens=64,
         page_size=16, max_running=2, max_rows=64, deterministic=True, longest=32, wanted=2,
     )  # fmt: skip

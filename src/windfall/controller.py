@@ -41,7 +41,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.rollout.groups import Rollout, Stopped
 from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.train.sample import Sample, credit, outcomes
 from windfall.types import Group
 
@@ -56,7 +56,7 @@ class AsyncTrainer(Protocol):
 
     async def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
     async def accumulate(self, samples: Sequence[Sample]) -> float: ...
-    async def update(self, state: State | None) -> tuple[Report, Any]: ...
+    async def update(self, state: CheckpointState | None) -> tuple[Report, Any]: ...
     async def save(self) -> str: ...
 
 
@@ -74,7 +74,7 @@ class Pace(Protocol):
 
 
 @dataclass(kw_only=True)
-class Batch:
+class StepBatch:
     """What one step has collected."""
 
     kept: list[Group] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Controller:
     """Waits for a trainer and makes the run ready to go on from the State it returns."""
     offer: Callable[[Any], None]
     """The trainer has published: workers get work with this from now on."""
-    saved: Callable[[State], None]
+    saved: Callable[[CheckpointState], None]
     """A checkpoint of this state is on disk."""
     counters: Callable[[], dict[str, Any]] = dict
     """What happened to the fleet since the last call."""
@@ -124,12 +124,12 @@ class Controller:
     held_out: HeldOut | None = None
     """What is evaluated on; None: as many tasks from HELD_OUT on as the recipe says."""
     micro_tokens: int = 0
-    state: State = field(default_factory=lambda: State(step=0, next_task=0))
+    state: CheckpointState = field(default_factory=lambda: CheckpointState(step=0, next_task=0))
     updates: int = 0
     not_finite: int = 0
     """Updates of this process's steps, and those of them that were skipped because their gradient was not finite."""
 
-    async def run(self) -> State:
+    async def run(self) -> CheckpointState:
         """All steps that are left. Returns the state that was reached and saved."""
         while True:
             try:
@@ -142,7 +142,7 @@ class Controller:
             except Stopped:
                 return await self._stop()
 
-    async def _run(self) -> State:
+    async def _run(self) -> CheckpointState:
         # The step that this trainer has may be one whose Update or Save we never heard the answer to.
         await self._save_if_due()
         await self._evaluate_if_due()
@@ -159,7 +159,7 @@ class Controller:
         if step > 0 and (step == self.recipe.run.steps or step % self.recipe.checkpoint.every == 0):
             await self._save()
 
-    async def _stop(self) -> State:
+    async def _stop(self) -> CheckpointState:
         try:
             await self._write()  # the journal stays: it has what was made of the step that is given up
         except TrainerLost as e:  # the last checkpoint and the journal hold all there is
@@ -179,7 +179,7 @@ class Controller:
         self.pace.generated()
         training = _now()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
-            state = State(step=step, next_task=self.state.next_task + batch.drawn)
+            state = CheckpointState(step=step, next_task=self.state.next_task + batch.drawn)
             reports = await self._update(batch, state)
             self.state = state
             span["update_s"] = batch.update_s
@@ -187,10 +187,10 @@ class Controller:
         self.pace.end(tokens=self.rollout.made, train_s=train_s, train_wait_s=batch.wait_s)
         self._tell(step, batch, reports, train_s, _now() - started)
 
-    async def _collect(self, first: int) -> Batch:
+    async def _collect(self, first: int) -> StepBatch:
         """The groups of one batch. Those that need no more than themselves are trained on as they arrive."""
         want, o = self.recipe.rollout.groups, self.recipe.rollout
-        batch, most = Batch(), o.max_draws * want
+        batch, most = StepBatch(), o.max_draws * want
         while len(batch.kept) < want and batch.drawn < most:
             tasks = range(first + batch.drawn, first + min(batch.drawn + want - len(batch.kept), most))
             batch.drawn += len(tasks)
@@ -208,7 +208,7 @@ class Controller:
                             self.pace.trainable()
         return batch
 
-    async def _arrivals(self, made: AsyncGenerator[Group], batch: Batch) -> AsyncGenerator[Group]:
+    async def _arrivals(self, made: AsyncGenerator[Group], batch: StepBatch) -> AsyncGenerator[Group]:
         """Groups as they come; between them, once local has stopped generating, what is whole is trained on."""
         arrived: asyncio.Queue[Group | None] = asyncio.Queue()
         over = self.pace.over
@@ -257,7 +257,7 @@ class Controller:
         credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
         return await self.trainer.accumulate(list(chain.from_iterable(credited)))
 
-    async def _update(self, batch: Batch, state: State) -> list[Report]:
+    async def _update(self, batch: StepBatch, state: CheckpointState) -> list[Report]:
         count = self.recipe.train.minibatches
         if self._streaming:
             for part in [*batch.whole, batch.part]:  # what has not been accumulated yet
@@ -315,7 +315,7 @@ class Controller:
         with self.events.span("checkpoint", step=self.state.step) as span:
             span["path"] = await self.trainer.save()
 
-    def _tell(self, step: int, batch: Batch, reports: list[Report], train_s: float, took_s: float) -> None:
+    def _tell(self, step: int, batch: StepBatch, reports: list[Report], train_s: float, took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]
         lengths = [r.made for r in responses]
         drawn = range(self.state.next_task - batch.drawn, self.state.next_task)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from windfall.algorithms import ALGORITHMS, make
-from windfall.algorithms.base import Outcome, Tokens
+from windfall.algorithms.base import Outcome, SampledTokens
 from windfall.algorithms.credit import EPS
 from windfall.algorithms.importance import truncated_importance
 from windfall.algorithms.kl import kl_weights
@@ -125,7 +125,7 @@ def weighted(name: str, batch: Batch) -> tuple[list[np.ndarray], float]:
     ]
     advantages = [torch.tensor(a, dtype=torch.float64) for a in algorithm.advantages(outcomes)]
     each = [
-        algorithm.weights(Tokens(logp=x.detach().numpy(), old=old.numpy(), advantage=float(a)))
+        algorithm.weights(SampledTokens(logp=x.detach().numpy(), old=old.numpy(), advantage=float(a)))
         for x, old, a in responses(batch, advantages)
     ]
     return each, sum(algorithm.normaliser(length=n, limit=LIMIT) for lengths in LENGTHS for n in lengths)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from windfall.algorithms import ALGORITHMS, make
-from windfall.algorithms.base import Tokens
+from windfall.algorithms.base import SampledTokens
 
 
 def weights(name: str, ratios: list[float], advantage: float, **options: Any) -> np.ndarray:
     """The weights for tokens whose probability has changed by these ratios."""
     old = np.log(np.linspace(0.01, 0.03, len(ratios)))
-    return make(name, **options).weights(Tokens(logp=old + np.log(ratios), old=old, advantage=advantage))
+    return make(name, **options).weights(SampledTokens(logp=old + np.log(ratios), old=old, advantage=advantage))
 
 
 # With a clip of 0.2 the range is 0.8 to 1.2. A good response: only 1.5 is clipped. A bad one: only 0.5.
@@ -89,4 +89,4 @@ def test_on_the_policy_that_sampled_nothing_is_clipped(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_weights_keep_the_precision_of_the_log_probs(name: str) -> None:
     logp = np.log(np.array([0.1, 0.2], dtype=np.float32))
-    assert make(name).weights(Tokens(logp=logp, old=logp, advantage=1.0)).dtype == np.float32
+    assert make(name).weights(SampledTokens(logp=logp, old=logp, advantage=1.0)).dtype == np.float32

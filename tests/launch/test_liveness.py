@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windfall.launch.liveness import AGAIN_S, FROZEN_S, LOOK_S, MISSING_S, SILENT_S, Absent, Pulse, Troubles
+from windfall.launch.liveness import AGAIN_S, FROZEN_S, LOOK_S, MISSING_S, SILENT_S, Absent, Pulse, WorkerTroubles
 
 LONG = int(FROZEN_S / LOOK_S)
 
@@ -72,7 +72,7 @@ def test_nobody_is_missing_while_nobody_can_know() -> None:
 
 
 def test_each_cause_is_told_once_then_counted() -> None:
-    troubles = Troubles()
+    troubles = WorkerTroubles()
 
     def died(worker: str, code: int, now_s: float, by: str = "itself") -> str | None:
         return troubles.hear("exited", {"worker": worker, "code": code, "by": by}, now_s)
@@ -86,7 +86,7 @@ def test_each_cause_is_told_once_then_counted() -> None:
 
 
 def test_what_is_worth_a_word() -> None:
-    hear = lambda name, **fields: Troubles().hear(name, {"worker": "w", **fields}, 0.0)  # noqa: E731
+    hear = lambda name, **fields: WorkerTroubles().hear(name, {"worker": "w", **fields}, 0.0)  # noqa: E731
     assert "could not be started: OSError: no" in str(hear("spawn_failed", error="OSError: no"))
     assert "refused" in str(hear("refused"))
     assert "does not end" in str(hear("stuck", pid=1, error="e"))

@@ -26,7 +26,7 @@ from windfall.train import checksums
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run that has begun."""
-    made = folders.new_folder(Recipe(run=config.Run(name="small", folder=tmp_path / "runs")))
+    made = folders.new_folder(Recipe(run=config.RunSection(name="small", folder=tmp_path / "runs")))
     auth.make_token(made / "token")
     return made
 
@@ -206,7 +206,7 @@ def trained_on(tmp_path: Path) -> tuple[Path, Path]:
     data = tmp_path / "good.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     env = config.JsonLinesEnv(name="jsonl", path=data, scoring="exact")
-    return data, folders.new_folder(Recipe(run=config.Run(name="rows", folder=tmp_path / "runs"), env=env))
+    return data, folders.new_folder(Recipe(run=config.RunSection(name="rows", folder=tmp_path / "runs"), env=env))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from windfall.launch import run_folder as folders
 
 
 def test_a_run_never_writes_into_another(tmp_path: Path) -> None:
-    run = config.Run(name="small", folder=tmp_path / "runs")
+    run = config.RunSection(name="small", folder=tmp_path / "runs")
     made = [folders.new_folder(config.Recipe(run=run)) for _ in range(3)]
     assert [path.name for path in made] == ["small", "small-2", "small-3"]
     assert all(config.load(path / "recipe.toml").run.name == "small" for path in made)

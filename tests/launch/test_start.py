@@ -19,7 +19,7 @@ def failing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: WindfallError, steps: int = 0, workers: int = 0
 ) -> Path:
     """The folder of a run that ended with this error, after so many steps, and with so many workers."""
-    recipe = Recipe(run=config.Run(folder=tmp_path / "runs"))
+    recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
     folder = folders.new_folder(recipe)
 
     def run(*_: object) -> None:
@@ -44,7 +44,7 @@ def test_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_other_runs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = folders.new_folder(Recipe(run=config.Run(folder=tmp_path / "runs")))
+    other = folders.new_folder(Recipe(run=config.RunSection(folder=tmp_path / "runs")))
     folder = failing(tmp_path, monkeypatch, WindfallError("no such thing"))
     assert folder.name == "run-2"
     assert [p.name for p in other.parent.iterdir()] == ["run"]
@@ -70,12 +70,12 @@ def test_folder_that_cannot_be_filled_is_taken_back(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(folders, "replace", full)
     with pytest.raises(WindfallError, match="cannot write the recipe: No space left on device"):
-        folders.new_folder(Recipe(run=config.Run(folder=tmp_path / "runs")))
+        folders.new_folder(Recipe(run=config.RunSection(folder=tmp_path / "runs")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_chosen_token_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe(run=config.Run(folder=tmp_path / "runs"))
+    recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
     folder = folders.new_folder(recipe)
     monkeypatch.setattr(start, "_run", lambda *_: None)
     start.train(recipe, folder, token="chosen-before-the-run", quiet=True)

@@ -22,8 +22,8 @@ SECRET = "a-secret-that-only-the-trainer-has"
 ANY = m.FromWorker | m.ToWorker
 
 
-def engine() -> m.Engine:
-    return m.Engine(
+def engine() -> m.EngineSpec:
+    return m.EngineSpec(
         model_config="{}", dtype="float32", kv_tokens=64, page_size=8, max_running=4, max_rows=64, deterministic=True,
         longest=32, wanted=4,
     )  # fmt: skip

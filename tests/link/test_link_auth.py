@@ -21,7 +21,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import pair
 from windfall.types import Lease
 from windfall.worker import agent as agents
-from windfall.worker.agent import Agent, Refusal
+from windfall.worker.agent import Agent, JoinRefused
 
 Door = Any
 TOKEN = "a-token-for-the-tests-of-links"
@@ -70,7 +70,7 @@ def worker(url: str = "http://127.0.0.1:1", token: str = TOKEN, **options: Any) 
     """An agent that will not get as far as an engine, and what it says."""
     said: list[str] = []
 
-    def build(engine: m.Engine) -> Any:
+    def build(engine: m.EngineSpec) -> Any:
         raise WindfallError("built: so it was let in")
 
     agent = Agent(url, token, name="w", lease=Lease(), build=build, puller=None, say=said.append, **options)
@@ -102,7 +102,7 @@ def controller(token: str = TOKEN, said: str = "welcome", old: bool = False) -> 
         await link.send(m.Challenge(protocol=m.PROTOCOL, run="demo", nonce=nonce))
         hello = await link.receive()
         proof = auth.proof(token, said, "demo", nonce, auth.nonce() if old else hello.nonce)
-        engine = m.Engine(
+        engine = m.EngineSpec(
             model_config="{}", dtype="float32", kv_tokens=1, page_size=1, max_running=1, max_rows=1,
             deterministic=True, longest=1, wanted=1,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_worker_joins_the_right_controller() -> None:
     ids=["does not know the token", "reflects the worker's own proof", "replays an old welcome"],
 )  # fmt: skip
 def test_a_worker_refuses_a_controller_that_cannot_prove_itself(play: Callable[[Any], Any]) -> None:
-    with pytest.raises(Refusal, match="does not know the token") as caught:
+    with pytest.raises(JoinRefused, match="does not know the token") as caught:
         shake(play)
     assert not caught.value.again
 
@@ -140,11 +140,11 @@ def test_a_worker_knows_no_controller_at_all_from_a_wrong_one(monkeypatch: pytes
         await link.receive()
         await link.send(m.Refused(why="full", again=True))
 
-    with pytest.raises(Refusal, match="install the same version"):
+    with pytest.raises(JoinRefused, match="install the same version"):
         shake(other_protocol)
     with pytest.raises(LinkClosed, match="not a windfall controller"):
         shake(no_controller)
-    with pytest.raises(Refusal, match="full") as caught:
+    with pytest.raises(JoinRefused, match="full") as caught:
         shake(refuses)
     assert caught.value.again
     monkeypatch.setattr(agents, "SHAKE_S", 0.1)

@@ -19,7 +19,7 @@ from typing import Any
 from hashing import Asking, Hashing, Words
 from step_loop import StepLoop
 
-from windfall.config import Rollout as Options
+from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.ledger.journal import Journal
@@ -29,10 +29,10 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import Member, State
+from windfall.rollout.members import Member, WorkerState
 from windfall.scheduling.rebalance import Move
 from windfall.types import Lease, Response, Sampling
-from windfall.worker.engine_thread import Host
+from windfall.worker.engine_thread import EngineThread
 from windfall.worker.in_process import has_it
 from windfall.worker.session import Session
 
@@ -51,7 +51,7 @@ class _Bell(queue.SimpleQueue[Any]):
         self.heard()
 
 
-class LoopHost(Host):
+class LoopHost(EngineThread):
     """The product's host without its thread."""
 
     def __init__(self, engine: Any, slots: int, step_s: float) -> None:
@@ -265,7 +265,7 @@ def at(callback: int, then: Callable[[Crew], object]) -> Once:
     return Once(lambda crew: crew.callbacks >= callback, then)
 
 
-def state_of(hand: Hand) -> State | None:
+def state_of(hand: Hand) -> WorkerState | None:
     return hand.member.state if hand.member else None
 
 

@@ -23,13 +23,13 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Patience, State
+from windfall.rollout.members import Patience, WorkerState
 from windfall.types import Chunk, Lease, Sampling
 from windfall.worker.agent import Agent
 
 TOKEN = "a token of these tests"
 WAIT_S = 15.0
-SPEC = m.Engine(
+SPEC = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=False,
     longest=100, wanted=8,
 )  # fmt: skip
@@ -101,7 +101,7 @@ class Site:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port.port}"
 
-    def state(self, id: str) -> State | None:
+    def state(self, id: str) -> WorkerState | None:
         member = self.dispatch.members.all.get(id)
         return member.state if member else None
 
@@ -119,7 +119,7 @@ class Site:
 class Worker:
     def __init__(self, url: str, *, name: str = "w", token: str = TOKEN, clouds: Any = (), **options: Any) -> None:
         self.engine, self.puller = Slow(), Pulling()
-        self.builds: list[m.Engine] = []
+        self.builds: list[m.EngineSpec] = []
         self.said: list[str] = []
         self.build_error: WindfallError | None = None
         self.may_build = threading.Event()
@@ -130,7 +130,7 @@ class Worker:
         )  # fmt: skip
         self.running = asyncio.create_task(self.agent.run(clouds))
 
-    def _build(self, spec: m.Engine) -> tuple[Any, int]:
+    def _build(self, spec: m.EngineSpec) -> tuple[Any, int]:
         self.builds.append(spec)
         assert self.may_build.wait(WAIT_S)
         if self.build_error:

@@ -26,7 +26,7 @@ from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.types import Chunk, Request, Sampling
 from windfall.worker.in_process import has_it, inside
 from windfall.worker.session import Session
@@ -164,7 +164,7 @@ class Scene:
     def accepted(self) -> int:
         return self.dispatch.ledger.counts.accepted
 
-    def state(self) -> State | None:
+    def state(self) -> WorkerState | None:
         """Of the first worker."""
         member = self.dispatch.members.all.get("first")
         return member.state if member else None
@@ -192,7 +192,7 @@ async def scene(
         async with inside(dispatch, first, slots, name="first", pull=pull) as worker:
             s = Scene(dispatch=dispatch, first=first, second=second, worker=worker, join=join)
             dispatch.listen(s.ended.add, lambda id, why: pytest.fail(f"{id}: {why}"))
-            await s.until(lambda: s.state() is State.READY, "the first worker is ready")
+            await s.until(lambda: s.state() is WorkerState.READY, "the first worker is ready")
             for e in s.episodes.values():
                 dispatch.open(e)
             await s.until(first.standing.is_set, "the first worker stands")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windfall.config import Rollout as Options
+from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.rollout.assignment import Offer

@@ -12,7 +12,7 @@ from windfall.events.log import EventLog
 from windfall.rollout import advisor
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.scheduling.seed_time import Measured
 from windfall.types import LOCAL, Lease
 
@@ -71,7 +71,7 @@ def test_prices_that_change_all_day_are_not_remembered_for_ever(
     for n in range(3 * KINDS):
         run.join(f"w{n}", replace(SPOT, price_usd_per_h=1.0 + n / 100), 4000)
         run.step()
-        run.dispatch.members.move(f"w{n}", State.GONE, "killed")
+        run.dispatch.members.move(f"w{n}", WorkerState.GONE, "killed")
     assert len(run.advisor.advice) == len(run.advisor._seen) == KINDS
     newest = replace(SPOT, price_usd_per_h=1.0 + (3 * KINDS - 1) / 100)
     assert prices.kind(newest) in run.advisor.advice
@@ -86,7 +86,7 @@ def test_a_kind_that_is_gone_is_remembered(tmp_path: Path) -> None:
     run.join("a", SPOT, 4000)
     run.step()
     run.step()
-    run.dispatch.members.move("a", State.GONE, "killed")
+    run.dispatch.members.move("a", WorkerState.GONE, "killed")
     assert run.step()[prices.kind(SPOT)][0] == 0
     assert run.advisor.advice[prices.kind(SPOT)].count > 0
 
@@ -98,7 +98,7 @@ def test_who_is_taken_away_all_the_time_does_not_pay(tmp_path: Path, losses: int
     run.join("a", dear, 4000)
     for n in range(losses):
         run.join(f"b{n}", dear, 4000)
-        run.dispatch.members.move(f"b{n}", State.GONE, "killed")
+        run.dispatch.members.move(f"b{n}", WorkerState.GONE, "killed")
     run.step()
     run.step()
     assert (run.advisor.advice[prices.kind(dear)].count > 0) is pays

@@ -19,7 +19,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.rollout import loading
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.types import Sampling
 
 OFFER = Offer(version=1, digest="one", url="http://_:1")
@@ -208,7 +208,7 @@ def test_who_is_pulling_is_told_of_a_newer_version_when_there_is_work(tmp_path: 
         assert (await take(link, m.Load)).version == 2
         await link.send(m.Loaded(version=2, digest="two", slots=4, s=0.0, pulled_bytes=0))
         assert len((await take(link, m.Assign)).work) == 1
-        assert world.dispatch.members.all["a"].state is State.READY
+        assert world.dispatch.members.all["a"].state is WorkerState.READY
 
     play(tmp_path, part)
 

@@ -17,7 +17,7 @@ import pytest
 from crew import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.scheduling import placement
 from windfall.types import Response
 
@@ -107,9 +107,9 @@ def drain(crew: Crew) -> None:
 
 def pause_and_resume(crew: Crew) -> None:
     member = crew.hands[0].member
-    if member and member.state is State.READY:
+    if member and member.state is WorkerState.READY:
         crew.dispatch.pause(member.id)
-        later(crew, 0.1, lambda: member.state is State.PAUSED and crew.dispatch.resume(member.id))
+        later(crew, 0.1, lambda: member.state is WorkerState.PAUSED and crew.dispatch.resume(member.id))
 
 
 def join_late(crew: Crew) -> None:
@@ -184,19 +184,24 @@ def _running(crew: Crew, hand: Hand) -> int:
     return crew.dispatch.ledger.running(hand.member.id) if hand.member else 0
 
 
-def _in(state: State) -> Callable[[Crew], bool]:
+def _in(state: WorkerState) -> Callable[[Crew], bool]:
     return lambda crew: bool(crew.hands) and state_of(crew.hands[0]) is state
 
 
 def _idle(crew: Crew) -> bool:
     """Has given its last token and may get more: others still run."""
     hand = crew.hands[0]
-    return state_of(hand) is State.READY and not _running(crew, hand) and bool(crew.dispatch.ledger.entries)
+    return state_of(hand) is WorkerState.READY and not _running(crew, hand) and bool(crew.dispatch.ledger.entries)
 
 
 def _busy(crew: Crew) -> bool:
     member = crew.hands[0].member if crew.hands else None
-    return member is not None and member.state is State.READY and member.made >= 3 and _running(crew, crew.hands[0]) > 0
+    return (
+        member is not None
+        and member.state is WorkerState.READY
+        and member.made >= 3
+        and _running(crew, crew.hands[0]) > 0
+    )
 
 
 def _suspect(crew: Crew) -> bool:
@@ -206,17 +211,17 @@ def _suspect(crew: Crew) -> bool:
 
 STATES: dict[str, tuple[Callable[[Crew], object] | None, Callable[[Crew], bool]]] = {
     # what to do to a busy worker, and when it is in the state
-    "joining": (None, _in(State.JOINING)),
-    "pulling": (None, _in(State.PULLING)),
+    "joining": (None, _in(WorkerState.JOINING)),
+    "pulling": (None, _in(WorkerState.PULLING)),
     "ready and idle": (None, _idle),
     "ready and running": (None, _busy),
     "suspect": (lambda crew: crew.hands[0].freeze(), _suspect),
     "paused, not yet given back": (
-        lambda crew: crew.dispatch.pause("a"), lambda c: _in(State.PAUSED)(c) and _running(c, c.hands[0]) > 0
+        lambda crew: crew.dispatch.pause("a"), lambda c: _in(WorkerState.PAUSED)(c) and _running(c, c.hands[0]) > 0
     ),
-    "paused": (lambda crew: crew.dispatch.pause("a"), lambda c: _in(State.PAUSED)(c) and not _running(c, c.hands[0])),
+    "paused": (lambda crew: crew.dispatch.pause("a"), lambda c: _in(WorkerState.PAUSED)(c) and not _running(c, c.hands[0])),
     "draining": (
-        lambda crew: crew.dispatch.drain("a", "why"), lambda c: _in(State.DRAINING)(c) and _running(c, c.hands[0]) > 0
+        lambda crew: crew.dispatch.drain("a", "why"), lambda c: _in(WorkerState.DRAINING)(c) and _running(c, c.hands[0]) > 0
     ),
     "asked to give back": (lambda crew: crew.hire("d"), lambda crew: bool(crew.dispatch._releasing)),
 }  # fmt: skip
@@ -247,7 +252,7 @@ def test_lost_in_every_state(name: str, lossy: bool, tmp_path: Path, monkeypatch
     assert_same(crew, again=3 * ENGINE_STEP)
     member = lost[0].member
     assert member is not None
-    assert member.state is State.GONE
+    assert member.state is WorkerState.GONE
     assert crew.dispatch.members.lost >= (name != "draining")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.link.messages import Stats
-from windfall.rollout.members import Member, Members, Patience, State
+from windfall.rollout.members import Member, Members, Patience, WorkerState
 from windfall.types import Lease
 
 PATIENCE = Patience(suspect_s=3.0, gone_s=8.0, stalled_s=60.0, tick_s=0.25)
@@ -36,7 +36,7 @@ def ticks(members: Members, start_s: float, end_s: float) -> list[tuple[str, str
         for change in members.tick(now):
             out.append((change.id, change.what))
             if change.what == "gone":
-                members.move(change.id, State.GONE, change.why)
+                members.move(change.id, WorkerState.GONE, change.why)
         members.check()
         now += TICK_S
     return out
@@ -106,10 +106,10 @@ def test_a_clock_that_stands_or_slow_ticks_lose_nobody() -> None:
 def test_who_comes_back_is_somebody_new() -> None:
     members = Members(PATIENCE)
     first = ready(members, "a")
-    members.move("a", State.GONE, "lost")
+    members.move("a", WorkerState.GONE, "lost")
     second, third = members.join("a", Lease(), 1.0), members.join("a", Lease(), 1.0)
     assert [m.id for m in (first, second, third)] == ["a", "a#2", "a#3"]
-    assert second.state is State.JOINING
+    assert second.state is WorkerState.JOINING
     assert members.routable(1, "d") == []
     assert members.join("b", Lease(), 1.0).id == "b"
 
@@ -117,12 +117,12 @@ def test_who_comes_back_is_somebody_new() -> None:
 def test_gone_is_final() -> None:
     members = Members(PATIENCE)
     ready(members, "a")
-    members.move("a", State.GONE)
-    for state in State:
+    members.move("a", WorkerState.GONE)
+    for state in WorkerState:
         with pytest.raises(AssertionError, match="cannot become"):
             members.move("a", state)
     members.loaded("a", 2, "e", 4, 1.0)  # a message that was on its way
-    assert members.all["a"].state is State.GONE
+    assert members.all["a"].state is WorkerState.GONE
 
 
 def test_only_a_bounded_number_of_the_gone_is_remembered() -> None:
@@ -130,7 +130,7 @@ def test_only_a_bounded_number_of_the_gone_is_remembered() -> None:
     ready(members, "stays")
     for n in range(10):
         ready(members, f"w{n}")
-        members.move(f"w{n}", State.GONE)
+        members.move(f"w{n}", WorkerState.GONE)
     assert list(members.all) == ["stays", "w7", "w8", "w9"]
     assert ready(members, "w0").id == "w0#2", "also of those forgotten"
 
@@ -178,7 +178,7 @@ class Account:
     """What must be true of the workers, kept apart from Members."""
 
     def __init__(self) -> None:
-        self.state: dict[str, State] = {}
+        self.state: dict[str, WorkerState] = {}
         self.heard_s: dict[str, float] = {}
         self.idle_s: dict[str, float] = {}
         self.holds: dict[str, tuple[int, str]] = {}
@@ -199,7 +199,7 @@ def test_random_lives(data: st.DataObject) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_long_random_lives(seed: int) -> None:
     account = _live(random.Random(seed).choice, steps=1000)
-    assert min(account.routed, sum(s is State.GONE for s in account.state.values())) >= 10
+    assert min(account.routed, sum(s is WorkerState.GONE for s in account.state.values())) >= 10
 
 
 def _live(choose: Callable[[Sequence[Any]], Any], *, steps: int) -> Account:
@@ -241,7 +241,7 @@ def _tick(members: Members, now: float, account: Account) -> None:
             assert not member.suspect
     for id, what in changes.items():
         if what == "gone":
-            members.move(id, State.GONE)
+            members.move(id, WorkerState.GONE)
 
 
 def _act(members: Members, step: str, id: str, now: float, version: int, account: Account) -> None:
@@ -257,22 +257,22 @@ def _act(members: Members, step: str, id: str, now: float, version: int, account
         if step == "load":
             members.loaded(id, version, f"v{version}", 2, now)
             account.holds[id] = (version, f"v{version}")
-    elif step == "pull" and state in (State.JOINING, State.PULLING, State.READY, State.PAUSED):
+    elif step == "pull" and state in (WorkerState.JOINING, WorkerState.PULLING, WorkerState.READY, WorkerState.PAUSED):
         members.pull(id, now)
-    elif step == "pause" and state is State.READY:
-        members.move(id, State.PAUSED)
-    elif step == "resume" and state is State.PAUSED:
-        members.move(id, State.READY)
-    elif step == "drain" and state is not State.DRAINING:
-        members.move(id, State.DRAINING)
+    elif step == "pause" and state is WorkerState.READY:
+        members.move(id, WorkerState.PAUSED)
+    elif step == "resume" and state is WorkerState.PAUSED:
+        members.move(id, WorkerState.READY)
+    elif step == "drain" and state is not WorkerState.DRAINING:
+        members.move(id, WorkerState.DRAINING)
     elif step == "leave":
-        members.move(id, State.GONE, "left")
+        members.move(id, WorkerState.GONE, "left")
 
 
 NEXT: dict[Any, str] = {
-    State.JOINING: "joining pulling draining gone", State.PULLING: "pulling ready draining gone",
-    State.READY: "ready pulling paused draining gone", State.PAUSED: "paused ready pulling draining gone",
-    State.DRAINING: "draining gone", State.GONE: "gone",
+    WorkerState.JOINING: "joining pulling draining gone", WorkerState.PULLING: "pulling ready draining gone",
+    WorkerState.READY: "ready pulling paused draining gone", WorkerState.PAUSED: "paused ready pulling draining gone",
+    WorkerState.DRAINING: "draining gone", WorkerState.GONE: "gone",
 }  # fmt: skip
 
 
@@ -281,20 +281,22 @@ def _compare(members: Members, version: int, account: Account) -> None:
     account.routed += len(routable)
     assert not members.routable(version, "another digest")
     for id, member in members.all.items():
-        before = account.state.get(id, State.JOINING)
+        before = account.state.get(id, WorkerState.JOINING)
         assert member.state in NEXT[before].split(), f"{before} to {member.state}"
         account.state[id] = member.state
-        right = member.state is State.READY and not member.suspect and account.holds[id] == (version, f"v{version}")
+        right = (
+            member.state is WorkerState.READY and not member.suspect and account.holds[id] == (version, f"v{version}")
+        )
         assert (id in routable) == right
-    assert {m.id for m in members.here()} == {i for i, s in account.state.items() if s is not State.GONE}
+    assert {m.id for m in members.here()} == {i for i, s in account.state.items() if s is not WorkerState.GONE}
 
 
 def test_states_change_as_they_may_only() -> None:
-    for before in State:
-        for state in State:
+    for before in WorkerState:
+        for state in WorkerState:
             members = Members(PATIENCE)
             members.join("a", Lease(), 0.0).state = before
-            if state in NEXT[before].split() and (state is not before or state is State.PULLING):
+            if state in NEXT[before].split() and (state is not before or state is WorkerState.PULLING):
                 members.move("a", state)
             else:
                 with pytest.raises(AssertionError, match="cannot become"):
@@ -308,13 +310,13 @@ def test_routable_is_ready_with_these_very_weights() -> None:
     ready(members, "older", version=0)
     ready(members, "other weights of that number", digest="e")
     ready(members, "suspect").suspect = True
-    for state in State:
+    for state in WorkerState:
         ready(members, f"is {state}").state = state
     assert [m.id for m in members.routable(1, "d")] == ["right", "is ready"]
 
 
 @pytest.mark.parametrize(
-    "change", [{"version": -1}, {"slots": 0}, {"id": "other"}, {"state": State.GONE, "suspect": True}]
+    "change", [{"version": -1}, {"slots": 0}, {"id": "other"}, {"state": WorkerState.GONE, "suspect": True}]
 )
 def test_check_finds_what_is_broken(change: dict[str, Any]) -> None:
     members = Members(PATIENCE)

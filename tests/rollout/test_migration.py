@@ -15,10 +15,10 @@ from scene import IDS, LONGEST, STOPS, Scene, clone, drained, engine, model, req
 
 from windfall.ledger.episode import Episode
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.scheduling import placement
 from windfall.types import Sampling
-from windfall.worker.session import Weights
+from windfall.worker.session import PulledWeights
 
 
 def assert_uninterrupted(s: Scene, *, exact: bool = True) -> None:
@@ -61,7 +61,7 @@ def test_lost_after_any_token(cut: int, tmp_path: Path) -> None:
             assert max(before.values()) == cut
             await s.join()
             await s.worker.link.close("pulled out")
-            await s.until(lambda: s.state() is State.GONE, "the loss is seen")
+            await s.until(lambda: s.state() is WorkerState.GONE, "the loss is seen")
             assert have(s) == before, "what is there stays"
         assert_uninterrupted(s)
         assert_went_on(s, before)
@@ -79,7 +79,7 @@ def test_drained(cut: int, tmp_path: Path) -> None:
             s.dispatch.drain("first", "asked to")
             await s.until(s.worker.host._orders.qsize, "the worker has heard")
             s.first.go.set()
-            await s.until(lambda: s.state() is State.GONE, "it has left")
+            await s.until(lambda: s.state() is WorkerState.GONE, "it has left")
             before = have(s)
             assert max(before.values()) == cut + 1
             assert s.accepted() == s.first.made, "nothing of what it made is lost"
@@ -105,7 +105,7 @@ def test_paused(cut: int, tmp_path: Path) -> None:
             await s.join()
         assert_uninterrupted(s)
         assert_went_on(s, before)
-        assert (paused, len(s.first), s.lost) == (State.PAUSED, 0, 0)
+        assert (paused, len(s.first), s.lost) == (WorkerState.PAUSED, 0, 0)
 
     asyncio.run(main())
 
@@ -153,9 +153,9 @@ def test_sampling_is_sampling() -> None:
 def test_goes_on_under_new_weights(cut: int, tmp_path: Path) -> None:
     """Lost while a newer version is on offer: the rest is what the new weights say after the old tokens."""
 
-    def pull(load: Any, stop: object) -> Weights:
+    def pull(load: Any, stop: object) -> PulledWeights:
         del stop
-        return Weights(digest=load.digest, tensors=model(load.version).state_dict())
+        return PulledWeights(digest=load.digest, tensors=model(load.version).state_dict())
 
     async def main() -> None:
         engines = [engine(weights=clone()) for _ in range(2)]
@@ -174,9 +174,9 @@ def test_goes_on_under_new_weights(cut: int, tmp_path: Path) -> None:
 def test_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
     """A worker takes new weights while it runs: what it made of them for the old assignment is made again."""
 
-    def pull(load: Any, stop: object) -> Weights:
+    def pull(load: Any, stop: object) -> PulledWeights:
         del stop
-        return Weights(digest=load.digest, tensors=model(load.version).state_dict())
+        return PulledWeights(digest=load.digest, tensors=model(load.version).state_dict())
 
     async def main() -> None:
         engines = [engine(weights=clone()) for _ in range(2)]

@@ -12,7 +12,7 @@ from test_dispatch_limits import OFFER, World, play, take
 from windfall.events.log import read
 from windfall.link import messages as m
 from windfall.rollout import members as membership
-from windfall.rollout.members import Members, Patience, State
+from windfall.rollout.members import Members, Patience, WorkerState
 from windfall.types import LOCAL, Lease
 
 STALLED_S = 10.0
@@ -85,7 +85,7 @@ def test_the_trainers_own_engine_waits_for_the_trainer() -> None:
 
 def test_told_to_leave_it_has_to() -> None:
     members = pulling()
-    members.move("w", State.DRAINING)
+    members.move("w", WorkerState.DRAINING)
     members.all["w"].told_s = 0.0
     gone = []
     for s in range(100):
@@ -117,7 +117,7 @@ def test_a_worker_that_hangs_is_sent_away(tmp_path: Path, served: bool) -> None:
             return
         assert "no byte of version 1 has reached it" in (await hears).why
         await link.send(m.Left(why="as told"))
-        while world.dispatch.members.all["w"].state is not State.GONE:
+        while world.dispatch.members.all["w"].state is not WorkerState.GONE:
             await asyncio.sleep(0)
 
     world = play(tmp_path, part)

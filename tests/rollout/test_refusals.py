@@ -11,12 +11,12 @@ import pytest
 from doorway import Site, Worker, opened
 from scripted import Asks, Words
 
-from windfall.config import Rollout as Options
+from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.rollout import refusals
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import Member, Members, State
+from windfall.rollout.members import Member, Members, WorkerState
 from windfall.rollout.refusals import REFUSALS, REFUSED_S, Refusals
 from windfall.types import Feedback, Lease, Sampling
 from windfall.worker.engine_factory import sizes
@@ -113,7 +113,7 @@ class Fleet:
     def leave(self, member: Member, now_s: float, why: str = "") -> None:
         if why:
             self.refusals.refused(member, why, now_s)
-        self.members.move(member.id, State.GONE, why)
+        self.members.move(member.id, WorkerState.GONE, why)
         self.refusals.gone(member, now_s)
 
     def ends(self, now_s: float) -> bool:

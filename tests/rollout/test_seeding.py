@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from scripted import SEED, Asks, Scripted, Words
 
-from windfall.config import Rollout as Options
+from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog, read
 from windfall.link import messages
@@ -21,9 +21,9 @@ from windfall.link.memory import pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.rollout.seeding import Seeding
-from windfall.scheduling.seed_time import Measured, Others, Plan
+from windfall.scheduling.seed_time import Measured, Others, SeedPlan
 from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
 from windfall.worker.in_process import inside
@@ -37,11 +37,11 @@ class Fixed:
         self.heard: list[tuple[Measured | None, Others]] = []
         self.asked_again: list[Others] = []
 
-    def plan(self, last: Measured | None, others: Others) -> Plan:
+    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
         self.heard.append((last, others))
-        return Plan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
+        return SeedPlan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
-    def again(self, others: Others, now: Mark) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> SeedPlan | None:
         self.asked_again.append(others)
         return None
 
@@ -79,7 +79,7 @@ class World:
         assert self.dispatch.ledger.lost() == 0
         return time.monotonic() - started
 
-    def state(self, name: str = LOCAL) -> State | None:
+    def state(self, name: str = LOCAL) -> WorkerState | None:
         return next((m.state for m in self.dispatch.members.here() if m.name == name), None)
 
     def made(self, name: str) -> int:
@@ -106,7 +106,7 @@ async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> 
     try:
         for it in inner:
             await it.__aenter__()
-        await w.until(lambda: sum(m.state is State.READY for m in w.dispatch.members.here()) == len(engines))
+        await w.until(lambda: sum(m.state is WorkerState.READY for m in w.dispatch.members.here()) == len(engines))
         yield w
         w.dispatch.ledger.check()
         w.dispatch.members.check()
@@ -144,7 +144,7 @@ def test_paused_at_its_time_and_its_responses_go_on_elsewhere(tmp_path: Path) ->
             await w.until(lambda: w.policy.heard)
             await w.until(w.seeding.over.is_set)
             assert 0.05 < time.monotonic() - began < 0.5
-            assert w.state() is State.PAUSED
+            assert w.state() is WorkerState.PAUSED
             await step
             assert 0 < w.made(LOCAL) < 12 * 21
             assert w.made(LOCAL) + w.made("w") == 12 * 21, "nothing twice"
@@ -202,9 +202,9 @@ def test_it_generates_until_there_is_something_to_train_on(tmp_path: Path, seed_
             w.policy.hold = True
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.made(LOCAL) > 40)
-            assert (w.state(), w.seeding.over.is_set()) == (State.READY, False)
+            assert (w.state(), w.seeding.over.is_set()) == (WorkerState.READY, False)
             w.seeding.trainable()
-            assert (w.state(), w.seeding.over.is_set()) == (State.PAUSED, True)
+            assert (w.state(), w.seeding.over.is_set()) == (WorkerState.PAUSED, True)
             await step
             assert w.made(LOCAL) + w.made("w") == 12 * 21
             await w.step([3, 4])  # nothing ever: then to the end
@@ -218,9 +218,9 @@ def test_a_fleet_that_collapses_brings_it_back(tmp_path: Path) -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
             other = inside(w.dispatch, slow(0.01), 64, name="w")
             await other.__aenter__()
-            await w.until(lambda: w.state("w") is State.READY)
+            await w.until(lambda: w.state("w") is WorkerState.READY)
             step = asyncio.create_task(w.step())
-            await w.until(lambda: w.state() is State.PAUSED)
+            await w.until(lambda: w.state() is WorkerState.PAUSED)
             await other.__aexit__(None, None, None)
             await step
             assert w.made(LOCAL) + w.made("w") == 12 * 21
@@ -236,16 +236,16 @@ def test_one_that_is_still_starting_does_not_keep_it_paused(tmp_path: Path) -> N
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
             other = inside(w.dispatch, slow(0.01), 64, name="w")
             await other.__aenter__()
-            await w.until(lambda: w.state("w") is State.READY)
+            await w.until(lambda: w.state("w") is WorkerState.READY)
             ours, theirs = pair("controller", "boots")
             hello = messages.Hello(protocol=messages.PROTOCOL, nonce=b"", proof=b"", name="boots", lease=Lease())
             boots = asyncio.create_task(w.dispatch.attend(ours, hello))
-            await w.until(lambda: w.state("boots") is State.PULLING)
+            await w.until(lambda: w.state("boots") is WorkerState.PULLING)
             step = asyncio.create_task(w.step())
-            await w.until(lambda: w.state() is State.PAUSED)
+            await w.until(lambda: w.state() is WorkerState.PAUSED)
             await other.__aexit__(None, None, None)
             await asyncio.wait_for(step, 2.0)
-            assert w.state("boots") is State.PULLING
+            assert w.state("boots") is WorkerState.PULLING
             await theirs.close("over")
             await asyncio.gather(boots, return_exceptions=True)
 
@@ -303,7 +303,7 @@ def test_nobody_there_at_its_time_so_it_goes_on_until_somebody_is(tmp_path: Path
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.made(LOCAL) > 24)
             async with inside(w.dispatch, slow(0.005), 64, name="late"):
-                await w.until(lambda: w.state() is State.PAUSED)
+                await w.until(lambda: w.state() is WorkerState.PAUSED)
                 assert w.seeding.over.is_set()
                 await step
             assert w.made("late") > 0

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from windfall.scheduling.balance import Load, place
+from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.worker_speed import Profile
 
 FAST = Profile(fixed_s=0.010, each_s=0.0001)
@@ -18,7 +18,7 @@ CROWDED = Profile(fixed_s=1e-9, each_s=0.001)  # a batch twice as large takes tw
 
 
 @st.composite
-def fleets(draw: st.DrawFn, most: int = 6, measured: bool = False) -> list[Load]:
+def fleets(draw: st.DrawFn, most: int = 6, measured: bool = False) -> list[WorkerLoad]:
     loads = []
     for n in range(draw(st.integers(1, most))):
         slots = draw(st.integers(1, 12))
@@ -26,7 +26,7 @@ def fleets(draw: st.DrawFn, most: int = 6, measured: bool = False) -> list[Load]
         if measured:
             each = draw(st.sampled_from([0.0001, 0.001, 0.01]))
             profile = Profile(fixed_s=draw(st.sampled_from([0.0001, 0.01, 0.04, 0.1])), each_s=each)
-        loads.append(Load(worker=f"w{n}", running=draw(st.integers(0, slots)), slots=slots, profile=profile))
+        loads.append(WorkerLoad(worker=f"w{n}", running=draw(st.integers(0, slots)), slots=slots, profile=profile))
     return loads
 
 
@@ -42,12 +42,12 @@ holdings = st.dictionaries(
 targets = st.dictionaries(st.sampled_from(["0/0", "0/1", "1/0", "2/3"]), st.sampled_from(["w0", "w1", "gone"]))
 
 
-def after(loads: list[Load], placed: list[tuple[str, str]]) -> list[Load]:
+def after(loads: list[WorkerLoad], placed: list[tuple[str, str]]) -> list[WorkerLoad]:
     more = Counter(worker for _, worker in placed)
     return [replace(load, running=load.running + more[load.worker]) for load in loads]
 
 
-def step_s(load: Load, more: int = 0) -> float:
+def step_s(load: WorkerLoad, more: int = 0) -> float:
     assert load.profile is not None
     return load.profile.step_s(load.running + more)
 
@@ -58,7 +58,7 @@ def step_s(load: Load, more: int = 0) -> float:
 )  # fmt: skip
 @settings(max_examples=300)
 def test_in_order_once_and_never_over_slots(
-    queued: list[str], loads: list[Load], behind: int, coming: int, holds: dict[str, list[str]], meant: dict[str, str],
+    queued: list[str], loads: list[WorkerLoad], behind: int, coming: int, holds: dict[str, list[str]], meant: dict[str, str],
     typical: float,
 ) -> None:  # fmt: skip
     def choose() -> list[tuple[str, str]]:
@@ -73,14 +73,16 @@ def test_in_order_once_and_never_over_slots(
 
 @given(queues(), fleets(), st.just(0) | st.integers(0, 20))
 @settings(max_examples=200)
-def test_nothing_waits_while_there_is_room_and_nobody_is_measured(queued: list[str], loads: list[Load], n: int) -> None:
+def test_nothing_waits_while_there_is_room_and_nobody_is_measured(
+    queued: list[str], loads: list[WorkerLoad], n: int
+) -> None:
     room = sum(load.slots - load.running for load in loads)
     assert len(place(queued, loads, behind=n)) == min(room, len(queued))
 
 
 @given(queues(), fleets(measured=True), st.integers(0, 20))
 @settings(max_examples=300)
-def test_what_waits_is_better_off_waiting(queued: list[str], loads: list[Load], behind: int) -> None:
+def test_what_waits_is_better_off_waiting(queued: list[str], loads: list[WorkerLoad], behind: int) -> None:
     """Held back while there is room: only for somebody full, who would be through with all that waits before."""
     placed = place(queued, loads, behind=behind)
     now = after(loads, placed)
@@ -96,7 +98,7 @@ def test_what_waits_is_better_off_waiting(queued: list[str], loads: list[Load], 
 
 @given(queues(), fleets(measured=True))
 @settings(max_examples=300)
-def test_like_one_by_one_to_the_shortest_step(queued: list[str], loads: list[Load]) -> None:
+def test_like_one_by_one_to_the_shortest_step(queued: list[str], loads: list[WorkerLoad]) -> None:
     """`typical` is so large that any start is worth a move: nothing is held back."""
     heap = [(step_s(load, 1), n, load.running + 1) for n, load in enumerate(loads) if load.running < load.slots]
     heapq.heapify(heap)
@@ -115,7 +117,7 @@ def test_like_one_by_one_to_the_shortest_step(queued: list[str], loads: list[Loa
 
 
 @given(queues(), fleets(), st.integers(1, 3))
-def test_those_who_are_coming_find_their_part(queued: list[str], loads: list[Load], coming: int) -> None:
+def test_those_who_are_coming_find_their_part(queued: list[str], loads: list[WorkerLoad], coming: int) -> None:
     """As many as anybody here was brought up to, less one, are left for each of them."""
     placed = place(queued, loads, coming=coming)
     before = {load.worker: load.running for load in loads}
@@ -124,7 +126,7 @@ def test_those_who_are_coming_find_their_part(queued: list[str], loads: list[Loa
 
 
 @given(queues(), fleets())
-def test_siblings_stay_together(queued: list[str], loads: list[Load]) -> None:
+def test_siblings_stay_together(queued: list[str], loads: list[WorkerLoad]) -> None:
     """A group is parted only where somebody's part ends."""
     placed = place(queued, loads)
     pairs = {(id.rpartition("/")[0], worker) for id, worker in placed}
@@ -133,14 +135,14 @@ def test_siblings_stay_together(queued: list[str], loads: list[Load]) -> None:
 
 
 def test_whole_groups_side_by_side() -> None:
-    loads = [Load(worker=w, running=0, slots=8) for w in "ab"]
+    loads = [WorkerLoad(worker=w, running=0, slots=8) for w in "ab"]
     placed = place([f"{task}/{sibling}" for task in range(4) for sibling in range(4)], loads)
     assert all(len({worker for id, worker in placed if id.startswith(f"{task}/")}) == 1 for task in range(4))
     assert Counter(worker for _, worker in placed) == {"a": 8, "b": 8}
 
 
 def test_a_large_worker_takes_what_a_small_one_cannot() -> None:
-    loads = [Load(worker="small", running=0, slots=1), Load(worker="large", running=0, slots=10)]
+    loads = [WorkerLoad(worker="small", running=0, slots=1), WorkerLoad(worker="large", running=0, slots=10)]
     placed = place([f"{n}/0" for n in range(8)], loads)
     assert Counter(worker for _, worker in placed) == {"small": 1, "large": 7}
 
@@ -149,8 +151,8 @@ def test_a_large_worker_takes_what_a_small_one_cannot() -> None:
 def test_a_slower_worker_gets_its_share(slower: int, share: float) -> None:
     """Where a batch takes as long as it is large: of 100, the 4 times slower one gets a fifth."""
     loads = [
-        Load(worker="fast", running=0, slots=200, profile=CROWDED),
-        Load(worker="slow", running=0, slots=200, profile=CROWDED.times(slower)),
+        WorkerLoad(worker="fast", running=0, slots=200, profile=CROWDED),
+        WorkerLoad(worker="slow", running=0, slots=200, profile=CROWDED.times(slower)),
     ]
     placed = Counter(worker for _, worker in place([f"{n}/0" for n in range(100)], loads, typical=1000))
     assert placed["slow"] == pytest.approx(share, abs=1)
@@ -160,8 +162,8 @@ def test_a_slower_worker_gets_its_share(slower: int, share: float) -> None:
 @pytest.mark.parametrize("slower", [4, 10])
 def test_in_the_tail_the_slow_worker_gets_none_that_a_fast_one_could_take(slower: int) -> None:
     loads = [
-        Load(worker="fast", running=30, slots=64, profile=FAST),
-        Load(worker="slow", running=0, slots=64, profile=FAST.times(slower)),
+        WorkerLoad(worker="fast", running=30, slots=64, profile=FAST),
+        WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.times(slower)),
     ]
     assert {worker for _, worker in place([f"{n}/0" for n in range(20)], loads, typical=1000)} == {"fast"}
 
@@ -169,8 +171,8 @@ def test_in_the_tail_the_slow_worker_gets_none_that_a_fast_one_could_take(slower
 def test_held_back_only_when_a_fast_worker_is_free_soon() -> None:
     """64 responses of 1000 tokens on a step of 16 ms: one ends every quarter of a second."""
     loads = [
-        Load(worker="fast", running=64, slots=64, profile=FAST),
-        Load(worker="slow", running=0, slots=64, profile=FAST.times(4)),
+        WorkerLoad(worker="fast", running=64, slots=64, profile=FAST),
+        WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.times(4)),
     ]
     assert place(["1/0"], loads, typical=1000) == []
     assert len(place([f"{n}/0" for n in range(10)], loads, typical=1000)) > 5, "the last would wait for long"
@@ -179,7 +181,7 @@ def test_held_back_only_when_a_fast_worker_is_free_soon() -> None:
 
 
 def test_where_the_pages_are_if_that_costs_little() -> None:
-    loads = [Load(worker=w, running=n, slots=64, profile=FAST) for w, n in (("a", 10), ("b", 18), ("c", 60))]
+    loads = [WorkerLoad(worker=w, running=n, slots=64, profile=FAST) for w, n in (("a", 10), ("b", 18), ("c", 60))]
     assert place(["7/3"], loads) == [("7/3", "a")]
     assert place(["7/3"], loads, holds={"7": ["b"]}) == [("7/3", "b")], "11.9 beside 11.1 ms"
     assert place(["7/3"], loads, holds={"7": ["c"]}) == [("7/3", "a")], "16 beside 11 ms"
@@ -188,7 +190,7 @@ def test_where_the_pages_are_if_that_costs_little() -> None:
 
 
 def test_a_response_that_was_moved_goes_where_it_was_meant_to() -> None:
-    loads = [Load(worker=w, running=10, slots=64, profile=FAST) for w in "abc"]
+    loads = [WorkerLoad(worker=w, running=10, slots=64, profile=FAST) for w in "abc"]
     placed = dict(place(["7/3", "7/4", "8/0"], loads, holds={"7": ["a"]}, meant={"7/3": "c", "8/0": "gone"}))
     assert placed["7/3"] == "c"
     assert placed["7/4"] == "a"
@@ -196,5 +198,5 @@ def test_a_response_that_was_moved_goes_where_it_was_meant_to() -> None:
 
 
 def test_nothing_and_nobody() -> None:
-    assert place([], [Load(worker="a", running=0, slots=1)]) == []
+    assert place([], [WorkerLoad(worker="a", running=0, slots=1)]) == []
     assert place(["1/0"], []) == []

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from windfall.scheduling.balance import Load
+from windfall.scheduling.balance import WorkerLoad
 from windfall.scheduling.rebalance import MARGIN, Move, Running, rebalance
 from windfall.scheduling.worker_speed import Profile
 
 ENGINE = Profile(fixed_s=0.010, each_s=0.0001)
-Fleet = dict[str, tuple[Load, list[Running]]]
+Fleet = dict[str, tuple[WorkerLoad, list[Running]]]
 
 
 def fleet(*workers: tuple[Profile | None, int, int], context: int = 500, waiting: int = 0) -> Fleet:
@@ -23,7 +23,7 @@ def fleet(*workers: tuple[Profile | None, int, int], context: int = 500, waiting
     for n, (profile, running, slots) in enumerate(workers):
         w = waiting if n == 0 else 0
         held = [Running(id=f"{n}/{k}", context=context, waiting=k < w) for k in range(running)]
-        out[f"w{n}"] = (Load(worker=f"w{n}", running=running, slots=slots, profile=profile, waiting=w), held)
+        out[f"w{n}"] = (WorkerLoad(worker=f"w{n}", running=running, slots=slots, profile=profile, waiting=w), held)
     return out
 
 
@@ -48,7 +48,7 @@ def counts(workers: Fleet) -> list[int]:
     return [load.running for load, _ in workers.values()]
 
 
-def step_s(load: Load, more: int = 0) -> float:
+def step_s(load: WorkerLoad, more: int = 0) -> float:
     assert load.profile is not None
     return load.profile.step_s(load.running - load.waiting + more)
 
@@ -67,7 +67,7 @@ def fleets(draw: st.DrawFn, waits: bool = False) -> Fleet:
             for k in range(draw(st.integers(0, slots)))
         ]  # fmt: skip
         wait = sum(r.waiting for r in running)
-        load = Load(worker=f"w{n}", running=len(running), slots=slots, profile=profile, waiting=wait)
+        load = WorkerLoad(worker=f"w{n}", running=len(running), slots=slots, profile=profile, waiting=wait)
         out[load.worker] = (load, running)
     return out
 

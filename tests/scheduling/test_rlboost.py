@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windfall.scheduling.balance import Load
+from windfall.scheduling.balance import WorkerLoad
 from windfall.scheduling.rebalance import Running
 from windfall.scheduling.rlboost import THETA, balance, select
 from windfall.scheduling.worker_speed import Profile
@@ -15,8 +15,8 @@ from windfall.scheduling.worker_speed import Profile
 PROFILE = Profile(fixed_s=0.01, each_s=0.001)  # knee 40
 
 
-def load(name: str, running: int, *, slots: int = 100, waiting: int = 0) -> Load:
-    return Load(worker=name, running=running, slots=slots, waiting=waiting, profile=PROFILE)
+def load(name: str, running: int, *, slots: int = 100, waiting: int = 0) -> WorkerLoad:
+    return WorkerLoad(worker=name, running=running, slots=slots, waiting=waiting, profile=PROFILE)
 
 
 def held(worker: str) -> list[Running]:

@@ -18,7 +18,7 @@ from windfall.ledger.episode import Episode
 from windfall.ledger.ledger import Ledger, room
 from windfall.link import messages as m
 from windfall.scheduling import room as rooms
-from windfall.scheduling.balance import Load
+from windfall.scheduling.balance import WorkerLoad
 from windfall.scheduling.placement import Giving
 from windfall.types import Sampling
 
@@ -125,7 +125,7 @@ def test_nothing_goes_where_it_does_not_fit(prompts: list[int], workers: list[An
         ledger.open(episode(f"{n}/0", prompt))
     giving = Giving(ledger, balancing=balancing)
     longest = {f"w{n}": size for n, (size, _) in enumerate(workers)}
-    loads = [Load(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
+    loads = [WorkerLoad(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
     before = list(ledger.queue)
     out = giving.give(loads, 1, coming=0, longest=longest)
     ledger.check()
@@ -144,8 +144,8 @@ def test_nothing_moves_to_where_it_does_not_fit() -> None:
     giving = Giving(ledger, balancing="algorithm2")
     for n in range(3):
         ledger.open(episode(f"{n}/0", 50))
-    giving.give([Load(worker="a", running=0, slots=9)], 1, coming=0)
-    loads = [Load(worker="a", running=3, slots=9, waiting=2), Load(worker="b", running=0, slots=9)]
+    giving.give([WorkerLoad(worker="a", running=0, slots=9)], 1, coming=0)
+    loads = [WorkerLoad(worker="a", running=3, slots=9, waiting=2), WorkerLoad(worker="b", running=0, slots=9)]
     assert giving.take_back(loads, {"a": 99, "b": 40}) == []
     assert giving._meant == {}
     assert len(giving.take_back(loads, {"a": 99, "b": 59})) == 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from windfall.scheduling.seed_time import Feedback, Measured, Offload, Others, Predict
+from windfall.scheduling.seed_time import Measured, Offload, Others, Predict, RLBoostSeeding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def test_a_change_of_the_fleet_is_answered_at_once() -> None:
     assert machine.run(first.seed_s, 1000, 4)[0] <= best * 1.02
 
 
-@pytest.mark.parametrize("policy", [Feedback(first_s=3.0), Predict()], ids=["feedback", "predict"])
+@pytest.mark.parametrize("policy", [RLBoostSeeding(first_s=3.0), Predict()], ids=["feedback", "predict"])
 def test_nobody_else_means_no_end(policy: Offload) -> None:
     assert policy.plan(None, Others(workers=0, tok_per_s=0)).seed_s == math.inf
     last = Measured(
@@ -103,7 +103,7 @@ def test_training_that_is_fast_enough_for_nobody_needs_no_seed() -> None:
 @settings(deadline=None)
 @given(waits=st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), min_size=1, max_size=8))
 def test_algorithm_1_to_the_letter(waits: list[tuple[float, float]]) -> None:
-    policy, seed = Feedback(first_s=20.0), 20.0
+    policy, seed = RLBoostSeeding(first_s=20.0), 20.0
     for train_wait, remote_wait in waits:
         last = Measured(
             tokens=1, seed_s=seed, local_tokens=1, train_s=10.0, train_wait_s=train_wait, remote_wait_s=remote_wait,
@@ -116,7 +116,7 @@ def test_algorithm_1_to_the_letter(waits: list[tuple[float, float]]) -> None:
 
 
 def test_memory_goes_back_to_what_worked_for_a_size() -> None:
-    policy = Feedback(first_s=10.0)
+    policy = RLBoostSeeding(first_s=10.0)
 
     def after(workers: float, now: int, wait: float) -> float:
         last = Measured(
@@ -144,4 +144,4 @@ def test_predict_beats_feedback_when_the_fleet_changes_often() -> None:
             out += took
         return out
 
-    assert total(Predict()) < 0.97 * total(Feedback(first_s=4.0))
+    assert total(Predict()) < 0.97 * total(RLBoostSeeding(first_s=4.0))

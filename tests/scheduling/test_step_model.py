@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from windfall.scheduling.fleet_speed import Crowd, Rates
-from windfall.scheduling.step_model import PARTS, Course, Mark
+from windfall.scheduling.fleet_speed import FleetSpeed, StepRates
+from windfall.scheduling.step_model import PARTS, Mark, StepModel
 from windfall.scheduling.worker_speed import Profile
 
-LOCAL = Crowd.of(Profile(fixed_s=100 / 40_000, each_s=1 / 40_000))
+LOCAL = FleetSpeed.of(Profile(fixed_s=100 / 40_000, each_s=1 / 40_000))
 ONE = Profile(fixed_s=100 / 10_000, each_s=1 / 10_000)
 READS = Profile(fixed_s=100 / 10_000, each_s=21e-5, context_s=2e-7, context=1000)
 """Of a token that it makes, most of the time is for reading what is behind it."""
@@ -22,7 +22,7 @@ READS = Profile(fixed_s=100 / 10_000, each_s=21e-5, context_s=2e-7, context=1000
 class Step:
     """Responses of uneven length that all get a token in every step of whoever makes them."""
 
-    rates: Rates
+    rates: StepRates
     lengths: list[int]
     size: int = 4
     come_s: float = 0.0
@@ -49,13 +49,13 @@ class Step:
                 out.append(Mark(at_s, made, whole, open, done * open))
         return out
 
-    def _crowd(self, at_s: float, seed_s: float) -> Crowd:
+    def _crowd(self, at_s: float, seed_s: float) -> FleetSpeed:
         r = self.rates
         if at_s < max(r.pull_s, self.come_s):
-            return r.local if at_s < seed_s else Crowd()
+            return r.local if at_s < seed_s else FleetSpeed()
         return r.others if at_s >= seed_s else r.local + r.others
 
-    def there(self, seed_s: float) -> list[tuple[float, Crowd]]:
+    def there(self, seed_s: float) -> list[tuple[float, FleetSpeed]]:
         changes = sorted({0.0, self.rates.pull_s, self.come_s, seed_s})
         return [(at_s, self._crowd(at_s, seed_s)) for at_s in changes]
 
@@ -71,11 +71,11 @@ class Step:
 def step() -> Step:
     draw = random.Random(3)
     lengths = [min(14_000, round(draw.lognormvariate(math.log(1000), 0.8))) for _ in range(256)]
-    rates = Rates(
+    rates = StepRates(
         tokens=sum(lengths),
         responses=len(lengths),
         local=LOCAL,
-        others=Crowd.of(ONE, count=3),
+        others=FleetSpeed.of(ONE, count=3),
         train=30_000.0,
         pull_s=0.5,
     )
@@ -86,18 +86,18 @@ def step() -> Step:
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_a_step_tells_how_others_end(step: Step, workers: int, share: float) -> None:
     """Learned with three workers and one T_seed; asked with more or fewer, and another."""
-    course = Course()
+    course = StepModel()
     course.learn(step.marks(3.0), step.there(3.0), 256, 1.0)
-    other = Step(replace(step.rates, others=Crowd.of(ONE, count=workers)), step.lengths)
+    other = Step(replace(step.rates, others=FleetSpeed.of(ONE, count=workers)), step.lengths)
     seed_s = share * course.made_s(other.rates)
     assert course.end_s(other.rates, seed_s) == pytest.approx(other.end_s(seed_s), rel=0.06)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 6])
 def test_the_best_is_as_good_as_brute_force(step: Step, workers: int) -> None:
-    course = Course()
+    course = StepModel()
     course.learn(step.marks(3.0), step.there(3.0), 256, 1.0)
-    other = Step(replace(step.rates, others=Crowd.of(ONE, count=workers)), step.lengths)
+    other = Step(replace(step.rates, others=FleetSpeed.of(ONE, count=workers)), step.lengths)
     chosen = other.end_s(course.best(other.rates))
     assert chosen <= 1.04 * min(other.end_s(0.5 * n) for n in range(24))
 
@@ -105,9 +105,11 @@ def test_the_best_is_as_good_as_brute_force(step: Step, workers: int) -> None:
 @pytest.mark.parametrize("profile", [ONE, READS], ids=["plain", "reads its cache"])
 def test_a_step_in_which_the_fleet_came_late_tells_of_one_that_it_begins_with(step: Step, profile: Profile) -> None:
     """What counts is who was there at each moment: on average over the step, there were fewer than at its end."""
-    rates = replace(step.rates, others=Crowd.of(profile, count=12), local=Crowd.of(profile, count=4), train=20_000.0)
+    rates = replace(
+        step.rates, others=FleetSpeed.of(profile, count=12), local=FleetSpeed.of(profile, count=4), train=20_000.0
+    )
     late, whole = Step(rates, step.lengths, come_s=6.0), Step(rates, step.lengths)
-    course = Course()
+    course = StepModel()
     course.learn(late.marks(math.inf), late.there(math.inf), 256, 1.0)
     for seed_s in (0.0, 2.0, 4.0):
         assert course.end_s(rates, seed_s) == pytest.approx(whole.end_s(seed_s), rel=0.06)
@@ -116,7 +118,7 @@ def test_a_step_in_which_the_fleet_came_late_tells_of_one_that_it_begins_with(st
 
 @pytest.mark.parametrize("at", [2, 8, 24])
 def test_from_where_a_step_stands_its_end_is_the_same(step: Step, at: int) -> None:
-    course, marks = Course(), step.marks(20.0)
+    course, marks = StepModel(), step.marks(20.0)
     course.learn(marks, step.there(20.0), 256, 1.0)
     now = marks[at]
     assert now.at_s < 20.0
@@ -131,13 +133,13 @@ def test_rates_alone_would_stop_seeding_too_early(step: Step) -> None:
     r = step.rates
     low, others = r.local.tok_per_s(256), r.others.tok_per_s(256)
     plain = max(0.0, (r.tokens * (1 - others / r.train) + others * r.pull_s) / (low + others))
-    course = Course()
+    course = StepModel()
     course.learn(step.marks(plain), step.there(plain), 256, 1.0)
     assert step.end_s(course.best(r)) < 0.97 * step.end_s(plain)
 
 
 def test_points_are_where_groups_become_whole(step: Step) -> None:
-    course = Course()
+    course = StepModel()
     course.learn(step.marks(3.0), step.there(3.0), 256, 1.0)
     assert course.made == sorted(course.made)
     assert (course.made[-1], course.whole[-1]) == (pytest.approx(1.0), pytest.approx(1.0))
@@ -146,15 +148,17 @@ def test_points_are_where_groups_become_whole(step: Step) -> None:
 
 
 def test_a_step_of_nothing_teaches_nothing(step: Step) -> None:
-    course = Course()
+    course = StepModel()
     course.learn([], step.there(1.0), 256, 1.0)
     assert course.steps == 0
 
 
 def test_what_was_made_and_thrown_away_leaves_a_plan_that_is_a_number() -> None:
     """More tokens than the whole groups have: some responses began again, and at the end none was open."""
-    rates = Rates(tokens=1000, responses=10, local=Crowd.steady(50), others=Crowd.steady(100), train=200.0)
-    course = Course()
-    course.learn([Mark(5.0, 600, 200, 5), Mark(9.0, 1300, 1000, 0)], [(0.0, Crowd.steady(150))], 10, 1.0)
+    rates = StepRates(
+        tokens=1000, responses=10, local=FleetSpeed.steady(50), others=FleetSpeed.steady(100), train=200.0
+    )
+    course = StepModel()
+    course.learn([Mark(5.0, 600, 200, 5), Mark(9.0, 1300, 1000, 0)], [(0.0, FleetSpeed.steady(150))], 10, 1.0)
     assert math.isfinite(course.made_s(rates))
     assert 0 <= course.best(rates) <= course.made_s(rates)

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.scheduling.worker_value import MIN_GAIN, NOT_YET, Kind, Run, advise, step_s
+from windfall.scheduling.worker_value import MIN_GAIN, NOT_YET, RunMeasurements, WorkerKind, advise, step_s
 
 # RLBoost, 8B on 8 H100. Fitted: train = local = 20K tok/s, so that co-located makes its 10K, and 4K tok/s for one
 # instance, from the slope of 2K; where growth ends (R = A) is then 5 instances, which is not published. Its own prices.
 RESERVED_USD_PER_H, INSTANCE_USD_PER_H = 83.79, 5.32
-RUN = Run(
+RUN = RunMeasurements(
     steps=5, tokens_per_step=4e6, train_tok_per_s=20e3, local_tok_per_s=20e3, trainer_usd_per_h=RESERVED_USD_PER_H
 )
-SPOT = Kind(name="spot", now=0, tok_per_s=4e3, usd_per_h=INSTANCE_USD_PER_H)
+SPOT = WorkerKind(name="spot", now=0, tok_per_s=4e3, usd_per_h=INSTANCE_USD_PER_H)
 # 14B. Fitted: one instance makes 0.37 of the trainer's engine (+37 %), and training ends growth at 2.25x.
 RUN_14B = replace(RUN, local_tok_per_s=16e3)
 SPOT_14B = replace(SPOT, tok_per_s=0.37 * 16e3)
@@ -28,7 +28,7 @@ SPOT_14B = replace(SPOT, tok_per_s=0.37 * 16e3)
 rates = st.floats(10, 1e5)
 
 
-def brute(run: Run, fleet: float) -> float:
+def brute(run: RunMeasurements, fleet: float) -> float:
     """The least over many T, from the definition alone."""
     w, local = run.tokens_per_step, run.local_tok_per_s
     longest = w / (local + fleet) if local > 0 else 0.0
@@ -46,7 +46,7 @@ def brute(run: Run, fleet: float) -> float:
 @given(rates, st.just(0.0) | rates, rates, st.just(0.0) | rates, st.floats(0, 20))
 @settings(max_examples=60, deadline=None)
 def test_no_other_seeding_is_quicker(w: float, local: float, train: float, fleet: float, tail_s: float) -> None:
-    run = Run(
+    run = RunMeasurements(
         steps=2, tokens_per_step=w, train_tok_per_s=train, local_tok_per_s=local, tail_s=tail_s, trainer_usd_per_h=1.0
     )
     if local + fleet == 0:
@@ -128,7 +128,7 @@ def test_nothing_is_said_too_early_or_without_prices() -> None:
 
 
 def test_others_do_their_part() -> None:
-    others = [Kind(name="reserved", now=2, tok_per_s=6e3, usd_per_h=9.0)]
+    others = [WorkerKind(name="reserved", now=2, tok_per_s=6e3, usd_per_h=9.0)]
     assert advise(RUN, SPOT, others).count == 2
     assert advise(RUN, SPOT, [replace(others[0], now=4)]).count == 0
     assert advise(RUN, SPOT, [replace(others[0], now=4)]).why == "training is the bottleneck: a 1st worker would wait"
@@ -166,11 +166,13 @@ def test_losses_and_slow_starts_count() -> None:
 def test_advice(
     train: float, local: float, rate: float, price: float, now: int, tail_s: float, losses_per_h: float, trainer: float
 ) -> None:
-    run = Run(
+    run = RunMeasurements(
         steps=2, tokens_per_step=1e5, train_tok_per_s=train, local_tok_per_s=local, tail_s=tail_s,
         trainer_usd_per_h=trainer,
     )  # fmt: skip
-    kind = Kind(name="spot", now=now, tok_per_s=rate, usd_per_h=price, boot_s=60, losses_per_h=losses_per_h, most=30)
+    kind = WorkerKind(
+        name="spot", now=now, tok_per_s=rate, usd_per_h=price, boot_s=60, losses_per_h=losses_per_h, most=30
+    )
     advice = advise(run, kind)
     assert advice.why.split(":")[0] in {
         "generation is the bottleneck", "training is the bottleneck", "not worth it", "as it should be",

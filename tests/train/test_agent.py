@@ -18,10 +18,10 @@ from windfall.link.gate import Gate
 from windfall.link.memory import MemoryLink, pair
 from windfall.train import agent as hosts
 from windfall.train.agent import TrainerHost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 
 SECRET = "the-secret-of-the-trainer"
-ENGINE = m.Engine(
+ENGINE = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=True,
     longest=8, wanted=1,
 )  # fmt: skip
@@ -64,7 +64,7 @@ def hello(**fields: Any) -> m.TrainerHello:
 def live(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Saved, list[str]]:
     dials, trainer, said = Dials(*plays), Saved(), list[str]()
 
-    def save(state: State) -> str:
+    def save(state: CheckpointState) -> str:
         trainer.saves += 1
         return "there"
 
@@ -72,7 +72,7 @@ def live(*plays: Play, patience_s: float = 0.3) -> tuple[int, Dials, Saved, list
         any_trainer: Any = trainer
         any_dialler: Any = dials
         host = TrainerHost(
-            trainer=any_trainer, state=State(step=2, next_task=4), secret=SECRET, dialler=any_dialler, hello=hello,
+            trainer=any_trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialler=any_dialler, hello=hello,
             publish=lambda version: SimpleNamespace(version=version, digest="d"), save=save, address=lambda: "x",
             patience_s=patience_s, again_s=0.01, say=said.append,
         )  # fmt: skip
@@ -220,7 +220,7 @@ def test_the_module_is_free_while_a_version_is_hashed_and_room_is_made_before_tr
 
     dials: Any = Dials(play, gone)
     host = TrainerHost(
-        trainer=trainer, state=State(step=2, next_task=4), secret=SECRET, dialler=dials, hello=hello, publish=publish,
+        trainer=trainer, state=CheckpointState(step=2, next_task=4), secret=SECRET, dialler=dials, hello=hello, publish=publish,
         save=lambda state: "", address=lambda: "x", patience_s=0.3, again_s=0.01, say=lambda line: None,
     )  # fmt: skip
     host.make_room = lambda: seen.append(("room", host.lock.locked()))

@@ -26,7 +26,7 @@ from windfall.events.log import read
 from windfall.launch.processes import trainer
 from windfall.models import load
 from windfall.train import checkpoint
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.train.optimizer import Optimizer
 
 RECIPE = """
@@ -67,7 +67,7 @@ def test_transformers_loads_a_checkpoint_as_it_is(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     made = parts()
-    path = checkpoint.save(tmp_path, State(step=3, next_task=9), keep=2, **made)
+    path = checkpoint.save(tmp_path, CheckpointState(step=3, next_task=9), keep=2, **made)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     ids = AutoTokenizer.from_pretrained(path)("12+3=", return_tensors="pt").input_ids
     for name, tensor in loaded.state_dict().items():
@@ -78,10 +78,10 @@ def test_transformers_loads_a_checkpoint_as_it_is(tmp_path: Path) -> None:
 
 def test_optimizer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     one = parts()
-    path = checkpoint.save(tmp_path, State(step=1, next_task=2), keep=1, **one)
+    path = checkpoint.save(tmp_path, CheckpointState(step=1, next_task=2), keep=1, **one)
     model = load.load(str(path), dtype="float32", device="cpu")
     other = Optimizer(model, config.Train(), total_updates=10)
-    assert checkpoint.restore(path, optimizer=other, device="cpu") == State(step=1, next_task=2)
+    assert checkpoint.restore(path, optimizer=other, device="cpu") == CheckpointState(step=1, next_task=2)
     for m, o in ((one["model"], one["optimizer"]), (model, other)):
         generator = torch.Generator().manual_seed(4)
         for p in m.parameters():
@@ -94,14 +94,14 @@ def test_optimizer_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_half_written_ones_are_never_seen_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = parts()
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, State(step=step, next_task=0), keep=2, **made)
+        checkpoint.save(tmp_path, CheckpointState(step=step, next_task=0), keep=2, **made)
     assert [p.name for p in checkpoint.all_in(tmp_path)] == ["step-000002", "step-000003"]
     with monkeypatch.context() as m:
         m.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("disk gone")))
         with pytest.raises(WindfallError, match="step-000004: the checkpoint cannot be written: OSError: disk gone"):
-            checkpoint.save(tmp_path, State(step=4, next_task=0), keep=2, **made)
+            checkpoint.save(tmp_path, CheckpointState(step=4, next_task=0), keep=2, **made)
     assert [p.name for p in checkpoint.all_in(tmp_path)] == ["step-000002", "step-000003"]
-    checkpoint.save(tmp_path, State(step=4, next_task=0), keep=2, **made)
+    checkpoint.save(tmp_path, CheckpointState(step=4, next_task=0), keep=2, **made)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000003", "step-000004"]
 
 
@@ -121,7 +121,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def refused_save(folder: Path, made: dict[str, Any]) -> str:
     """Save step 2, which the disk does not take; return the message. The checkpoint of step 1 must be as it was."""
     with pytest.raises(WindfallError) as caught:
-        checkpoint.save(folder, State(step=2, next_task=2), keep=1, **made)
+        checkpoint.save(folder, CheckpointState(step=2, next_task=2), keep=1, **made)
     said = str(caught.value)
     assert said.startswith(f"{folder / 'step-000002'}: the checkpoint cannot be written: ")
     assert "or make the folder writable. Then use `windfall resume`, which goes on from step-000001" in said
@@ -134,13 +134,13 @@ def refused_save(folder: Path, made: dict[str, Any]) -> str:
 def test_a_full_disk_is_named_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
     made = parts()
     with small_disk(tmp_path / "disk") as disk:
-        checkpoint.save(disk, State(step=1, next_task=1), keep=1, **made)
+        checkpoint.save(disk, CheckpointState(step=1, next_task=1), keep=1, **made)
         said = refused_save(disk, made)
         assert "No space left on device" in said
         assert "MB are free there" in said
         assert [p.name for p in disk.iterdir()] == ["step-000001"], "half a checkpoint would fill the disk"
         subprocess.run(["mount", "-o", "remount,size=40m", str(disk)], check=True)
-        checkpoint.save(disk, State(step=2, next_task=2), keep=1, **made)
+        checkpoint.save(disk, CheckpointState(step=2, next_task=2), keep=1, **made)
         assert [p.name for p in checkpoint.all_in(disk)] == ["step-000002"]
 
 
@@ -148,14 +148,14 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_stays(tmp_path: Path) ->
 def test_a_limit_on_the_size_of_files_is_named_whichever_file_it_hits(tmp_path: Path, most: int) -> None:
     """In turn config.json, the weights and the optimizer's state."""
     made = parts()
-    checkpoint.save(tmp_path, State(step=1, next_task=1), keep=1, **made)
+    checkpoint.save(tmp_path, CheckpointState(step=1, next_task=1), keep=1, **made)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
         assert "File too large" in refused_save(tmp_path, made)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    checkpoint.save(tmp_path, State(step=2, next_task=2), keep=1, **made)
+    checkpoint.save(tmp_path, CheckpointState(step=2, next_task=2), keep=1, **made)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000002"]
 
 
@@ -164,13 +164,13 @@ def test_a_file_where_the_folder_should_be_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         WindfallError, match=r"checkpoints/step-000001: the checkpoint cannot be written: NotADirectory"
     ):
-        checkpoint.save(tmp_path / "checkpoints", State(step=1, next_task=1), keep=1, **parts())
+        checkpoint.save(tmp_path / "checkpoints", CheckpointState(step=1, next_task=1), keep=1, **parts())
 
 
 def saved(folder: Path, *steps: int) -> None:
     made = parts()
     for step in steps:
-        checkpoint.save(folder, State(step=step, next_task=step), keep=len(steps), **made)
+        checkpoint.save(folder, CheckpointState(step=step, next_task=step), keep=len(steps), **made)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_whole_checkpoint_is_verified_to_the_last_byte(two: Path) -> None:
     chosen = checkpoint.choose(two)
     assert chosen is not None
-    assert (chosen.path.name, chosen.state, chosen.damaged) == ("step-000004", State(step=4, next_task=4), ())
+    assert (chosen.path.name, chosen.state, chosen.damaged) == ("step-000004", CheckpointState(step=4, next_task=4), ())
     files = [p for p in chosen.path.rglob("*") if p.is_file() and p.name != "checksums.json"]
     assert chosen.checked.hashed
     assert chosen.checked.bytes == sum(p.stat().st_size for p in files)
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(two: Path, 
     damage(folder / "step-000004" / file)
     chosen = checkpoint.choose(folder)
     assert chosen is not None
-    assert chosen.state == State(step=2, next_task=2)
+    assert chosen.state == CheckpointState(step=2, next_task=2)
     (damaged,) = chosen.damaged
     # An edited state.json is found by its checksum, a state.json without checksums by what it says.
     assert damaged.file == file

@@ -140,7 +140,7 @@ def test_out_of_memory_it_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pack, seen = model_of("llama"), samples(), list[int]()
     sums = Gradients(model)
     expected = gradients_of(model, Autograd(model), pack, sums)
-    ours, forward = Blocks.of(model, sums), llama.Layer.forward
+    ours, forward = Blocks.of(model, sums), llama.LlamaLayer.forward
 
     def scarce(self: Any, x: Any, tape: Any, level: int) -> Any:
         seen.append(level)
@@ -148,7 +148,7 @@ def test_out_of_memory_it_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("none left")
         return forward(self, x, tape, level)
 
-    monkeypatch.setattr(llama.Layer, "forward", scarce)
+    monkeypatch.setattr(llama.LlamaLayer, "forward", scarce)
     found = gradients_of(model, ours, pack, sums)
     assert seen == [ALL, ALL, LEAST, LEAST, LEAST]
     assert all(apart(found[n], g) < 2e-5 for n, g in expected.items() if float(g.norm()) > 0)
@@ -356,7 +356,7 @@ def test_bfloat16_gradients_are_those_of_float32(name: str, keep: int | None, mo
 @cuda
 def test_a_failing_kernel_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = model_of("llama").cuda().bfloat16(), list[str]()
-    monkeypatch.setattr(llama.Layer, "forward", lambda *a: 1 / 0)
+    monkeypatch.setattr(llama.LlamaLayer, "forward", lambda *a: 1 / 0)
     learner = Learner(model, Gradients(model), say=said.append)
     assert isinstance(learner.body, Autograd)
     assert "ZeroDivisionError" in said[0]

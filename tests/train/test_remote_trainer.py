@@ -18,7 +18,7 @@ from windfall.train.base import TrainerLost
 from windfall.train.remote import RemoteTrainer
 from windfall.train.sample import Sample
 
-ENGINE = m.Engine(
+ENGINE = m.EngineSpec(
     model_config="{}", dtype="float32", kv_tokens=0, page_size=16, max_running=0, max_rows=64, deterministic=True,
     longest=8, wanted=1,
 )  # fmt: skip

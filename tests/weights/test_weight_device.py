@@ -17,14 +17,14 @@ from windfall.weights import copy_out, delta, manifest
 from windfall.weights import device_delta as device
 from windfall.weights.buffers import Buffer
 from windfall.weights.device_delta import Shadow
-from windfall.weights.manifest import Entry, Manifest
+from windfall.weights.manifest import Manifest, TensorEntry
 from windfall.weights.publish import Publisher
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = ["float32", "bfloat16", "int8", "int64"]
 
 
-def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, dict[Entry, torch.Tensor]]:
+def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, dict[TensorEntry, torch.Tensor]]:
     """As Publisher lays it out."""
     rows = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape), i) for i, (n, t) in enumerate(tensors.items())]
     entries, nbytes = manifest.layout(rows)

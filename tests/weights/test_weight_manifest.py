@@ -9,7 +9,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.weights import manifest
-from windfall.weights.manifest import DeltaManifest, Entry, Manifest
+from windfall.weights.manifest import DeltaManifest, Manifest, TensorEntry
 
 
 def made(version: int = 3) -> Manifest:
@@ -100,6 +100,6 @@ def test_delta_manifest() -> None:
 
 def test_an_entry_without_elements() -> None:
     entries, nbytes = manifest.layout([("none", "float32", (0, 4), 0), ("a", "int8", (3,), 1)])
-    assert entries[0] == Entry(name="none", dtype="float32", shape=(0, 4), offset=0, nbytes=0)
+    assert entries[0] == TensorEntry(name="none", dtype="float32", shape=(0, 4), offset=0, nbytes=0)
     m = manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=64, chunks=(7,))
     assert [e.name for e in m.ranges()] == ["a"]

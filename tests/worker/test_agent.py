@@ -12,7 +12,7 @@ from doorway import SPEC, Site, episode, expected, opened
 
 from windfall.errors import WindfallError
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 
 
 def test_joins_pulls_and_works(tmp_path: Path) -> None:
@@ -40,11 +40,11 @@ def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
             before, made, host = len(e.tokens), sum(w.engine.made.values()), w.agent._host
             began = time.monotonic()
             await s.dispatch._outbox._links["w"].close("a glitch")
-            await s.until(lambda: s.state("w#2") is State.READY, "it is back")
+            await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert time.monotonic() - began < 3.0
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
             assert e.tokens.tolist() == expected(e)
-            assert s.state("w") is State.GONE
+            assert s.state("w") is WorkerState.GONE
             assert len(w.builds) == 1, "the engine is not built again"
             assert w.agent._host is host
             assert w.puller.bytes_received == 100, "the weights are not pulled again"
@@ -65,7 +65,7 @@ def test_glitch_while_the_engine_is_built(tmp_path: Path) -> None:
             await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: s.state("w#2"), "it is back")
             w.may_build.set()
-            await s.until(lambda: s.state("w#2") is State.READY, "it is ready")
+            await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is ready")
             assert len(w.builds) == 1, "there may not be room for a second one"
 
     asyncio.run(main())
@@ -75,14 +75,14 @@ def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path / "a") as (first, start):
             w = start()
-            await first.until(lambda: first.state("w") is State.READY, "it is there")
+            await first.until(lambda: first.state("w") is WorkerState.READY, "it is there")
             await first.port.close("killed")
             await asyncio.sleep(0.3)
             second = Site(tmp_path / "b")
             second.port.port = first.port.port
             await second.port.open()
             try:
-                await second.until(lambda: second.state("w") is State.READY, "it has come to the new one")
+                await second.until(lambda: second.state("w") is WorkerState.READY, "it has come to the new one")
                 assert (len(w.builds), w.puller.bytes_received) == (1, 100)
                 assert any("dialling again" in line for line in w.said)
             finally:
@@ -99,9 +99,9 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
-            await s.until(lambda: s.state("w") is State.READY, "it has d0")
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it has d0")
             await s.dispatch._outbox._links["w"].close("a glitch")
-            await s.until(lambda: s.state("w#2") is State.READY, "it is back")
+            await s.until(lambda: s.state("w#2") is WorkerState.READY, "it is back")
             assert w.engine.weights == "d0"
             for n, digest in ((1, "d1"), (0, "d0")):
                 s.dispatch.set_offer(Offer(version=n, digest=digest, url="http://_:99"))
@@ -131,7 +131,7 @@ def test_patience_begins_with_the_last_link(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start(patience_s=0.5)
-            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             await asyncio.sleep(0.7)
             assert not w.running.done(), "while it has a link it has patience"
             await s.port.close()
@@ -182,7 +182,7 @@ def test_refused_for_now_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert len(w.said) == 1, "and says so once"
             assert "the run is still starting" in w.said[0]
             s.gate.terms = terms
-            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
 
     asyncio.run(main())
 
@@ -207,7 +207,7 @@ def test_engine_that_fails_ends_the_worker(tmp_path: Path) -> None:
             w.engine.raises = True
             assert await w.ends() == 1
             assert "RuntimeError: device lost" in w.said[-1]
-            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
             start(name="v")
             await s.until(lambda: "1/0" in s.ended, "another has finished it")
             assert e.tokens.tolist() == expected(e)

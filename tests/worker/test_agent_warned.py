@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from doorway import episode, expected, opened
 
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.worker import agent as agents
-from windfall.worker.preemption import Notice
+from windfall.worker.preemption import PreemptionNotice
 
 
 def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
@@ -19,11 +19,11 @@ def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
             w, e = start(), episode("1/0", max_tokens=150)
             s.dispatch.open(e)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(Notice(source="aws", left_s=None, detail="rebalance", advice=True))
-            w.agent.warned(Notice(source="aws", left_s=None, detail="spot instance-action terminate"))
+            w.agent.warned(PreemptionNotice(source="aws", left_s=None, detail="rebalance", advice=True))
+            w.agent.warned(PreemptionNotice(source="aws", left_s=None, detail="spot instance-action terminate"))
             assert await w.ends() == 0
             assert "warned by aws: spot instance-action terminate" in w.said
-            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
             assert sum(w.engine.made.values()) == len(e.tokens), "all that it made was handed over"
             assert [len(s.named(n)) for n in ("worker_warned", "worker_left", "worker_lost")] == [1, 1, 0]
             start(name="v")
@@ -43,15 +43,15 @@ def test_warned_long_before_it_gets_work_until_its_last_seconds(
             w, e, other = start(), episode("1/0", max_tokens=5000), episode("2/0")
             s.dispatch.open(e)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(Notice(source="gcp", left_s=1.0, detail="preempted"))
+            w.agent.warned(PreemptionNotice(source="gcp", left_s=1.0, detail="preempted"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
-            assert s.state("w") is State.READY
+            assert s.state("w") is WorkerState.READY
             s.dispatch.open(other)
             before = len(e.tokens)
             assert await w.ends() == 0
             assert len(e.tokens) > before + 20, "it worked on while it could"
             assert len(other.tokens) > 20, "it got what came later, too"
-            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
             assert sum(w.engine.made.values()) == len(e.tokens) + len(other.tokens), "all was handed over"
             assert [len(s.named(n)) for n in ("worker_left", "worker_lost")] == [1, 0]
             seconds = s.dispatch.accounts.totals(asyncio.get_running_loop().time()).holders["spot"].seconds
@@ -65,9 +65,9 @@ def test_without_migration_a_warned_worker_gets_nothing_that_it_could_not_finish
         async with opened(tmp_path) as (s, start):
             s.dispatch._migration = False
             w = start()
-            await s.until(lambda: s.state("w") is State.READY, "it is there")
-            w.agent.warned(Notice(source="gcp", left_s=30.0, detail="preempted"))
-            await s.until(lambda: s.state("w") is State.DRAINING, "the controller knows")
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
+            w.agent.warned(PreemptionNotice(source="gcp", left_s=30.0, detail="preempted"))
+            await s.until(lambda: s.state("w") is WorkerState.DRAINING, "the controller knows")
 
     asyncio.run(main())
 
@@ -79,7 +79,7 @@ def test_warned_without_a_link_it_just_goes(tmp_path: Path) -> None:
             await s.port.close()
             w = start(url)
             await asyncio.sleep(0.05)
-            w.agent.warned(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
 
     asyncio.run(main())
@@ -91,8 +91,8 @@ def test_warned_worker_that_loses_its_link_comes_back_if_that_is_worth_it(tmp_pa
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
-            await s.until(lambda: s.state("w") is State.READY, "it is there")
-            w.agent.warned(Notice(source="azure", left_s=left_s, detail="Preempt"))
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
+            w.agent.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
             await s.dispatch._outbox._links["w"].close("a glitch")
             if left_s < agents.LEAVE_S:
@@ -110,10 +110,10 @@ def test_warned_during_a_glitch_it_comes_back_if_there_is_time(tmp_path: Path, l
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
-            await s.until(lambda: s.state("w") is State.READY, "it is there")
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             await s.dispatch._outbox._links["w"].close("a glitch")
             await s.until(lambda: w.agent._session is None, "it has no link")
-            w.agent.warned(Notice(source="azure", left_s=left_s, detail="Preempt"))
+            w.agent.warned(PreemptionNotice(source="azure", left_s=left_s, detail="Preempt"))
             if left_s is None:
                 assert await w.ends() == 0
                 assert s.named("worker_warned") == []
@@ -131,8 +131,8 @@ def test_controller_that_does_not_answer_a_warning(tmp_path: Path, monkeypatch: 
         async with opened(tmp_path) as (s, start):
             monkeypatch.setattr(s.dispatch, "_warned", lambda member, notice: None)
             w = start()
-            await s.until(lambda: s.state("w") is State.READY, "it is there")
-            w.agent.warned(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
+            w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
 
     asyncio.run(main())
@@ -146,15 +146,15 @@ def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
             w, e = start(), episode("1/0", max_tokens=5000)
             s.dispatch.open(e)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
-            w.agent.warned(Notice(source="aws", left_s=120.0, detail="terminate"))
+            w.agent.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
-            w.agent.warned(Notice(source="aws", left_s=300.0, detail="terminate, later"))
+            w.agent.warned(PreemptionNotice(source="aws", left_s=300.0, detail="terminate, later"))
             before = len(e.tokens)
             await s.until(lambda: len(e.tokens) > before + 20, "it works on")
-            w.agent.warned(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
             assert w.said[-1] == "sent away: warned"
-            await s.until(lambda: s.state("w") is State.GONE, "the controller knows")
+            await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
             assert sum(w.engine.made.values()) == len(e.tokens), "all that it made was handed over"
             assert len(s.named("worker_warned")) == 2
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from windfall import devices
 from windfall.errors import WindfallError
 from windfall.launch.processes import trainer
-from windfall.link.messages import Engine
+from windfall.link.messages import EngineSpec
 from windfall.worker import engine_factory
 
 CONFIG = LlamaConfig(
@@ -29,9 +29,9 @@ CONFIG = LlamaConfig(
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4
 
 
-def spec(**changed: Any) -> Engine:
+def spec(**changed: Any) -> EngineSpec:
     how = {"kv_tokens": 0, "max_running": 8, "longest": 64, "wanted": 8, **changed}
-    return Engine(
+    return EngineSpec(
         model_config=CONFIG.to_json_string(), dtype="float32", page_size=16, max_rows=64, deterministic=False, **how
     )
 

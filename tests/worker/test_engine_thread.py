@@ -15,7 +15,7 @@ from hashing import Hashing
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Tokens, Work, columns
 from windfall.types import Chunk, Request, Sampling
-from windfall.worker.engine_thread import Host
+from windfall.worker.engine_thread import EngineThread
 
 WAIT_S = 10.0
 
@@ -81,7 +81,7 @@ def wait(holds: Callable[[], object], what: str) -> None:
 class Rig:
     def __init__(self) -> None:
         self.engine = Gated()
-        self.host = Host(self.engine, 4)
+        self.host = EngineThread(self.engine, 4)
         self.frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failures: list[str] = []
         self.host.start(lambda: self.failures.append(threading.current_thread().name))

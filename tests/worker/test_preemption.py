@@ -23,7 +23,7 @@ from aiohttp import web
 
 from windfall.errors import WindfallError
 from windfall.worker import preemption
-from windfall.worker.preemption import Notice, watch
+from windfall.worker.preemption import PreemptionNotice, watch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ACTION, ADVICE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
@@ -138,7 +138,7 @@ class Watching:
     """A watch in a task, and what it told."""
 
     def __init__(self, urls: dict[str, str], **args: Any) -> None:
-        self.told: list[Notice] = []
+        self.told: list[PreemptionNotice] = []
         args = {"clouds": list(urls), "poll_s": POLL_S, "timeout_s": TIMEOUT_S, **args}
         self.task = asyncio.create_task(watch(self.told.append, base_urls=urls, **args))
 
@@ -150,7 +150,7 @@ class Watching:
         await asyncio.wait([self.task], timeout=2)
         assert self.task.cancelled(), "a watch ends by being cancelled, and by nothing else"
 
-    async def hears(self, count: int, within_s: float = 5.0) -> list[Notice]:
+    async def hears(self, count: int, within_s: float = 5.0) -> list[PreemptionNotice]:
         """Exactly so many, also a while later."""
         end_s = time.monotonic() + within_s
         while len(self.told) < count:
@@ -561,7 +561,7 @@ def test_auto_returns_where_no_service_is(nobody: str) -> None:
     async def run() -> None:
         web_server, yes = says(b"<html>hello you</html>"), says(b"yes, of course")
         handler = {"hang": hang, "endless": endless, "web server": web_server, "yes to all": yes}.get(nobody, hang)
-        told: list[Notice] = []
+        told: list[PreemptionNotice] = []
         async with serve(handler) as url:
             if nobody == "refused":
                 url = "http://127.0.0.1:1"
@@ -580,7 +580,7 @@ def test_a_cloud_that_does_not_exist_is_refused() -> None:
 
 
 def test_an_error_of_the_listener_is_not_swallowed() -> None:
-    def listener(_: Notice) -> None:
+    def listener(_: PreemptionNotice) -> None:
         raise KeyError("ours")
 
     async def run() -> None:

@@ -18,8 +18,8 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
-from windfall.worker.engine_thread import Host
-from windfall.worker.session import FRAMES, Session, Stalled, Weights
+from windfall.worker.engine_thread import EngineThread
+from windfall.worker.session import FRAMES, PulledWeights, Session, Stalled
 from windfall.worker.trainer_engine import Shared
 
 WAIT_S = 10.0
@@ -56,7 +56,7 @@ class Pulls:
         self.tensors: Any = {"good": 1}
         self._alone = threading.Lock()
 
-    def __call__(self, load: m.Load, give_up: threading.Event) -> Weights:
+    def __call__(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
         assert self._alone.acquire(blocking=False), "two pulls at once"
         try:
             self.asked.append(load.version)
@@ -66,7 +66,7 @@ class Pulls:
                 raise TimeoutError("given up")
             if load.version in self.fails:
                 raise ConnectionError(self.fails.pop(load.version))
-            return Weights(digest=load.digest, tensors=self.tensors, bytes=load.version * 10)
+            return PulledWeights(digest=load.digest, tensors=self.tensors, bytes=load.version * 10)
         finally:
             self._alone.release()
 
@@ -100,7 +100,7 @@ class Rig:
 async def serving(depth: int = 256, heartbeat_s: float = 5.0) -> AsyncIterator[tuple[Rig, asyncio.Task[str]]]:
     ours, theirs = pair("controller", "worker", depth)
     engine, pulls = Small(), Pulls()
-    host = Host(engine, 4)
+    host = EngineThread(engine, 4)
     host.start()
     session = Session(theirs, host, pulls, heartbeat_s=heartbeat_s)
     serve = asyncio.create_task(session.serve())
@@ -347,7 +347,7 @@ def test_engine_that_is_stuck_ends_the_session() -> None:
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         engine = Stuck()
-        host = Host(engine, slots=4)
+        host = EngineThread(engine, slots=4)
         host.start()
         session = Session(theirs, host, Pulls(), heartbeat_s=0.05, stalled_s=0.3)
         serving = asyncio.create_task(session.serve())
@@ -373,7 +373,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         engine = Hangs()
-        host = Host(engine, slots=4)
+        host = EngineThread(engine, slots=4)
         host.start()
         serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
         await ours.send(load(1))
@@ -391,7 +391,7 @@ def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.Monkey
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         lock = threading.Lock()
-        host = Host(Shared(Small(), lock), slots=4)
+        host = EngineThread(Shared(Small(), lock), slots=4)
         host.start()
         pulls = Pulls()
         pulls.tensors = None
@@ -414,14 +414,14 @@ def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.Mo
     monkeypatch.setattr("windfall.worker.session.PULL_S", 0.4)
     free, pulled = threading.Event(), [0]
 
-    def pull(load: m.Load, give_up: threading.Event) -> Weights:
+    def pull(load: m.Load, give_up: threading.Event) -> PulledWeights:
         del load, give_up
         assert free.wait(WAIT_S)
         raise ConnectionError("too late")
 
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
-        host = Host(Small(), slots=4)
+        host = EngineThread(Small(), slots=4)
         host.start()
         session = Session(theirs, host, pull, heartbeat_s=0.05, pulled=lambda: pulled[0])
         serving = asyncio.create_task(session.serve())
@@ -460,7 +460,7 @@ def test_engine_that_is_stuck_does_not_keep_it_from_leaving(monkeypatch: pytest.
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         engine = Stuck()
-        host = Host(engine, slots=4)
+        host = EngineThread(engine, slots=4)
         host.start()
         serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
         await ours.send(assign(1))

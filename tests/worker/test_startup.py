@@ -17,10 +17,10 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.memory import pair
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.worker import session, startup
-from windfall.worker.engine_thread import Host
-from windfall.worker.preemption import Notice
+from windfall.worker.engine_thread import EngineThread
+from windfall.worker.preemption import PreemptionNotice
 
 
 def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
             await s.until(lambda: w.builds and w.puller.bytes_received == 100, "the weights are here")
             beats = s.dispatch.members.all["w"].seen_s
             await s.until(lambda: s.dispatch.members.all["w"].seen_s > beats + 0.2, "heartbeats go on")
-            assert s.state("w") is State.PULLING
+            assert s.state("w") is WorkerState.PULLING
             assert w.engine.weights is None
             w.may_build.set()
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
@@ -46,7 +46,7 @@ def test_where_the_time_went_is_in_the_event_log(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             start(boot=lambda: m.Readied(import_s=1.5, build_s=0.25))
-            await s.until(lambda: s.state("w") is State.READY, "it is ready")
+            await s.until(lambda: s.state("w") is WorkerState.READY, "it is ready")
             s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
             s.dispatch.open(episode("1/0"))
             await s.until(lambda: "1/0" in s.ended, "a response of the second version")
@@ -83,7 +83,7 @@ def test_sent_away_while_the_engine_is_built(tmp_path: Path) -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
             w.may_build.clear()
-            await s.until(lambda: w.builds and s.state("w") is State.PULLING, "it builds")
+            await s.until(lambda: w.builds and s.state("w") is WorkerState.PULLING, "it builds")
             began = time.monotonic()
             s.dispatch.drain("w", "the run is over")
             assert await w.ends() == 0
@@ -99,7 +99,7 @@ def test_warned_while_the_engine_is_built_it_just_goes(tmp_path: Path) -> None:
             w = start()
             w.may_build.clear()
             await s.until(lambda: w.builds and s.state("w"), "it builds")
-            w.agent.warned(Notice(source="aws", left_s=120.0, detail="terminate"))
+            w.agent.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
             began = time.monotonic()
             assert await w.ends() == 0
             assert time.monotonic() - began < 2.0
@@ -126,12 +126,12 @@ def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPa
         assert may_build.wait(WAIT_S)
         return Hashing(), 4
 
-    def pull(load: m.Load, give_up: threading.Event) -> session.Weights:
-        return session.Weights(digest=load.digest, tensors={})
+    def pull(load: m.Load, give_up: threading.Event) -> session.PulledWeights:
+        return session.PulledWeights(digest=load.digest, tensors={})
 
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
-        host = Host(None, make=make)
+        host = EngineThread(None, make=make)
         host.start()
         assert (host.built, host.stats().running) == (False, 0)
         serving = asyncio.create_task(session.Session(theirs, host, pull, heartbeat_s=5.0).serve())

@@ -13,14 +13,14 @@ from hashing import Hashing
 
 from windfall.link.messages import Work
 from windfall.types import Sampling
-from windfall.worker.engine_thread import Host
+from windfall.worker.engine_thread import EngineThread
 from windfall.worker.trainer_engine import HasThem, Shared
 
 
 def test_either_the_engine_steps_or_the_trainer_works() -> None:
     lock, made = threading.Lock(), threading.Event()
     engine = Shared(Hashing(Counter()), lock)
-    host = Host(engine, slots=4)
+    host = EngineThread(engine, slots=4)
     host.start()
     host.attach(lambda message: made.set())
     with lock:  # the trainer is at it

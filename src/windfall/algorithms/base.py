@@ -22,7 +22,7 @@ Floats = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokens:
+class SampledTokens:
     """The sampled tokens of one response, as three arrays of equal length and the response's advantage."""
 
     logp: Floats
@@ -57,7 +57,7 @@ class Algorithm(Protocol):
         """False: the group teaches nothing, and another task is drawn in its place (dynamic sampling)."""
         ...
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         """The factor on the gradient of each token's log-prob."""
         ...
 

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import normalised, ratio, rewards
 
 
@@ -37,7 +37,7 @@ class CISPO:
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         return np.clip(ratio(tokens), 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
 
     def normaliser(self, length: int, limit: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 
 EPS = 1e-6
 """Added to a standard deviation: rewards that differ by rounding alone must not be blown up to +-1."""
@@ -35,7 +35,7 @@ def normalised(values: Floats, counts: Floats | None = None) -> Floats:
     return apart / (np.sqrt(np.average(apart**2, weights=counts)) + EPS) if apart.any() else apart
 
 
-def ratio(tokens: Tokens) -> Floats:
+def ratio(tokens: SampledTokens) -> Floats:
     """How much likelier each token has become since the step began."""
     return np.exp(tokens.logp - tokens.old)
 

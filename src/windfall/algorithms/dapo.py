@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import clipped, normalised, ratio
 
 
@@ -47,7 +47,7 @@ class DAPO:
         """By the rewards alone: a task that is always solved stays uninformative however long its responses are."""
         return len({outcome.reward for outcome in group}) > 1
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip_low, high=self.clip_high)
 
     def normaliser(self, length: int, limit: int) -> float:

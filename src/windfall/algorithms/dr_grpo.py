@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import centred, clipped, ratio, rewards
 
 
@@ -31,7 +31,7 @@ class DrGRPO:
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
 
     def normaliser(self, length: int, limit: int) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import clipped, normalised, ratio, rewards
 
 
@@ -32,7 +32,7 @@ class GRPO:
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip) / len(tokens.logp)
 
     def normaliser(self, length: int, limit: int) -> float:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import clipped, normalised, rewards
 
 
@@ -35,7 +35,7 @@ class GSPO:
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         s = np.exp(np.mean(tokens.logp - tokens.old))
         weight = clipped(s, tokens.advantage, low=self.clip_low, high=self.clip_high)
         return np.full_like(tokens.logp, weight / len(tokens.logp))

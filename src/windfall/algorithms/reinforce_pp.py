@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import centred, clipped, normalised, ratio, rewards
 from windfall.errors import WindfallError
 
@@ -44,7 +44,7 @@ class ReinforcePP:
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
 
     def normaliser(self, length: int, limit: int) -> float:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, Tokens
+from windfall.algorithms.base import Floats, Outcome, SampledTokens
 from windfall.algorithms.credit import centred, rewards
 
 
@@ -34,7 +34,7 @@ class RLOO:
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
 
-    def weights(self, tokens: Tokens) -> Floats:
+    def weights(self, tokens: SampledTokens) -> Floats:
         return np.full_like(tokens.logp, tokens.advantage)
 
     def normaliser(self, length: int, limit: int) -> float:

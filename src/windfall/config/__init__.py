@@ -1,13 +1,13 @@
 """The recipe: everything a run depends on, in one TOML file."""
 
-from windfall.config.changes import RULES, Change, changes, deciding
+from windfall.config.changes import RULES, KeyChange, changes, deciding
 from windfall.config.file import dump, load, parse
 from windfall.config.sections import (
-    Algorithm,
+    AlgorithmSection,
     ArithmeticEnv,
     Checkpoint,
     CustomEnv,
-    Engine,
+    EngineSection,
     Eval,
     Fleet,
     GuessEnv,
@@ -16,8 +16,8 @@ from windfall.config.sections import (
     Log,
     Model,
     Recipe,
-    Rollout,
-    Run,
+    RolloutSection,
+    RunSection,
     Section,
     Sim,
     Techniques,
@@ -28,22 +28,22 @@ from windfall.config.sim_kind import SimKind
 
 __all__ = [
     "RULES",
-    "Algorithm",
+    "AlgorithmSection",
     "ArithmeticEnv",
-    "Change",
     "Checkpoint",
     "CustomEnv",
-    "Engine",
+    "EngineSection",
     "Eval",
     "Fleet",
     "GuessEnv",
     "GymEnv",
     "JsonLinesEnv",
+    "KeyChange",
     "Log",
     "Model",
     "Recipe",
-    "Rollout",
-    "Run",
+    "RolloutSection",
+    "RunSection",
     "Section",
     "Sim",
     "SimKind",

@@ -41,7 +41,7 @@ RULES: dict[str, tuple[Verdict, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class KeyChange:
     """One key that differs from what the run began with."""
 
     key: str
@@ -54,7 +54,7 @@ class Change:
         return f"{self.key}: {self.began!r} -> {self.now!r}" + (f". {self.why}" if self.why else "")
 
 
-def changes(began: Recipe, now: Recipe) -> list[Change]:
+def changes(began: Recipe, now: Recipe) -> list[KeyChange]:
     """Every key that differs, in the order of the recipe.
 
     >>> now = Recipe.model_validate({"train": {"lr": 0.5}})
@@ -71,7 +71,7 @@ def changes(began: Recipe, now: Recipe) -> list[Change]:
                 verdict, why = _rule(section, key)
                 if name == "run.steps" and now.train.schedule == "constant":
                     verdict, why = "free", ""
-                out.append(Change(key=name, began=was, now=is_, verdict=verdict, why=why))
+                out.append(KeyChange(key=name, began=was, now=is_, verdict=verdict, why=why))
     return out
 
 

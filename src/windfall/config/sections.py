@@ -17,7 +17,7 @@ from windfall.errors import WindfallError
 from windfall.types import Sampling
 
 
-class Run(Section):
+class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Letters, digits, dot, dash and underscore."""
     folder: FilePath = Path("runs")
@@ -107,7 +107,7 @@ ENVS: dict[str, type[Section]] = {
 }  # fmt: skip
 
 
-class Algorithm(Section):
+class AlgorithmSection(Section):
     name: str = "grpo"
     """grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
     options: dict[str, float | int | str] = Field(default={})
@@ -118,7 +118,7 @@ class Algorithm(Section):
     """Truncated importance sampling where trainer and engine disagree on a log-prob."""
 
 
-class Rollout(Section):
+class RolloutSection(Section):
     groups: Count = 32
     """Tasks per step."""
     group_size: Count = 8
@@ -192,7 +192,7 @@ class Eval(Section):
     """None: the same as rollout.temperature."""
 
 
-class Engine(Section):
+class EngineSection(Section):
     kv_tokens: int = Field(default=0, ge=0)
     """Tokens that the KV cache holds; 0: as many as a step's responses can need, within the memory there is."""
     page_size: Count = 16
@@ -367,15 +367,15 @@ class Log(Section):
 
 
 class Recipe(Section):
-    run: Run = Run()
+    run: RunSection = RunSection()
     model: Model = Model()
     env: Env = ArithmeticEnv(name="arithmetic")
-    algorithm: Algorithm = Algorithm()
-    rollout: Rollout = Rollout()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
-    engine: Engine = Engine()
+    engine: EngineSection = EngineSection()
     fleet: Fleet = Fleet()
     trace: Trace = Trace()
     techniques: Techniques = Techniques()

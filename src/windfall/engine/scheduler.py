@@ -40,7 +40,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ScheduledRows:
     """Tokens `start` to `stop` of a sequence run in this step. `samples`: the last of them gives a new token."""
 
     sequence: Sequence
@@ -70,9 +70,9 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def plan(self) -> list[Rows]:
+    def plan(self) -> list[ScheduledRows]:
         """The rows of the next step. Call `done` with them when they have run."""
-        rows: list[Rows] = []
+        rows: list[ScheduledRows] = []
         left = self.max_rows
         for sequence in list(self.running):
             if left == 0:
@@ -96,7 +96,7 @@ class Scheduler:
             left -= stop - sequence.computed
         return rows
 
-    def done(self, rows: Iterable[Rows]) -> None:
+    def done(self, rows: Iterable[ScheduledRows]) -> None:
         for r in rows:
             r.sequence.computed = r.stop
 
@@ -146,7 +146,7 @@ class Scheduler:
                 return False
         return True
 
-    def _rows(self, sequence: Sequence, stop: int) -> Rows:
+    def _rows(self, sequence: Sequence, stop: int) -> ScheduledRows:
         """Pages that these rows fill are named now: a sibling that is let in later in the same step may use them,
         because every layer writes the keys and values of all rows before any row reads them."""
         size = self.pages.size
@@ -155,7 +155,7 @@ class Scheduler:
             key = key_of(sequence.keys[-1] if n else ROOT, sequence.tokens[n * size : (n + 1) * size])
             self.pages.name(sequence.pages[n], key)
             sequence.keys.append(key)
-        return Rows(sequence, sequence.computed, stop, stop == len(sequence.tokens))
+        return ScheduledRows(sequence, sequence.computed, stop, stop == len(sequence.tokens))
 
     def _drop_pages(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)

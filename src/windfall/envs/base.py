@@ -37,7 +37,7 @@ class Env(Protocol):
         ...
 
 
-class Host(Protocol):
+class EnvHost(Protocol):
     """Used as `async with`."""
 
     name: str

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windfall.envs.base import Host
+from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.types import Feedback, Task, Turn
 
@@ -28,7 +28,7 @@ class Graded:
 
 
 async def grade(
-    host: Host, index: int, task: Task, turns: Sequence[Turn], *, tries: int = 3, timeout_s: float = 30.0,
+    host: EnvHost, index: int, task: Task, turns: Sequence[Turn], *, tries: int = 3, timeout_s: float = 30.0,
     backoff_s: float = 0.1,
 ) -> Graded:  # fmt: skip
     """The feedback, after at most `tries` tries of `timeout_s` each, with pauses of `backoff_s`, twice that, ...

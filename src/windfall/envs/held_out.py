@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windfall.envs.rows import Row, read
+from windfall.envs.rows import DataRow, read
 from windfall.errors import WindfallError
 
 
@@ -23,8 +23,8 @@ class HeldOut:
 class Split:
     """Rows to train on, and rows to evaluate on, each prompt once."""
 
-    train: list[Row]
-    evaluation: list[Row]
+    train: list[DataRow]
+    evaluation: list[DataRow]
     file: Path
     """Whose rows the latter are."""
     trained_on: int
@@ -55,9 +55,9 @@ def split(
     return Split(train=train, evaluation=apart, file=path, trained_on=0)
 
 
-def _distinct(rows: list[Row]) -> list[Row]:
+def _distinct(rows: list[DataRow]) -> list[DataRow]:
     """Each prompt once, in the order of their hashes: the first so many are a fair sample, and always the same."""
-    first: dict[int, Row] = {}
+    first: dict[int, DataRow] = {}
     for row in rows:
         first.setdefault(row.key, row)
     return [first[key] for key in sorted(first)]

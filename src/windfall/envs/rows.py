@@ -28,7 +28,7 @@ _COMPRESSED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     prompt: Prompt
     answer: str
     line: int
@@ -39,11 +39,11 @@ class Row:
         return int.from_bytes(blake2b(b" ".join(prompt_key(self.prompt).split()), digest_size=8).digest(), "big")
 
 
-def read(path: Path, prompt_field: str, answer_field: str) -> list[Row]:
+def read(path: Path, prompt_field: str, answer_field: str) -> list[DataRow]:
     if not path.is_file():
         what = "not a file" if path.exists() else "no such file"
         raise WindfallError(what, where=str(path), fix="Name a JSONL file.")
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     try:
         with path.open("rb") as file:
             _refuse_other_kinds(path, file.read(64))
@@ -70,7 +70,7 @@ def _refuse_other_kinds(path: Path, begins: bytes) -> None:
             raise WindfallError(f"this is {what}", where=str(path), fix=fix)
 
 
-def _row(line: bytes, where: str, number: int, prompt_field: str, answer_field: str) -> Row:
+def _row(line: bytes, where: str, number: int, prompt_field: str, answer_field: str) -> DataRow:
     row = _parse(line, where)
     prompt, answer = (_field(row, name, where) for name in (prompt_field, answer_field))
     if isinstance(prompt, list):
@@ -80,7 +80,7 @@ def _row(line: bytes, where: str, number: int, prompt_field: str, answer_field: 
         raise WindfallError(f"'{prompt_field}' is {_short(prompt)}", where=where, fix=fix)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise WindfallError(f"'{answer_field}' is {_short(answer)}", where=where, fix="It must be text or a number.")
-    return Row(prompt, str(answer).strip(), number)
+    return DataRow(prompt, str(answer).strip(), number)
 
 
 def _check_messages(messages: list[Any], name: str, where: str) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from windfall.envs.base import Host
+from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.errors import WindfallError
 from windfall.types import Task, Turn
@@ -14,7 +14,7 @@ from windfall.types import Task, Turn
 T = TypeVar("T")
 
 
-async def trial(host: Host, timeout_s: float, tries: int = 1) -> tuple[Task, str]:
+async def trial(host: EnvHost, timeout_s: float, tries: int = 1) -> tuple[Task, str]:
     """Task 0, and its feedback on an empty response: once each, as a call may cost money, and again only where a call
     fails. Returns the task, and says what came back."""
     async with host:

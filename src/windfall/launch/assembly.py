@@ -23,7 +23,7 @@ from windfall import algorithms
 from windfall.config import Recipe
 from windfall.controller import Controller
 from windfall.cost import prices
-from windfall.envs.base import Host
+from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
 from windfall.events.log import EventLog
 from windfall.launch.fleet_report import Telling, look_back
@@ -39,7 +39,7 @@ from windfall.rollout.members import Patience
 from windfall.rollout.seeding import Seeding
 from windfall.scheduling import seed_time
 from windfall.train.base import TrainerLost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.train.remote import RemoteTrainer
 from windfall.types import Lease
 
@@ -47,7 +47,7 @@ TRAINER_START_S = 600.0
 TICK_S = 0.1
 
 
-class Life:
+class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, again: bool,
         find: Callable[[Journal, int], Awaitable[Found]] | None = None,
@@ -69,7 +69,7 @@ class Life:
         self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.telling = Telling(recipe, self.dispatch, events)
         self.rollout: Rollout | None = None
-        self.state = State(step=0, next_task=0)
+        self.state = CheckpointState(step=0, next_task=0)
         self.held_out: HeldOut | None = None
         """What is evaluated on, where the environment can say."""
         self.stop = asyncio.Event()
@@ -80,8 +80,8 @@ class Life:
         self._trainers = count(1)
 
     async def steps(
-        self, env: Host, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
-    ) -> State:
+        self, env: EnvHost, text: Callable[[], Text], counters: Callable[[], dict[str, Any]] | None = None
+    ) -> CheckpointState:
         """All steps that are left. `text` is asked for when a trainer is there, who has the tokenizer."""
         hello = await self.or_stop(self.trainer.connected(TRAINER_START_S))
         recipe, rollout = self.recipe, self._begin(env, text(), hello)
@@ -97,17 +97,17 @@ class Life:
         finally:
             watch_stop.cancel()
 
-    def _begin(self, env: Host, text: Text, hello: m.TrainerHello) -> Rollout:
+    def _begin(self, env: EnvHost, text: Text, hello: m.TrainerHello) -> Rollout:
         recipe = self.recipe
         if not self._again:
             self.events.instant("start", step=hello.step, steps=recipe.run.steps, **hello.facts)
         self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
         return self.rollout
 
-    async def connect(self) -> State:
+    async def connect(self) -> CheckpointState:
         """A trainer is here: go on from the step it has, with what the journal knows of later ones."""
         hello = await self.or_stop(self.trainer.connected(TRAINER_START_S))
-        self.state = State(step=hello.step, next_task=hello.next_task)
+        self.state = CheckpointState(step=hello.step, next_task=hello.next_task)
         if self._again:
             self.events.instant("resumed", step=hello.step)
         if hello.step > self._logged:
@@ -135,10 +135,10 @@ class Life:
     def _offer(self, published: m.Updated) -> None:
         hello = self.trainer.hello
         if hello is not None:  # else it has just been lost, and the next one says what there is
-            self.state = State(step=published.version, next_task=self.state.next_task)
+            self.state = CheckpointState(step=published.version, next_task=self.state.next_task)
             self.dispatch.set_offer(Offer(version=published.version, digest=published.digest, url=hello.url))
 
-    def _saved(self, state: State) -> None:
+    def _saved(self, state: CheckpointState) -> None:
         if self.journal is not None and self._recovery.saved(state.step):
             self.journal.rotate(state.step)
             self.events.instant("journal", file=self.journal.file)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from windfall.config import Recipe
-from windfall.envs.base import Host
+from windfall.envs.base import EnvHost
 from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.launch import run_folder as folders
@@ -39,7 +39,7 @@ async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
         return await prompt_lengths(env, recipe, text)
 
 
-async def prompt_lengths(env: Host, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
+async def prompt_lengths(env: EnvHost, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
     """In tokens, of the first tasks that can be made in reasonable time."""
     await env.ready()
     timeout_s = recipe.rollout.reward_timeout_s

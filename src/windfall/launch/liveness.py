@@ -95,7 +95,7 @@ class Failures:
 
 
 @dataclass(kw_only=True)
-class Troubles:
+class WorkerTroubles:
     """Of workers: each cause is told once, and again after a while with how often it has come."""
 
     _told: dict[str, tuple[float, int]] = field(default_factory=dict)

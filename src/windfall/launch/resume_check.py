@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from windfall import config
-from windfall.config import Change, Recipe
+from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
 from windfall.events import log
 from windfall.launch import run_folder as folders
@@ -45,7 +45,7 @@ def check_files(folder: Path) -> list[str]:
     return warnings
 
 
-def check_changes(recipe: Recipe, folder: Path) -> list[Change]:
+def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
     """All keys that differ from what the run began with. Refuses those that cannot change (config/changes.py)."""
     changes = config.changes(folders.began(folder), recipe)
     fixed = [str(c) for c in changes if c.verdict == "fixed"]

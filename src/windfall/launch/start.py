@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from windfall import config, unhandled
-from windfall.config import Change, Recipe
+from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
 from windfall.events import log as events
 from windfall.events.log import EventLog
@@ -51,7 +51,7 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
         _run(recipe, folder, console)
 
 
-def _record(recipe: Recipe, folder: Path, changes: list[Change]) -> None:
+def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     """What this life goes by: with what the run began with, the log knows the recipe of every life."""
     began = folders.began(folder)
     try:

@@ -37,7 +37,7 @@ from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import context_check, invitation, tls
 from windfall.launch import run_folder as folders
 from windfall.launch.autoscale import Following
-from windfall.launch.liveness import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, Troubles
+from windfall.launch.liveness import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, WorkerTroubles
 from windfall.launch.liveness import how as ended
 from windfall.link import auth
 from windfall.models import load
@@ -115,7 +115,7 @@ class Supervisor:
         """Those that this run started."""
         self._local: LocalProvider | None = None
         self._following = Following(recipe.fleet.workers, recipe.fleet.workers_max)
-        self._troubles = Troubles()
+        self._troubles = WorkerTroubles()
         self._error: WindfallError | None = None
         self._reached = 0
         """The newest step that was completed while this process watched."""

@@ -39,7 +39,7 @@ REMEMBERED = 1 << 16
 
 
 @dataclass(slots=True)
-class Entry:
+class LedgerEntry:
     episode: Episode
     place: Place = "queued"
     handle: int = -1
@@ -59,13 +59,13 @@ class Entry:
 class Ledger:
     def __init__(self, vocabulary: int = 1 << 32, *, migrate: bool = True) -> None:
         self.vocabulary, self._migrate = vocabulary, migrate
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, LedgerEntry] = {}
         self.queue: deque[str] = deque()
         self.counts = Counts()
-        self._running: dict[int, Entry] = {}
+        self._running: dict[int, LedgerEntry] = {}
         self._over: OrderedDict[int, str] = OrderedDict()
         """The newest handles that are over, and how: moved, cancelled or finished."""
-        self._by_worker: dict[str, dict[int, Entry]] = {}
+        self._by_worker: dict[str, dict[int, LedgerEntry]] = {}
         self._context: dict[str, int] = {}  # tokens behind what each runs, prompts included
         self._next_handle = 0
         self._stops: set[int] = set()
@@ -84,21 +84,21 @@ class Ledger:
     def context(self, worker: str) -> int:
         return self._context.get(worker, 0)
 
-    def held(self, worker: str) -> list[Entry]:
+    def held(self, worker: str) -> list[LedgerEntry]:
         return list(self._by_worker.get(worker, {}).values())
 
     def open(self, episode: Episode) -> None:
         """With the tokens it has: a response may have begun before."""
         if episode.id in self.entries:
             raise ValueError(f"{episode.id} is open already")
-        self.entries[episode.id] = Entry(episode, marked=len(episode.tokens))
+        self.entries[episode.id] = LedgerEntry(episode, marked=len(episode.tokens))
         self._stops |= episode.stop
         self._shortest = min(self._shortest, episode.max_tokens)
         self.longest = max(self.longest, room(episode))
         self.counts.accepted += _made(episode)
         self._enqueue(self.entries[episode.id])
 
-    def assign(self, id: str, worker: str, version: int) -> Entry:
+    def assign(self, id: str, worker: str, version: int) -> LedgerEntry:
         """The response `id`, which must be queued, is from now on this worker's. Take it from the queue first."""
         entry = self.entries[id]
         assert entry.place == "queued" and entry.episode.finish is None, f"{id} is {entry.place}"
@@ -192,7 +192,7 @@ class Ledger:
         out.accepted = fresh
         return out
 
-    def _check_ends(self, entries: list[Entry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
+    def _check_ends(self, entries: list[LedgerEntry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
         """A finish where there is none, or none where there is one, is a worker's mistake, not a token's. Only a row
         that has a finish, a stop token or all the tokens it may have can be wrong."""
         doubtful = set(frame.finished)
@@ -204,7 +204,7 @@ class Ledger:
         for row in sorted(doubtful):
             ends.check(entries[row].episode, frame, row, tokens, upto[row])
 
-    def _check_rows(self, held: dict[int, Entry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
+    def _check_rows(self, held: dict[int, LedgerEntry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
         """The same, of those rows whose response is this worker's."""
         for row, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
             entry = held.get(handle)
@@ -213,7 +213,9 @@ class Ledger:
                     raise Malformed(f"{entry.episode.id}: a token at position {position}")
                 ends.check(entry.episode, frame, row, tokens, upto[row])
 
-    def _unusual(self, entry: Entry | None, handle: int, position: int, count: int, version: int, out: Taken) -> int:
+    def _unusual(
+        self, entry: LedgerEntry | None, handle: int, position: int, count: int, version: int, out: Taken
+    ) -> int:
         """How many of the `count` tokens to leave out, each of them counted."""
         c = self.counts
         if entry is None:
@@ -240,12 +242,12 @@ class Ledger:
         c.repeated += old
         return old
 
-    def _end_turn(self, entry: Entry, finish: Finish) -> None:
+    def _end_turn(self, entry: LedgerEntry, finish: Finish) -> None:
         self._settle(entry, "finished")
         entry.place = "turn"
         entry.episode.finish = finish
 
-    def _settle(self, entry: Entry, how: str = "moved") -> None:
+    def _settle(self, entry: LedgerEntry, how: str = "moved") -> None:
         """The assignment is over."""
         episode = entry.episode
         episode.made_by(entry.version, len(episode.tokens) - entry.marked)
@@ -257,14 +259,14 @@ class Ledger:
             self._over.popitem(last=False)
         entry.handle, entry.worker = -1, ""
 
-    def _back(self, entry: Entry) -> None:
+    def _back(self, entry: LedgerEntry) -> None:
         self._settle(entry)
         entry.moves += 1
         entry.moved = True
         self.counts.moved += 1
         self._enqueue(entry)
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: LedgerEntry) -> None:
         entry.place = "queued"
         if entry.episode.finish is not None:
             entry.place = "turn"
@@ -288,7 +290,7 @@ class Ledger:
         self._context.pop(worker, None)
         return [e.episode.id for e in entries]
 
-    def _discard(self, entry: Entry) -> None:
+    def _discard(self, entry: LedgerEntry) -> None:
         """Without migration: what a lost worker had made of this turn is thrown away."""
         episode = entry.episode
         episode.runs, last = episode.runs[:], len(episode.tokens) - episode.turn_start
@@ -301,7 +303,7 @@ class Ledger:
             last -= count
         entry.marked = len(episode.tokens)
 
-    def poison(self, lost: Iterable[Entry]) -> Entry | None:
+    def poison(self, lost: Iterable[LedgerEntry]) -> LedgerEntry | None:
         """Of those that have just lost their worker, one that every worker is lost with, before a single token. Where
         there are not several workers, one has to be lost far more often."""
         most = {True: FRUITLESS, False: SEVERAL * FRUITLESS}
@@ -365,7 +367,7 @@ class Ledger:
             assert e.place == "running" or e.marked == n, f"{id}: tokens of nobody"
 
 
-def _next_ones(held: dict[int, Entry], frame: Tokens) -> list[Entry] | None:
+def _next_ones(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:
     """Whose the rows are; None unless every row is what comes next for its response, and none is there twice."""
     try:
         entries = [held[handle] for handle in frame.handles]
@@ -384,7 +386,7 @@ def room(episode: Episode) -> int:
     return len(episode.prompt) + episode.max_tokens
 
 
-def _context(entry: Entry) -> int:
+def _context(entry: LedgerEntry) -> int:
     return len(entry.episode.prompt) + len(entry.episode.tokens)
 
 

@@ -27,7 +27,7 @@ class Terms:
     """What a worker is told."""
 
     model: str
-    engine: m.Engine
+    engine: m.EngineSpec
     heartbeat_s: float
     stalled_s: float = 60.0
 

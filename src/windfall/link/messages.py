@@ -50,7 +50,7 @@ class Hello(Message, frozen=True, tag=2):
     """How long its process has been running: it is paid for since then."""
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker needs to build the run's engine. A value of 0 is worked out from its own memory."""
 
     model_config: str
@@ -74,7 +74,7 @@ class Welcome(Message, frozen=True, tag=3):
     worker: str
     """What the controller calls it from now on."""
     model: str
-    engine: Engine
+    engine: EngineSpec
     heartbeat_s: float
     stalled_s: float = 60.0
     """An engine that has work and makes no step for so long is of no use, and its worker ends."""
@@ -227,7 +227,7 @@ class Left(Message, frozen=True, tag=17):
     """This worker cannot run the model, and would not be able to if it were started again."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """train.sample.Sample as it travels: arrays are bytes of float64."""
 
     ids: tuple[int, ...]
@@ -246,7 +246,7 @@ class TrainerHello(Message, frozen=True, tag=18):
     next_task: int
     micro_tokens: int
     model: str
-    engine: Engine
+    engine: EngineSpec
     version: int
     digest: str
     url: str
@@ -261,7 +261,7 @@ class TrainerWelcome(Message, frozen=True, tag=31):
 
 
 class Prepare(Message, frozen=True, tag=19):
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleMessage, ...]
 
 
 class Prepared(Message, frozen=True, tag=20):
@@ -269,7 +269,7 @@ class Prepared(Message, frozen=True, tag=20):
 
 
 class Accumulate(Message, frozen=True, tag=21):
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleMessage, ...]
 
 
 class Done(Message, frozen=True, tag=22):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from windfall.cost import prices
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import State
+from windfall.rollout.members import WorkerState
 from windfall.scheduling.seed_time import Measured
 from windfall.scheduling.worker_speed import Profile
-from windfall.scheduling.worker_value import Advice, Kind, Run, advise
+from windfall.scheduling.worker_value import Advice, RunMeasurements, WorkerKind, advise
 from windfall.types import LOCAL, Lease
 
 KINDS = 16
@@ -54,7 +54,7 @@ class Advisor:
     def step(self, last: Measured, now_s: float) -> dict[str, Advice]:
         """A step has ended. Returns the advice that is new."""
         self._learn(last, now_s)
-        run = Run(
+        run = RunMeasurements(
             steps=self._steps, tokens_per_step=self._tokens, train_tok_per_s=self._train,
             local_tok_per_s=self._local, trainer_usd_per_h=self._trainer_usd_per_h, responses=self._responses,
             local_profile=self._local_profile, overlap=self._overlap,
@@ -95,13 +95,13 @@ class Advisor:
         for kind in list(self._seen)[: max(0, len(self._seen) - most)]:
             del self._seen[kind]
 
-    def _kind(self, name: str, seen: _Seen, now_s: float) -> Kind:
+    def _kind(self, name: str, seen: _Seen, now_s: float) -> WorkerKind:
         """Losses are those of the workers that are remembered, per hour that these were there."""
         alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and prices.kind(m.lease) == name]
-        here = [m for m in alike if m.state is not State.GONE]
-        present_s = sum((m.seen_s if m.state is State.GONE else now_s) - m.joined_s for m in alike)
+        here = [m for m in alike if m.state is not WorkerState.GONE]
+        present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)
         lost = sum(m.taken for m in alike)
-        return Kind(
+        return WorkerKind(
             name=name, now=len(here), tok_per_s=seen.tok_per_s, usd_per_h=prices.of(seen.lease).or_none,
             boot_s=seen.boot_s, most=self._most, profile=seen.profile, slots=seen.slots,
             losses_per_h=lost * 3600 / present_s if present_s > 0 else 0.0,

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windfall.ledger.ledger import Entry
+from windfall.ledger.ledger import LedgerEntry
 from windfall.link import messages as m
 
 ASSIGN_BYTES = 1 << 20
@@ -21,7 +21,7 @@ class Offer:
     url: str
 
 
-def frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
+def frames(entries: list[LedgerEntry]) -> Iterator[tuple[m.Work, ...]]:
     """Work in frames that are well within what a link takes, however long the prompts are."""
     frame: list[m.Work] = []
     size = 0
@@ -34,7 +34,7 @@ def frames(entries: list[Entry]) -> Iterator[tuple[m.Work, ...]]:
     yield tuple(frame)
 
 
-def _work(entry: Entry) -> m.Work:
+def _work(entry: LedgerEntry) -> m.Work:
     """As Episode.request() has it, but in bytes at once: a response that moves may be long."""
     e = entry.episode
     made = len(e.tokens)

@@ -22,12 +22,12 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.ledger.journal import Journal
-from windfall.ledger.ledger import Entry, Ledger, Malformed, room
+from windfall.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.rollout.assignment import Offer, frames
 from windfall.rollout.loading import WORDS, Loading
-from windfall.rollout.members import Member, Members, Patience, State
+from windfall.rollout.members import Member, Members, Patience, WorkerState
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
 from windfall.scheduling.placement import Giving
@@ -122,7 +122,7 @@ class Dispatch:
         try:
             while True:
                 message = await link.receive()
-                if member.state is State.GONE:
+                if member.state is WorkerState.GONE:
                     return
                 self._hear(member, message)
         except Malformed as e:
@@ -233,7 +233,7 @@ class Dispatch:
             if timer.when() <= at_s:
                 return
             timer.cancel()  # it is sooner than was said
-        elif member.state is State.DRAINING:
+        elif member.state is WorkerState.DRAINING:
             return
         member.taken, member.why = source not in ASKED, f"{source}: {detail}"
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
@@ -244,7 +244,7 @@ class Dispatch:
     def drain(self, id: str, why: str) -> None:
         """Ask a worker to send what it has and go. Its responses move when it has."""
         member = self.members.all.get(id)
-        if member is None or member.state is State.GONE:
+        if member is None or member.state is WorkerState.GONE:
             return
         self._stop_giving(id, why)
         member.told_s = min(member.told_s, asyncio.get_running_loop().time())
@@ -252,19 +252,19 @@ class Dispatch:
 
     def _stop_giving(self, id: str, why: str) -> None:
         """It gets no more work, and is going to leave."""
-        if self.members.all[id].state is not State.DRAINING:
-            self.members.move(id, State.DRAINING, why)
+        if self.members.all[id].state is not WorkerState.DRAINING:
+            self.members.move(id, WorkerState.DRAINING, why)
             self.accounts.draining(asyncio.get_running_loop().time(), id)
 
     def pause(self, id: str) -> None:
         """Its responses go on elsewhere; it keeps its weights and waits."""
-        self.members.move(id, State.PAUSED)
+        self.members.move(id, WorkerState.PAUSED)
         self.accounts.paused(asyncio.get_running_loop().time(), id)
         self._tell(id, m.Pause())
         self._give_back(id, self.ledger.held(id))
 
     def resume(self, id: str) -> None:
-        self.members.move(id, State.READY)
+        self.members.move(id, WorkerState.READY)
         self.accounts.resumed(asyncio.get_running_loop().time(), id)
         self._tell(id, m.Resume())
         self._soon()
@@ -272,7 +272,7 @@ class Dispatch:
     def _lose(self, id: str, why: str) -> None:
         """Whatever happened: this worker is no more, and what it held goes on elsewhere."""
         member, why = self.members.all.get(id), why[:WORDS]
-        if member is None or member.state is State.GONE:
+        if member is None or member.state is WorkerState.GONE:
             return
         entries = self.ledger.held(id)
         tokens = sum(len(e.episode.tokens) for e in entries)
@@ -283,8 +283,8 @@ class Dispatch:
                 poison.episode.id, f"{poison.fruitless} workers in a row were lost with it, the last of them: {why}"
             )
         member.moved += len(entries)
-        drained = member.state is State.DRAINING
-        self.members.move(id, State.GONE, why)
+        drained = member.state is WorkerState.DRAINING
+        self.members.move(id, WorkerState.GONE, why)
         if id in self._timers:
             self._timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
@@ -373,19 +373,19 @@ class Dispatch:
         offer, now = self.offer, asyncio.get_running_loop().time()
         assert offer is not None
         for member in self.members.behind(offer.version, offer.digest, needed=bool(self.ledger.queue)):
-            if member.state is not State.PULLING:  # else it gives up an older one
+            if member.state is not WorkerState.PULLING:  # else it gives up an older one
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
             self.loading.ask(member)
 
-    def _give(self, worker: str, entries: list[Entry]) -> None:
+    def _give(self, worker: str, entries: list[LedgerEntry]) -> None:
         self._given(worker, entries)
         if self.journal is not None:
             self.journal.assigned({e.handle: e.episode.id for e in entries})
         for work in frames(entries):
             self._tell(worker, m.Assign(work=work))
 
-    def _given(self, worker: str, entries: list[Entry]) -> None:
+    def _given(self, worker: str, entries: list[LedgerEntry]) -> None:
         now = asyncio.get_running_loop().time()
         if self.ledger.running(worker) == len(entries):  # it had nothing: what came before was not this work's time
             self.members.all[worker].framed_s = now
@@ -394,7 +394,7 @@ class Dispatch:
         if again:
             self.accounts.moved_in(now, worker, again)
 
-    def _give_back(self, worker: str, entries: list[Entry]) -> None:
+    def _give_back(self, worker: str, entries: list[LedgerEntry]) -> None:
         handles = tuple(e.handle for e in entries)
         if handles:
             self._releasing |= dict.fromkeys(handles, worker)

@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
-from windfall.config import Rollout as Options
-from windfall.envs.base import Host
+from windfall.config import RolloutSection as Options
+from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import Graded, grade
 from windfall.errors import WindfallError
@@ -78,7 +78,7 @@ class _Round:
 
 class Rollout:
     def __init__(
-        self, dispatch: Dispatch, env: Host, text: Text, options: Options, *, seed: int, events: EventLog
+        self, dispatch: Dispatch, env: EnvHost, text: Text, options: Options, *, seed: int, events: EventLog
     ) -> None:
         self.dispatch, self.env, self.text, self.options = dispatch, env, text, options
         self.context: int | None = None

@@ -17,7 +17,7 @@ from windfall.events.log import EventLog
 from windfall.ledger.ends import Malformed
 from windfall.link import messages as m
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import Member, Members, State
+from windfall.rollout.members import Member, Members, WorkerState
 
 LOAD_TRIES = 12
 WORDS = 300
@@ -43,7 +43,7 @@ class Loading:
 
     def again(self, id: str) -> None:
         member = self._members.all.get(id)
-        if member is not None and member.state is State.PULLING:
+        if member is not None and member.state is WorkerState.PULLING:
             self.ask(member)
 
     def done(self, member: Member, message: m.Loaded, now_s: float) -> bool:

@@ -34,7 +34,7 @@ LEAVING_S = 20.0
 """From Drain until the worker must have left; it takes 8 s at most."""
 
 
-class State(StrEnum):
+class WorkerState(StrEnum):
     JOINING = "joining"
     PULLING = "pulling"
     READY = "ready"
@@ -44,12 +44,12 @@ class State(StrEnum):
 
 
 _NEXT = {
-    State.JOINING: {State.PULLING, State.DRAINING, State.GONE},
-    State.PULLING: {State.READY, State.PULLING, State.DRAINING, State.GONE},
-    State.READY: {State.PULLING, State.PAUSED, State.DRAINING, State.GONE},
-    State.PAUSED: {State.READY, State.PULLING, State.DRAINING, State.GONE},
-    State.DRAINING: {State.GONE},
-    State.GONE: set(),
+    WorkerState.JOINING: {WorkerState.PULLING, WorkerState.DRAINING, WorkerState.GONE},
+    WorkerState.PULLING: {WorkerState.READY, WorkerState.PULLING, WorkerState.DRAINING, WorkerState.GONE},
+    WorkerState.READY: {WorkerState.PULLING, WorkerState.PAUSED, WorkerState.DRAINING, WorkerState.GONE},
+    WorkerState.PAUSED: {WorkerState.READY, WorkerState.PULLING, WorkerState.DRAINING, WorkerState.GONE},
+    WorkerState.DRAINING: {WorkerState.GONE},
+    WorkerState.GONE: set(),
 }
 
 
@@ -70,7 +70,7 @@ class Member:
     lease: Lease
     joined_s: float
     seen_s: float
-    state: State = State.JOINING
+    state: WorkerState = WorkerState.JOINING
     suspect: bool = False
     version: int = -1
     digest: str = ""
@@ -108,7 +108,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MemberChange:
     id: str
     what: Literal["suspect", "well", "gone", "stuck"]
     why: str = ""
@@ -147,15 +147,15 @@ class Members:
         self.all[id] = self._here[id] = member
         return member
 
-    def move(self, id: str, state: State, why: str = "") -> None:
+    def move(self, id: str, state: WorkerState, why: str = "") -> None:
         member = self.all[id]
         assert state in _NEXT[member.state], f"{id}: {member.state} cannot become {state}"
-        if state is State.GONE and member.state is not State.DRAINING:
+        if state is WorkerState.GONE and member.state is not WorkerState.DRAINING:
             self.lost += 1
             member.taken = True
         member.state = state
         member.why = why or member.why
-        if state is State.GONE:
+        if state is WorkerState.GONE:
             member.suspect = False
             del self._here[id]
             self._gone.append(id)
@@ -163,7 +163,7 @@ class Members:
                 del self.all[self._gone.popleft()]
 
     def pull(self, id: str, now_s: float) -> None:
-        self.move(id, State.PULLING)
+        self.move(id, WorkerState.PULLING)
         self.all[id].pulling_s = self.all[id].moved_s = now_s
 
     def excuse(self, now_s: float) -> None:
@@ -177,8 +177,8 @@ class Members:
         if member.booted and member.name != LOCAL and 0 <= s < math.inf:
             self.pull_s = s
         member.version, member.digest, member.slots = version, digest, slots
-        if member.state is State.PULLING:
-            self.move(id, State.READY)
+        if member.state is WorkerState.PULLING:
+            self.move(id, WorkerState.READY)
             member.failed = 0
 
     def coming(self, now_s: float) -> list[Member]:
@@ -187,7 +187,7 @@ class Members:
         soon_s = max(0.5, 2 * self.pull_s)
         return [
             m for m in self._here.values()
-            if m.state is State.PULLING and m.booted and not m.suspect and now_s - m.pulling_s < soon_s
+            if m.state is WorkerState.PULLING and m.booted and not m.suspect and now_s - m.pulling_s < soon_s
         ]  # fmt: skip
 
     def seen(self, id: str, now_s: float, stats: Stats | None = None) -> bool:
@@ -205,7 +205,7 @@ class Members:
         was, member.suspect = member.suspect, False
         return was
 
-    def tick(self, now_s: float) -> list[Change]:
+    def tick(self, now_s: float) -> list[MemberChange]:
         """Called every `tick_s`. Who has become suspect, and who is gone (the caller then says so with `move`)."""
         p = self.patience
         if self._ticked_s is not None and (late_s := now_s - self._ticked_s - 2 * p.tick_s) > 0:
@@ -218,21 +218,23 @@ class Members:
         for member in self.here():
             silent_s = now_s - member.seen_s
             if silent_s >= p.gone_s:
-                changes.append(Change(member.id, "gone", f"silent for {silent_s:.1f} s"))
+                changes.append(MemberChange(member.id, "gone", f"silent for {silent_s:.1f} s"))
             elif member.stats is not None and member.stats.idle_s >= p.stalled_s:
-                changes.append(Change(member.id, "gone", f"no engine step for {member.stats.idle_s:.0f} s"))
+                changes.append(MemberChange(member.id, "gone", f"no engine step for {member.stats.idle_s:.0f} s"))
             elif now_s - member.told_s >= LEAVING_S:
-                changes.append(Change(member.id, "gone", f"told to leave, and still here after {LEAVING_S:g} s"))
+                changes.append(MemberChange(member.id, "gone", f"told to leave, and still here after {LEAVING_S:g} s"))
             elif why := self._stuck(member, now_s):
-                changes.append(Change(member.id, "stuck", why))
+                changes.append(MemberChange(member.id, "stuck", why))
             elif silent_s >= p.suspect_s and not member.suspect:
                 member.suspect = True
-                changes.append(Change(member.id, "suspect", f"silent for {silent_s:.1f} s"))
+                changes.append(MemberChange(member.id, "suspect", f"silent for {silent_s:.1f} s"))
         return changes
 
     def _stuck(self, member: Member, now_s: float) -> str:
         """Why its load will not come to an end, if so."""
-        if member.state is not State.PULLING or member.name == LOCAL:  # local has the weights when the trainer has
+        if (
+            member.state is not WorkerState.PULLING or member.name == LOCAL
+        ):  # local has the weights when the trainer has
             return ""
         part = _part(member.stats) if member.stats is not None else ""
         still_s = now_s - member.moved_s
@@ -248,28 +250,32 @@ class Members:
     def routable(self, version: int, digest: str) -> list[Member]:
         return [
             m for m in self._here.values()
-            if m.state is State.READY and not m.suspect and m.version == version and m.digest == digest
+            if m.state is WorkerState.READY and not m.suspect and m.version == version and m.digest == digest
         ]  # fmt: skip
 
     def behind(self, version: int, digest: str, *, needed: bool) -> list[Member]:
         """Who should pull this version now: at once when new, else when there is work that needs it."""
         here, wanted = self._here.values(), (version, digest)
         if not needed:
-            return [m for m in here if m.state is State.JOINING]
+            return [m for m in here if m.state is WorkerState.JOINING]
         return [
             m for m in here
-            if m.state is State.JOINING
-            or (m.state is State.READY and (m.version != version or m.digest != digest))
-            or (m.state is State.PULLING and m.asked != wanted)
+            if m.state is WorkerState.JOINING
+            or (m.state is WorkerState.READY and (m.version != version or m.digest != digest))
+            or (m.state is WorkerState.PULLING and m.asked != wanted)
         ]  # fmt: skip
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
         for id, m in self.all.items():
             assert id == m.id
-            assert m.state is not State.READY or (m.version >= 0 and m.slots > 0), f"{id} is ready with no version"
-            assert m.state is not State.GONE or not m.suspect, f"{id} is gone and suspect"
-            assert (m.state is not State.GONE) == (id in self._here) == (id not in self._gone), f"{id}: here or gone"
+            assert m.state is not WorkerState.READY or (m.version >= 0 and m.slots > 0), (
+                f"{id} is ready with no version"
+            )
+            assert m.state is not WorkerState.GONE or not m.suspect, f"{id} is gone and suspect"
+            assert (m.state is not WorkerState.GONE) == (id in self._here) == (id not in self._gone), (
+                f"{id}: here or gone"
+            )
 
 
 def _part(stats: Stats) -> str:

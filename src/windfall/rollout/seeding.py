@@ -15,9 +15,9 @@ import math
 
 from windfall.events.log import EventLog
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Member, State
-from windfall.scheduling.fleet_speed import Crowd
-from windfall.scheduling.seed_time import Measured, Offload, Others, Plan
+from windfall.rollout.members import Member, WorkerState
+from windfall.scheduling.fleet_speed import FleetSpeed
+from windfall.scheduling.seed_time import Measured, Offload, Others, SeedPlan
 from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL
 
@@ -34,7 +34,7 @@ class Seeding:
         self.over = asyncio.Event()
         self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
         self._timer: asyncio.TimerHandle | None = None
-        self._plan: Plan | None = None
+        self._plan: SeedPlan | None = None
         self._trainable = self._due = self._missing = False
         self._began_s = self._seeded_s = 0.0
         self._step = 0
@@ -69,7 +69,7 @@ class Seeding:
         self._go(plan)
         self._tell(plan, found)
 
-    def _tell(self, plan: Plan, found: Others) -> None:
+    def _tell(self, plan: SeedPlan, found: Others) -> None:
         self._events.instant(
             "plan", step=self._step, seed_s=plan.seed_s, most_workers=plan.most_workers, others=found.workers,
             why=plan.why,
@@ -110,13 +110,13 @@ class Seeding:
     def everybody(self) -> None:
         """For work that nothing is trained on meanwhile, such as an evaluation."""
         self._found = None
-        self._go(Plan(seed_s=math.inf, most_workers=math.inf, why=""))
+        self._go(SeedPlan(seed_s=math.inf, most_workers=math.inf, why=""))
 
-    def _go(self, plan: Plan) -> None:
+    def _go(self, plan: SeedPlan) -> None:
         self._plan, self._trainable = plan, False
         self._apply(plan)
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: SeedPlan) -> None:
         self._cancel()
         self.over.clear()
         self._due = False
@@ -140,14 +140,14 @@ class Seeding:
         behind = sum(ledger.context(id) for id in makers)
         return Mark(now - self._began_s, max(made, self._whole), self._whole, len(ledger), behind)
 
-    def _there(self) -> tuple[tuple[float, Crowd], ...]:
+    def _there(self) -> tuple[tuple[float, FleetSpeed], ...]:
         """Who made tokens, by what is known of them now."""
-        members, out = self._dispatch.members.all, list[tuple[float, Crowd]]()
+        members, out = self._dispatch.members.all, list[tuple[float, FleetSpeed]]()
         for at_s, ids in self._makers:
             crowd = self._dispatch.giving.crowd(members[id] for id in ids if id in members)
             if ids and crowd is None:
                 return ()
-            out.append((at_s, crowd or Crowd()))
+            out.append((at_s, crowd or FleetSpeed()))
         return tuple(out)
 
     def trainable(self) -> None:
@@ -180,7 +180,7 @@ class Seeding:
         self._stop_clock(now)
         self.over.set()
         local = self._local()
-        if local is not None and local.state is State.READY:
+        if local is not None and local.state is WorkerState.READY:
             self._dispatch.accounts.paused(now, local.id)  # what it does from here on is training
 
     # local
@@ -196,7 +196,7 @@ class Seeding:
             self.over.set()
         elif self._missing and self._plan is not None and len(self._dispatch.ledger):
             self._apply(self._plan)
-        elif local.state is State.PAUSED and self._dispatch.ledger.queue and (why := self._alone()):
+        elif local.state is WorkerState.PAUSED and self._dispatch.ledger.queue and (why := self._alone()):
             self._events.instant("local_resumed", why=why)
             self.over.clear()  # from here on the step is one of local alone, whoever else may come
             self._resume(local)
@@ -208,17 +208,17 @@ class Seeding:
         if local is not None and self._plan is not None and self._plan.hold and not self._trainable:
             self._due = True
             return
-        if local is not None and local.state in (State.READY, State.PAUSED) and self._others():
-            if local.state is State.READY:
+        if local is not None and local.state in (WorkerState.READY, WorkerState.PAUSED) and self._others():
+            if local.state is WorkerState.READY:
                 self._pause(local)
-        elif local is not None and (len(self._dispatch.ledger) or local.state is State.PULLING):
+        elif local is not None and (len(self._dispatch.ledger) or local.state is WorkerState.PULLING):
             self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._enough)
             return
         self.over.set()
 
     def _resume(self, local: Member) -> None:
         self._dispatch.accounts.resumed(self._now(), local.id)
-        if local.state is State.PAUSED:
+        if local.state is WorkerState.PAUSED:
             self._dispatch.resume(local.id)
         if self._since_s is None:
             self._since_s = self._now()
@@ -243,7 +243,7 @@ class Seeding:
     def _others(self) -> list[Member]:
         """Workers that can do something for this step, now or any moment."""
         members = self._dispatch.members
-        ready = [m for m in members.here() if m.state is State.READY and not m.suspect]
+        ready = [m for m in members.here() if m.state is WorkerState.READY and not m.suspect]
         return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
 
     def _working(self) -> list[Member]:

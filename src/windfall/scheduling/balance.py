@@ -27,7 +27,7 @@ PAYS = 4.0
 ROUND_TRIP_S = 0.05
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A worker as it is now. Many are made, hence no dataclass."""
 
     worker: str
@@ -43,7 +43,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def place(
-    queued: Sequence[str], loads: Sequence[Load], *, behind: int = 0, coming: int = 0,
+    queued: Sequence[str], loads: Sequence[WorkerLoad], *, behind: int = 0, coming: int = 0,
     holds: Mapping[str, Collection[str]] | None = None, meant: Mapping[str, str] | None = None,
     typical: float = 0.0, round_trip_s: float = ROUND_TRIP_S,
 ) -> list[tuple[str, str]]:  # fmt: skip
@@ -51,7 +51,7 @@ def place(
     these; `coming`: workers about to be ready; `holds`: group to workers that have pages of it; `meant`: the worker
     that a response was moved for.
 
-    >>> place(["1/0", "1/1", "2/0"], [Load(worker="a", running=0, slots=8), Load(worker="b", running=1, slots=8)])
+    >>> place(["1/0", "1/1", "2/0"], [WorkerLoad(worker="a", running=0, slots=8), Load(worker="b", running=1, slots=8)])
     [('1/0', 'a'), ('1/1', 'a'), ('2/0', 'b')]
     """
     if not loads or not queued:
@@ -69,7 +69,7 @@ def place(
 class _Fleet:
     """Step times of workers as arrays. Those who are coming are like the typical one here, and have no work yet."""
 
-    def __init__(self, loads: Sequence[Load], coming: int) -> None:
+    def __init__(self, loads: Sequence[WorkerLoad], coming: int) -> None:
         profiles = [load.profile or UNKNOWN for load in loads]
         self.measured = all(load.profile is not None for load in loads)
         if not self.measured:
@@ -145,7 +145,7 @@ class _Fleet:
 
 
 def _give(
-    queued: Sequence[str], loads: Sequence[Load], more: list[int], fleet: _Fleet, holds: Mapping[str, Collection[str]],
+    queued: Sequence[str], loads: Sequence[WorkerLoad], more: list[int], fleet: _Fleet, holds: Mapping[str, Collection[str]],
     meant: Mapping[str, str],
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Who of `queued` goes where, when worker n may have `more[n]`: siblings together, and where their pages are."""

@@ -9,13 +9,13 @@ from windfall.scheduling.worker_speed import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class FleetSpeed:
     """Workers that share responses so that all have equally long steps.
 
-    >>> one = Crowd.of(Profile(fixed_s=0.01, each_s=0.0001), room=256)
+    >>> one = FleetSpeed.of(Profile(fixed_s=0.01, each_s=0.0001), room=256)
     >>> round(one.tok_per_s(100)), round((one + one).tok_per_s(200)), one.tok_per_s(1000) == one.tok_per_s(256)
     (5000, 10000, True)
-    >>> reads = Crowd.of(Profile(fixed_s=0.01, each_s=0.0001, context_s=1e-7, context=500), room=256)
+    >>> reads = FleetSpeed.of(Profile(fixed_s=0.01, each_s=0.0001, context_s=1e-7, context=500), room=256)
     >>> round(reads.tok_per_s(100, 100 * 500)), round(reads.tok_per_s(100, 100 * 1500))
     (5000, 3333)
     """
@@ -25,21 +25,21 @@ class Crowd:
     room: float = math.inf
 
     @classmethod
-    def of(cls, profile: Profile, room: float = math.inf, count: int = 1) -> Crowd:
+    def of(cls, profile: Profile, room: float = math.inf, count: int = 1) -> FleetSpeed:
         return cls(((profile, count),), room * count)
 
     @classmethod
-    def steady(cls, tok_per_s: float) -> Crowd:
+    def steady(cls, tok_per_s: float) -> FleetSpeed:
         """So much of any number of responses."""
         return cls.of(Profile(fixed_s=0.0, each_s=1 / tok_per_s)) if tok_per_s > 0 else cls()
 
-    def __add__(self, other: Crowd) -> Crowd:
+    def __add__(self, other: FleetSpeed) -> FleetSpeed:
         if not (self.workers and other.workers):
             return self if self.workers else other
         counts = dict(self.workers)
         for profile, count in other.workers:
             counts[profile] = counts.get(profile, 0) + count
-        return Crowd(tuple(counts.items()), self.room + other.room)
+        return FleetSpeed(tuple(counts.items()), self.room + other.room)
 
     def tok_per_s(self, responses: float, behind: float = 0.0) -> float:
         """Of so many responses, with so many tokens behind all of them; 0: as many as usual.
@@ -59,13 +59,13 @@ class Crowd:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class StepRates:
     """Of a step: how much there is to make, who makes it, and how fast it is trained on."""
 
     tokens: float
     responses: float
-    local: Crowd
-    others: Crowd
+    local: FleetSpeed
+    others: FleetSpeed
     train: float
     pull_s: float = 0.0
     """Until the others begin."""

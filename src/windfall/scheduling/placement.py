@@ -16,11 +16,11 @@ from typing import Literal
 
 import msgspec
 
-from windfall.ledger.ledger import Entry, Ledger, room
+from windfall.ledger.ledger import Ledger, LedgerEntry, room
 from windfall.rollout.members import Member
 from windfall.scheduling import rlboost
-from windfall.scheduling.balance import Load, place
-from windfall.scheduling.fleet_speed import Crowd
+from windfall.scheduling.balance import WorkerLoad, place
+from windfall.scheduling.fleet_speed import FleetSpeed
 from windfall.scheduling.rebalance import Running, rebalance
 from windfall.scheduling.worker_speed import Speeds
 
@@ -32,7 +32,7 @@ MUCH = 0.1
 class _Again:
     """What a worker computes again."""
 
-    last: Entry
+    last: LedgerEntry
     tokens: int = 0
     seconds: float = 0.0
     """Since it was given that, less what its steps should have taken."""
@@ -62,14 +62,14 @@ class Giving:
         batch = min(member.slots, -(-responses // max(1, sharing)))
         return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
-    def crowd(self, members: Iterable[Member]) -> Crowd | None:
+    def crowd(self, members: Iterable[Member]) -> FleetSpeed | None:
         """What these make together; None: of one of them, nobody knows."""
-        out = Crowd()
+        out = FleetSpeed()
         for member in members:
             profile = self.speeds.profile(member.id)
             if profile is None:
                 return None
-            out += Crowd.of(profile, member.slots)
+            out += FleetSpeed.of(profile, member.slots)
         return out if out.workers else None
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
@@ -91,11 +91,11 @@ class Giving:
         self.speeds.forget(worker)
         self._prefilling.pop(worker, None)
 
-    def loads(self, ready: Iterable[Member]) -> list[Load]:
+    def loads(self, ready: Iterable[Member]) -> list[WorkerLoad]:
         speed = self.speeds.profile if self._balancing else lambda worker: None
         running = self._ledger.running
         return [
-            Load(
+            WorkerLoad(
                 worker=w.id, running=(count := running(w.id)), slots=w.slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
                 prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id),
@@ -104,11 +104,11 @@ class Giving:
         ]  # fmt: skip
 
     def give(
-        self, loads: Sequence[Load], version: int, *, coming: int, longest: Mapping[str, float] | None = None
-    ) -> dict[str, list[Entry]]:
+        self, loads: Sequence[WorkerLoad], version: int, *, coming: int, longest: Mapping[str, float] | None = None
+    ) -> dict[str, list[LedgerEntry]]:
         """Takes from the queue what should go now, and assigns it. `longest`: the most tokens that a worker has room
         for, where that is known. A response goes only where it fits: those that fit into the fewest workers first."""
-        out: dict[str, list[Entry]] = {}
+        out: dict[str, list[LedgerEntry]] = {}
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # in most fleets no worker is too small, and this is one pass
@@ -129,7 +129,12 @@ class Giving:
         return [id for id in self._ledger.queue if bisect_left(small, room(entries[id].episode)) == n]
 
     def _place(
-        self, queued: Sequence[str], loads: Sequence[Load], version: int, coming: int, out: dict[str, list[Entry]]
+        self,
+        queued: Sequence[str],
+        loads: Sequence[WorkerLoad],
+        version: int,
+        coming: int,
+        out: dict[str, list[LedgerEntry]],
     ) -> None:
         free = sum(max(0, load.slots - load.running) for load in loads)
         first = list(islice(queued, free))
@@ -146,7 +151,9 @@ class Giving:
             self._holds.setdefault(id.rpartition("/")[0], {})[worker] = None
             out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
 
-    def take_back(self, loads: Sequence[Load], longest: Mapping[str, float] | None = None) -> list[tuple[str, Entry]]:
+    def take_back(
+        self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
+    ) -> list[tuple[str, LedgerEntry]]:
         """(worker, what it should give back), when nothing is queued. `longest`: as in `give`."""
         if not self._balancing:
             return []
@@ -182,5 +189,5 @@ class Giving:
         self._meant = {id: worker for id, worker in self._meant.items() if id.rpartition("/")[0] not in over}
 
 
-def _with(load: Load, more: int) -> Load:
+def _with(load: WorkerLoad, more: int) -> WorkerLoad:
     return msgspec.structs.replace(load, running=load.running + more) if more else load

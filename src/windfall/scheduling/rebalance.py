@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from windfall.scheduling.balance import ROUND_TRIP_S, Load
+from windfall.scheduling.balance import ROUND_TRIP_S, WorkerLoad
 from windfall.scheduling.worker_speed import Profile
 
 KEEP = 0.85
@@ -54,7 +54,7 @@ Held = Callable[[str], Sequence[Running]]
 
 
 def rebalance(
-    loads: Sequence[Load], held: Held, *, typical: float, queued: int = 0, round_trip_s: float = ROUND_TRIP_S,
+    loads: Sequence[WorkerLoad], held: Held, *, typical: float, queued: int = 0, round_trip_s: float = ROUND_TRIP_S,
     most: int = 256,
 ) -> list[Move]:  # fmt: skip
     """At most `most` moves. `held`: what a worker has, asked only of those that may give. `typical`: tokens that a
@@ -62,7 +62,7 @@ def rebalance(
     as long as lengths are about log-normal.
 
     >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
-    >>> loads = [Load(worker="a", running=1, slots=9, profile=slow), Load(worker="b", running=2, slots=9, profile=fast)]
+    >>> loads = [WorkerLoad(worker="a", running=1, slots=9, profile=slow), Load(worker="b", running=2, slots=9, profile=fast)]
     >>> [move] = rebalance(loads, lambda worker: [Running(id="1/0", context=500)], typical=1000)
     >>> move.source, move.target, round(move.gain_s), round(move.cost_s, 2)
     ('a', 'b', 30, 0.2)
@@ -82,7 +82,7 @@ def rebalance(
 class _Crew:
     """A worker while moves are being chosen."""
 
-    def __init__(self, n: int, load: Load, profile: Profile) -> None:
+    def __init__(self, n: int, load: WorkerLoad, profile: Profile) -> None:
         self.n, self.name, self.slots, self.profile = n, load.worker, load.slots, profile
         self.count, self.waiting = load.running, load.waiting
         self.prefill_s = 1 / load.prefill_tok_per_s if load.prefill_tok_per_s > 0 else profile.each_s

@@ -18,25 +18,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 
-from windfall.scheduling.balance import Load
+from windfall.scheduling.balance import WorkerLoad
 from windfall.scheduling.rebalance import Held, Move, Running
 
 THETA = 8
 
 
 def select(
-    queued: Sequence[str], loads: Sequence[Load], *, coming: int = 0, meant: Mapping[str, str] | None = None
+    queued: Sequence[str], loads: Sequence[WorkerLoad], *, coming: int = 0, meant: Mapping[str, str] | None = None
 ) -> list[tuple[str, str]]:
     """(response, worker) for as many, in order, as somebody has room for. `meant`: whom a response was moved for.
     `coming`: workers about to be ready, whose part is held back.
 
-    >>> select(["1/0", "1/1"], [Load(worker="a", running=3, slots=8), Load(worker="b", running=1, slots=8)])
+    >>> select(["1/0", "1/1"], [WorkerLoad(worker="a", running=3, slots=8), Load(worker="b", running=1, slots=8)])
     [('1/0', 'b'), ('1/1', 'b')]
     """
     meant, number = meant or {}, {load.worker: n for n, load in enumerate(loads)}
     if coming and loads:
         slots = min(load.slots for load in loads)
-        loads = [*loads, *(Load(worker="", running=0, slots=slots) for _ in range(coming))]
+        loads = [*loads, *(WorkerLoad(worker="", running=0, slots=slots) for _ in range(coming))]
     running = [load.running for load in loads]
 
     def rank(n: int) -> tuple[int, float, int]:
@@ -65,11 +65,11 @@ def select(
     return out
 
 
-def balance(loads: Sequence[Load], held: Held) -> list[Move]:
+def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
     """
     >>> from windfall.scheduling.worker_speed import Profile
     >>> profile = Profile(fixed_s=0.004, each_s=0.002)
-    >>> loads = [Load(worker=w, running=n, slots=99, profile=profile) for w, n in (("a", 10), ("b", 0))]
+    >>> loads = [WorkerLoad(worker=w, running=n, slots=99, profile=profile) for w, n in (("a", 10), ("b", 0))]
     >>> profile.knee, [m.id for m in balance(loads, lambda w: [Running(id=f"{i}/0", context=5) for i in range(10)])]
     (8, ['0/0', '1/0'])
     """
@@ -87,6 +87,8 @@ def balance(loads: Sequence[Load], held: Held) -> list[Move]:
     return _moves(busiest, idle, min(above, idle.slots), lambda r: True, held)
 
 
-def _moves(source: Load, target: Load, count: int, may: Callable[[Running], bool], held: Held) -> list[Move]:
+def _moves(
+    source: WorkerLoad, target: WorkerLoad, count: int, may: Callable[[Running], bool], held: Held
+) -> list[Move]:
     chosen = [r for r in held(source.worker) if may(r)][:count]
     return [Move(id=r.id, source=source.worker, target=target.worker, gain_s=0.0, cost_s=0.0) for r in chosen]

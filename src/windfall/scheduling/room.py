@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from windfall.ledger.ledger import Entry, Ledger, room
-from windfall.rollout.members import Member, State
+from windfall.ledger.ledger import Ledger, LedgerEntry, room
+from windfall.rollout.members import Member, WorkerState
 
 NO_ROOM_S = 60.0
 
@@ -35,7 +35,7 @@ class Room:
 
     def look(self, here: Iterable[Member], now_s: float) -> Verdict | None:
         """What there is to say of a queued response that fits nowhere, if anything."""
-        staying = [w for w in here if w.state is not State.DRAINING]
+        staying = [w for w in here if w.state is not WorkerState.DRAINING]
         known = [w for w in staying if w.booted]
         most = max((w.longest for w in known), default=math.inf)
         entry = self.too_long(most)
@@ -57,7 +57,7 @@ class Room:
         )
         return Verdict(response=entry.episode.id, tokens=needed, most=most, why=why if over else "")
 
-    def too_long(self, most: float) -> Entry | None:
+    def too_long(self, most: float) -> LedgerEntry | None:
         """A queued response that needs more room than this."""
         if self._ledger.longest <= most:
             return None

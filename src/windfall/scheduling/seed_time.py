@@ -8,7 +8,7 @@ other worker it must be unbounded: then the step is plain generating and trainin
 
 Two policies with one interface:
 
-- `Feedback` is RLBoost's Algorithm 1: move T_seed by the imbalance of the last step over eta, remember what worked for
+- `RLBoostSeeding` is RLBoost's Algorithm 1: move T_seed by the imbalance of the last step over eta, remember what worked for
   each fleet size, and bound how many instances are worth having.
 - `Predict` computes it. Of W tokens a step, local makes L a second, the fleet R once it has pulled (after P seconds),
   and training takes in A a second. If work could be split at will, generation and training would end together at
@@ -28,8 +28,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from windfall.scheduling.fleet_speed import Crowd, Rates
-from windfall.scheduling.step_model import START, Course, Mark
+from windfall.scheduling.fleet_speed import FleetSpeed, StepRates
+from windfall.scheduling.step_model import START, Mark, StepModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class Others:
     """What they make together by what is known of each; 0 if nothing is known yet."""
     pull_s: float = 0.0
     """Until they have the new weights."""
-    crowd: Crowd | None = None
+    crowd: FleetSpeed | None = None
     """What they make of so many responses; None: the same of any number."""
-    local: Crowd | None = None
+    local: FleetSpeed | None = None
     """And local; None: what it made in the last step."""
     responses: int = 1
     """Of the step."""
@@ -70,12 +70,12 @@ class Measured:
     responses: int = 1
     course: tuple[Mark, ...] = ()
     """When how much was made, and could be trained on."""
-    there: tuple[tuple[float, Crowd], ...] = ()
+    there: tuple[tuple[float, FleetSpeed], ...] = ()
     """Who made tokens, each from a time on; empty: somebody was there of whom nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class SeedPlan:
     seed_s: float
     """Infinite: until all is generated."""
     most_workers: float
@@ -86,22 +86,22 @@ class Plan:
 
 
 class Offload(Protocol):
-    def plan(self, last: Measured | None, others: Others) -> Plan:
+    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
         """For the step that begins now; `last` is the one that ended, None at the start."""
         ...
 
-    def again(self, others: Others, now: Mark) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> SeedPlan | None:
         """Local still generates, and the step stands at `now`. None: it stays as it was planned."""
         ...
 
 
 SAME = 1e-3
 """A mean number of workers that is off by less is a matter of rounding."""
-ALONE = Plan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
+ALONE = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
 
 
 @dataclass(slots=True)
-class Feedback:
+class RLBoostSeeding:
     """RLBoost's Algorithm 1."""
 
     first_s: float = 150.0
@@ -114,7 +114,7 @@ class Feedback:
     def __post_init__(self) -> None:
         self.seed_s = self.first_s
 
-    def plan(self, last: Measured | None, others: Others) -> Plan:
+    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
         if last is not None and last.workers > 0 and math.isfinite(last.seed_s):
             self.seed_s = max(0.0, self.seed_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
             if last.train_s > 0:
@@ -125,9 +125,9 @@ class Feedback:
             return ALONE
         self.seed_s = self.memory.get(others.workers, self.seed_s)
         why = f"by the imbalance of steps before, {others.workers} workers"
-        return Plan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
+        return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
 
-    def again(self, others: Others, now: Mark) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> SeedPlan | None:
         """As published: once a step."""
         return None
 
@@ -141,29 +141,29 @@ class Predict:
     tokens: float = 0.0
     local: float = 0.0
     train: float = 0.0
-    course: Course = field(default_factory=Course)
+    course: StepModel = field(default_factory=StepModel)
 
-    def plan(self, last: Measured | None, others: Others) -> Plan:
+    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
         if last is not None:
             self._learn(last)
         return self.again(others, START)
 
-    def again(self, others: Others, now: Mark) -> Plan:
+    def again(self, others: Others, now: Mark) -> SeedPlan:
         if others.workers == 0:
             return ALONE
         if not (self.tokens and self.local and self.train and others.tok_per_s > 0):
             # Nothing to go by: generate everywhere, and measure. Nothing is lost but the overlap of one step.
-            return Plan(seed_s=math.inf, most_workers=math.inf, why="measuring: every rate is still unknown")
+            return SeedPlan(seed_s=math.inf, most_workers=math.inf, why="measuring: every rate is still unknown")
         rates = self._rates(self.tokens, others)
         seed_s = self.course.best(rates, now)
         w, low, a, r = self.tokens, self.local, self.train, others.tok_per_s
         why = f"{w:,.0f} tokens at {low:,.0f} here and {r:,.0f} tok/s elsewhere, trained at {a:,.0f}"
-        return Plan(seed_s=seed_s, most_workers=a / (r / others.workers), why=why, hold=True)
+        return SeedPlan(seed_s=seed_s, most_workers=a / (r / others.workers), why=why, hold=True)
 
-    def _rates(self, tokens: float, others: Others) -> Rates:
-        return Rates(
+    def _rates(self, tokens: float, others: Others) -> StepRates:
+        return StepRates(
             tokens=tokens, responses=others.responses, train=self.train, pull_s=others.pull_s,
-            local=others.local or Crowd.steady(self.local), others=others.crowd or Crowd.steady(others.tok_per_s),
+            local=others.local or FleetSpeed.steady(self.local), others=others.crowd or FleetSpeed.steady(others.tok_per_s),
         )  # fmt: skip
 
     def _learn(self, last: Measured) -> None:
@@ -182,11 +182,11 @@ class Predict:
 class Never:
     """No seeding: local generates only when nobody else is there."""
 
-    def plan(self, last: Measured | None, others: Others) -> Plan:
+    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
         del last
-        return Plan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
+        return SeedPlan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
 
-    def again(self, others: Others, now: Mark) -> Plan | None:
+    def again(self, others: Others, now: Mark) -> SeedPlan | None:
         return None
 
 
@@ -196,5 +196,5 @@ def make(name: str, *, first_s: float = 150.0) -> Offload:
     inf
     """
     if name.startswith("feedback"):
-        return Feedback(first_s=first_s, remembers=name == "feedback")
+        return RLBoostSeeding(first_s=first_s, remembers=name == "feedback")
     return Never() if name == "never" else Predict()

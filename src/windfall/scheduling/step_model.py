@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from windfall.scheduling.fleet_speed import Crowd, Rates
+from windfall.scheduling.fleet_speed import FleetSpeed, StepRates
 
 PARTS = 32
 TRIES = 24
@@ -48,7 +48,7 @@ class Mark(NamedTuple):
 START = Mark(0.0, 0.0, 0.0, 0.0)
 
 
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A part of what is left of a step."""
 
     tokens: float
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 @dataclass(slots=True)
-class Course:
+class StepModel:
     made: list[float] = field(default_factory=lambda: [(n + 1) / PARTS for n in range(PARTS)])
     whole: list[float] = field(default_factory=lambda: [(n + 1) / PARTS for n in range(PARTS)])
     open: list[float] = field(default_factory=lambda: [1.0] * PARTS)
@@ -69,7 +69,7 @@ class Course:
     steps: int = 0
 
     def learn(
-        self, marks: Sequence[Mark], there: Sequence[tuple[float, Crowd]], responses: float, weight: float
+        self, marks: Sequence[Mark], there: Sequence[tuple[float, FleetSpeed]], responses: float, weight: float
     ) -> None:
         """`marks` in order, the last when all was made; `there`: who made tokens, each from a time on, in order."""
         total = marks[-1].made if marks else 0.0
@@ -88,7 +88,7 @@ class Course:
                 known[n] += weight * (value - known[n])
             before = mark
 
-    def total(self, rates: Rates, start: Mark) -> float:
+    def total(self, rates: StepRates, start: Mark) -> float:
         """How many tokens this step comes to. Responses tell: when so few are left open, so much is usually made. The
         more of them are finished, the more that counts beside what steps before came to."""
         open = start.open / rates.responses
@@ -106,10 +106,10 @@ class Course:
         usual = before[1] + min(1.0, share) * (point[1] - before[1])
         return max(start.made, open * rates.tokens + (1 - open) * start.made / max(1e-9, usual))
 
-    def left(self, rates: Rates, start: Mark) -> list[Part]:
+    def left(self, rates: StepRates, start: Mark) -> list[StepPart]:
         """What is still to be made. If fewer or more groups are whole by now than usual, the rest catches up evenly."""
         total = self.total(rates, start)
-        made, out = min(1.0, start.made / total), list[Part]()
+        made, out = min(1.0, start.made / total), list[StepPart]()
         before, usual, share = 0.0, 0.0, 1.0
         both = rates.local + rates.others
         for n in range(PARTS):
@@ -124,15 +124,15 @@ class Course:
             tokens = max(0.0, self.made[n] - before) * total * self.slow[n]
             open, behind = max(1.0, self.open[n] * rates.responses), self.behind[n] * total
             speeds = [crowd.tok_per_s(open, behind) for crowd in (rates.local, rates.others, both)]
-            out.append(Part(tokens, (self.whole[n] - usual) * share * total, (speeds[0], speeds[1], speeds[2])))
+            out.append(StepPart(tokens, (self.whole[n] - usual) * share * total, (speeds[0], speeds[1], speeds[2])))
             before, usual = self.made[n], self.whole[n]
         return out
 
-    def end_s(self, rates: Rates, seed_s: float, start: Mark = START) -> float:
+    def end_s(self, rates: StepRates, seed_s: float, start: Mark = START) -> float:
         """When all would be trained."""
         return self._end_s(self.left(rates, start), rates, seed_s, start)
 
-    def _end_s(self, left: Sequence[Part], rates: Rates, seed_s: float, start: Mark) -> float:
+    def _end_s(self, left: Sequence[StepPart], rates: StepRates, seed_s: float, start: Mark) -> float:
         at_s, free_s = start.at_s, seed_s + start.whole / rates.train
         for part in left:
             begun_s = at_s
@@ -143,7 +143,7 @@ class Course:
                 free_s = max(max(free_s, (begun_s + at_s) / 2) + part.whole / rates.train, at_s)
         return free_s
 
-    def best(self, rates: Rates, start: Mark = START) -> float:
+    def best(self, rates: StepRates, start: Mark = START) -> float:
         """The T_seed with which the step ends soonest; of equal ones the shortest."""
         left = self.left(rates, start)
         low, high, found = start.at_s, self.made_s(rates, start), start.at_s
@@ -154,7 +154,7 @@ class Course:
             low, high = max(start.at_s, found - width), found + width
         return found
 
-    def made_s(self, rates: Rates, start: Mark = START) -> float:
+    def made_s(self, rates: StepRates, start: Mark = START) -> float:
         """When all would be made, with local until the end."""
         at_s = start.at_s
         for part in self.left(rates, start):
@@ -162,7 +162,7 @@ class Course:
         return at_s
 
 
-def _stretches(at_s: float, part: Part, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
+def _stretches(at_s: float, part: StepPart, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
     """When each share of a part that is begun at `at_s` is made, as (start, end, share), each at a constant rate: by
     local until `seed_s`, by the others from `pull_s` on."""
     tokens, (local, others, both) = part.tokens, part.rates
@@ -176,7 +176,9 @@ def _stretches(at_s: float, part: Part, pull_s: float, seed_s: float) -> Iterato
         tokens, at_s = tokens - done, end_s
 
 
-def _expected(there: Sequence[tuple[float, Crowd]], start_s: float, end_s: float, open: float, behind: float) -> float:
+def _expected(
+    there: Sequence[tuple[float, FleetSpeed]], start_s: float, end_s: float, open: float, behind: float
+) -> float:
     """Tokens that should have been made in this time, by the profiles of those who were there."""
     tokens = 0.0
     for n, (since_s, crowd) in enumerate(there):

@@ -37,7 +37,7 @@ NOT_YET = "not enough measured yet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunMeasurements:
     """What was measured of the run and its trainer."""
 
     steps: int
@@ -62,7 +62,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class WorkerKind:
     """One kind of worker: those of one lease, device and price."""
 
     name: str
@@ -85,14 +85,14 @@ class Kind:
     def __post_init__(self) -> None:
         _sound(self.now, self.tok_per_s, self.usd_per_h, self.boot_s, self.pull_s, self.losses_per_h)
 
-    def useful_tok_per_s(self, run: Run, now: int, then: int) -> float:
+    def useful_tok_per_s(self, run: RunMeasurements, now: int, then: int) -> float:
         """Less the time in which its replacements start. `now` engines share the responses, and `then`, in the case
         that is looked at."""
         rate = self.tok_per_s * _thinner(self.profile, self.slots, run.responses, now, then)
         return rate / (1 + (self.boot_s + self.pull_s) * self.losses_per_h / 3600)
 
 
-class Point(NamedTuple):
+class ValuePoint(NamedTuple):
     workers: int
     tok_per_s: float
     tokens_per_usd: float
@@ -107,7 +107,7 @@ class Advice:
     tokens_per_usd_now: float | None = None
     tokens_per_usd_best: float | None = None
     """With `count` workers."""
-    curve: tuple[Point, ...] = ()
+    curve: tuple[ValuePoint, ...] = ()
     """From 0 to a little beyond both."""
 
 
@@ -119,10 +119,10 @@ def _thinner(profile: Profile | None, slots: int, responses: int, now: int, then
     return profile.tok_per_s(has) / profile.tok_per_s(had)
 
 
-def step_s(run: Run, fleet_tok_per_s: float) -> float:
+def step_s(run: RunMeasurements, fleet_tok_per_s: float) -> float:
     """How long a step takes at best.
 
-    >>> run = Run(steps=9, tokens_per_step=1e6, train_tok_per_s=2e4, local_tok_per_s=2e4, trainer_usd_per_h=84.0)
+    >>> run = RunMeasurements(steps=9, tokens_per_step=1e6, train_tok_per_s=2e4, local_tok_per_s=2e4, trainer_usd_per_h=84.0)
     >>> [round(1e6 / step_s(run, n * 4000)) for n in (0, 1, 2, 3, 4, 5, 6)]
     [10000, 12000, 14000, 16000, 18000, 20000, 20000]
     """
@@ -138,11 +138,11 @@ def step_s(run: Run, fleet_tok_per_s: float) -> float:
     return max(seed_s + train_s, made_s + run.tail_s)
 
 
-def advise(run: Run, kind: Kind, others: Sequence[Kind] = ()) -> Advice:
+def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] = ()) -> Advice:
     """How many of `kind`, while `others` stay as they are.
 
-    >>> run = Run(steps=9, tokens_per_step=1e6, train_tok_per_s=2e4, local_tok_per_s=2e4, trainer_usd_per_h=83.79)
-    >>> advise(run, Kind(name="spot", now=2, tok_per_s=4000, usd_per_h=5.32)).why
+    >>> run = RunMeasurements(steps=9, tokens_per_step=1e6, train_tok_per_s=2e4, local_tok_per_s=2e4, trainer_usd_per_h=83.79)
+    >>> advise(run, WorkerKind(name="spot", now=2, tok_per_s=4000, usd_per_h=5.32)).why
     'generation is the bottleneck: 3 more pay'
     """
     silent = [k.name for k in others if k.now and k.tok_per_s <= 0]
@@ -164,7 +164,7 @@ def advise(run: Run, kind: Kind, others: Sequence[Kind] = ()) -> Advice:
         fleet = sum(c * k.useful_tok_per_s(run, engines, then) for k, c in ((kind, n), *((k, k.now) for k in others)))
         local = run.local_tok_per_s * _thinner(run.local_profile, 0, run.responses, engines, then)
         tok_per_s = run.tokens_per_step / step_s(replace(run, local_tok_per_s=local), fleet)
-        points.append(Point(n, tok_per_s, tok_per_s * 3600 / (base_usd_per_h + n * kind.usd_per_h)))
+        points.append(ValuePoint(n, tok_per_s, tok_per_s * 3600 / (base_usd_per_h + n * kind.usd_per_h)))
     now = points[kind.now]
     best = _best(points, kind)
     if best.tokens_per_usd < now.tokens_per_usd * (1 + MIN_GAIN):
@@ -176,14 +176,14 @@ def advise(run: Run, kind: Kind, others: Sequence[Kind] = ()) -> Advice:
     )  # fmt: skip
 
 
-def _best(points: Sequence[Point], kind: Kind) -> Point:
+def _best(points: Sequence[ValuePoint], kind: WorkerKind) -> ValuePoint:
     """The smallest number that is as good as any; a rounding error does not make one better."""
     could = points[: max(kind.most, kind.now) + 1]
     top = max(p.tokens_per_usd for p in could)
     return next(p for p in could if p.tokens_per_usd >= top * (1 - 1e-9))
 
 
-def _why(kind: Kind, points: Sequence[Point], best: Point, base_usd_per_h: float) -> str:
+def _why(kind: WorkerKind, points: Sequence[ValuePoint], best: ValuePoint, base_usd_per_h: float) -> str:
     count, now = best.workers, kind.now
     if count > now:
         return f"generation is the bottleneck: {count - now} more {'pays' if count - now == 1 else 'pay'}"
@@ -205,7 +205,7 @@ def _why(kind: Kind, points: Sequence[Point], best: Point, base_usd_per_h: float
     return f"as it should be: no other number gains {MIN_GAIN:.0%}"
 
 
-def _pays_below(points: Sequence[Point], base_usd_per_h: float) -> float:
+def _pays_below(points: Sequence[ValuePoint], base_usd_per_h: float) -> float:
     """The price per hour under which some number of workers beats none by the least gain that counts."""
     need = points[0].tok_per_s * (1 + MIN_GAIN)
     return max(((p.tok_per_s / need - 1) * base_usd_per_h / p.workers if need > 0 else math.inf) for p in points[1:])

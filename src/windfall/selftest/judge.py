@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class Differences:
     """What was measured on the small model. `refused`: why that is too much."""
 
     nats: float = 0.0
@@ -46,28 +46,28 @@ def limits(device: str) -> Limits:
 def engine(
     config: Any, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
     names: Iterable[str] | None = None,
-) -> Figures:  # fmt: skip
+) -> Differences:  # fmt: skip
     """What is measured, now; raises WindfallError if it is too much."""
     what = f"windfall's engine does not compute {_name(config)} as transformers does"
 
-    def measure(small: Any) -> Figures:
+    def measure(small: Any) -> Differences:
         if deterministic and (why := determinism.depend_on_neighbors(small)):
-            return Figures(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
+            return Differences(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
         most, refused = limits(device).nats, ""
         apart = compare.engine_apart(small, make, longest=longest, most=most)
         if apart.by > most:
             refused = f"{what}: log-probs differ by {apart.by:.2g} nats ({apart.what}); rounding is below {most:g}"
         elif deterministic and not determinism.same(small, make, longest=longest):
             refused = f"run.deterministic does not hold for {_name(config)}: alone and among others its bits differ"
-        return Figures(nats=apart.by, refused=refused)
+        return Differences(nats=apart.by, refused=refused)
 
     return _judged(measure, what, config, device, longest, names)
 
 
-def trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> Figures:
+def trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> Differences:
     what = f"windfall's trainer does not compute {_name(config)} as transformers does"
 
-    def measure(small: Any) -> Figures:
+    def measure(small: Any) -> Differences:
         nats, gradient = compare.trainer_apart(small)
         most, refused = limits(device), ""
         if nats.by > most.nats:
@@ -75,15 +75,15 @@ def trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | No
         elif gradient.by > most.gradient:
             share = f"{gradient.by:.2g} of its size ({gradient.what}); rounding is below {most.gradient:g}"
             refused = f"{what}: a weight's gradient differs by {share}"
-        return Figures(nats=nats.by, gradient=gradient.by, refused=refused)
+        return Differences(nats=nats.by, gradient=gradient.by, refused=refused)
 
     return _judged(measure, what, config, device, longest, names, keep=True)
 
 
 def _judged(
-    measure: Callable[[Any], Figures], what: str, config: Any, device: str, longest: int,
+    measure: Callable[[Any], Differences], what: str, config: Any, device: str, longest: int,
     names: Iterable[str] | None, keep: bool = False,
-) -> Figures:  # fmt: skip
+) -> Differences:  # fmt: skip
     first, names = None, None if names is None else list(names)
     for seed in SEEDS:
         try:

@@ -30,7 +30,7 @@ from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
 from windfall.link.socket import Dialler
 from windfall.train.base import Trainer
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.train.remote import unpack
 
 SHAKE_S = 10.0
@@ -38,17 +38,17 @@ REFUSALS = 3
 """In a row, and it ends. One may come from another run, whose controller has just taken the port of a dead one."""
 
 
-class Refusal(LinkClosed):
+class ControllerRefused(LinkClosed):
     """By a controller that will not change its mind."""
 
 
 @dataclass(kw_only=True)
 class TrainerHost:
     trainer: Trainer
-    state: State
+    state: CheckpointState
     publish: Callable[[int], Any]
     """Makes the trainer's weights readable as this version; returns their manifest. May `let_go` of the module."""
-    save: Callable[[State], Any]
+    save: Callable[[CheckpointState], Any]
     hello: Callable[..., m.TrainerHello]
     """Fills in what is known of the run; given protocol, nonce, proof, state, version and digest."""
     secret: str
@@ -96,7 +96,7 @@ class TrainerHost:
                     finally:
                         await link.close()
                 except LinkClosed as e:
-                    refusals = refusals + 1 if isinstance(e, Refusal) else 0
+                    refusals = refusals + 1 if isinstance(e, ControllerRefused) else 0
                     if str(e) != said:  # the same again and again is said once
                         said = str(e)
                         self.say(f"no link: {said}")
@@ -134,7 +134,7 @@ class TrainerHost:
         )
         answer = await link.receive()
         if isinstance(answer, m.Refused):
-            raise (LinkClosed if answer.again else Refusal)(f"{link.peer}: refused: {clip(answer.why)}")
+            raise (LinkClosed if answer.again else ControllerRefused)(f"{link.peer}: refused: {clip(answer.why)}")
         if not isinstance(answer, m.TrainerWelcome) or not auth.same(
             answer.proof, auth.proof(self.secret, "trainer welcome", challenge.run, challenge.nonce, nonce)
         ):
@@ -180,7 +180,7 @@ class TrainerHost:
                 report = await self._do(self.trainer.finish, room=True)
                 if order.step is not None and order.next_task is not None:
                     self._manifest = await self._do(self.publish, order.step)
-                    self.state, self._updates = State(step=order.step, next_task=order.next_task), 0
+                    self.state, self._updates = CheckpointState(step=order.step, next_task=order.next_task), 0
                 return m.Updated(
                     report=asdict(report),
                     version=self._manifest.version,

@@ -32,7 +32,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class CheckpointState:
     step: int
     """Steps completed."""
     next_task: int
@@ -54,7 +54,7 @@ class Chosen:
     """The newest checkpoint that is whole."""
 
     path: Path
-    state: State
+    state: CheckpointState
     checked: checksums.Checked
     damaged: tuple[checksums.Damaged, ...] = ()
     """Newer checkpoints that are not, newest first."""
@@ -115,7 +115,7 @@ def latest(run: Path, *, optimizer: bool = False) -> Chosen:
     return chosen
 
 
-def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
+def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
     """Write, publish by renaming, then drop all but the newest `keep`.
 
     Raises WindfallError if the disk is full or the folder cannot be written. The checkpoints before stay as they are.
@@ -148,7 +148,7 @@ def save(folder: Path, state: State, *, model: Any, tokenizer: Any, optimizer: A
     return final
 
 
-def _write(work: Path, state: State, model: Any, tokenizer: Any, tensors: dict[str, Any]) -> None:
+def _write(work: Path, state: CheckpointState, model: Any, tokenizer: Any, tensors: dict[str, Any]) -> None:
     """Write all files of a checkpoint and flush them to disk."""
     from safetensors.torch import save_file
 
@@ -179,9 +179,9 @@ def _unwritten(final: Path, error: Exception) -> WindfallError:
     return WindfallError(f"the checkpoint cannot be written: {said}", where=str(final), fix=fix)
 
 
-def read_state(checkpoint: Path) -> State:
+def read_state(checkpoint: Path) -> CheckpointState:
     said = _read(checkpoint)
-    return State(step=said["step"], next_task=said["next_task"])
+    return CheckpointState(step=said["step"], next_task=said["next_task"])
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     return said
 
 
-def restore(checkpoint: Path, *, optimizer: Any, device: str) -> State:
+def restore(checkpoint: Path, *, optimizer: Any, device: str) -> CheckpointState:
     """Put optimizer and random state back. The model is loaded from the folder like any other."""
     import torch
     from safetensors import SafetensorError

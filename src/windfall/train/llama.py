@@ -31,7 +31,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class PackedRows:
     """A pack on the device: whole sequences end to end."""
 
     ids: Tensor
@@ -55,7 +55,7 @@ class Kept:
 
 @dataclass(kw_only=True, slots=True)
 class Tape:
-    rows: Rows
+    rows: PackedRows
     cos: Tensor
     sin: Tensor
     layers: list[Kept] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Tape:
 class Blocks:
     def __init__(self, model: Any, gradients: Gradients | None, keep: str | int, ops: Any) -> None:
         self.base, self.gradients, self.keep = model.base_model, gradients, keep
-        self.layers = [Layer(x, gradients, ops) for x in self.base.layers]
+        self.layers = [LlamaLayer(x, gradients, ops) for x in self.base.layers]
         self.ops, self.eps = ops, self.base.norm.variance_epsilon
         one, mlp = self.layers[0], self.base.layers[0].mlp
         self.each = activation_memory.layer_bytes(
@@ -80,7 +80,7 @@ class Blocks:
         _check(model)
         return Blocks(model, gradients, keep, ops or plain.for_device(model.device))
 
-    def forward(self, rows: Rows, *, learning: bool) -> tuple[Tensor, Tape]:
+    def forward(self, rows: PackedRows, *, learning: bool) -> tuple[Tensor, Tape]:
         """Hidden states of the wanted rows, and what `backward` needs if there is learning to be done."""
         least = [LEAST] * len(self.layers)
         levels = self._levels(len(rows.ids)) if learning else least
@@ -93,7 +93,7 @@ class Blocks:
         return self._forward(rows, least, learning)
 
     @torch.no_grad()
-    def _forward(self, rows: Rows, levels: list[int], learning: bool) -> tuple[Tensor, Tape]:
+    def _forward(self, rows: PackedRows, levels: list[int], learning: bool) -> tuple[Tensor, Tape]:
         x = self.base.embed_tokens(rows.ids)
         cos, sin = (a[0].contiguous() for a in self.base.rotary_emb(x[None], rows.positions[None]))
         tape = Tape(rows=rows, cos=cos, sin=sin)
@@ -136,7 +136,7 @@ class Blocks:
         return activation_memory.levels(free_bytes(weight.device), tokens, count, self.each)
 
 
-class Layer:
+class LlamaLayer:
     def __init__(self, layer: Any, gradients: Gradients | None, ops: Any) -> None:
         a, mlp = layer.self_attn, layer.mlp
         self.ops, self.gradients, self.head = ops, gradients, a.head_dim

@@ -20,7 +20,7 @@ from windfall.engine.torch.packed import Packed
 from windfall.train.activation_memory import ALL, LEAST
 from windfall.train.gradients import Gradients
 from windfall.train.head import Head, Weigh, own_head
-from windfall.train.llama import Blocks, Rows, Unfit
+from windfall.train.llama import Blocks, PackedRows, Unfit
 from windfall.train.sample import Sample
 
 KEEP = {True: LEAST, False: ALL, "auto": "auto"}
@@ -39,7 +39,7 @@ class Autograd:
         for module in self._recomputing:
             module.training = yes and module.gradient_checkpointing
 
-    def forward(self, rows: Rows, *, learning: bool) -> tuple[Tensor, Any]:
+    def forward(self, rows: PackedRows, *, learning: bool) -> tuple[Tensor, Any]:
         self._learning(learning)
         with torch.set_grad_enabled(learning):
             hidden = self.model.base_model(
@@ -102,7 +102,7 @@ class Learner:
             self.body.backward(tape, back)
 
 
-def lay(samples: Sequence[Sample], device: torch.device) -> tuple[Rows, Tensor]:
+def lay(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRows, Tensor]:
     """Samples laid end to end, and the tokens that their rows are to predict. One copy to the device."""
     lengths = [len(s.ids) for s in samples]
     starts = [0, *accumulate(lengths)]
@@ -116,7 +116,7 @@ def lay(samples: Sequence[Sample], device: torch.device) -> tuple[Rows, Tensor]:
     if device.type == "cuda":
         there = there.pin_memory().to(device, non_blocking=True)
     ids, positions, rows = there.split((total, total, wanted))
-    return Rows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
+    return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
 
 
 def compare(blocks: Blocks, module: Autograd) -> None:

@@ -19,7 +19,7 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, TooLarge
 from windfall.train.base import Report, TrainerLost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.train.sample import Sample
 
 FRAME_BYTES = 16 << 20
@@ -72,7 +72,7 @@ class RemoteTrainer:
         """Returns how long the trainer worked on it."""
         return sum([(await self._ask(m.Accumulate(samples=part), m.Done)).s for part in parts(samples)])
 
-    async def update(self, state: State | None) -> tuple[Report, m.Updated]:
+    async def update(self, state: CheckpointState | None) -> tuple[Report, m.Updated]:
         """One optimizer update; with `state`, the step's last: the result is published as version `state.step`."""
         step, task = (state.step, state.next_task) if state else (None, None)
         reply = await self._ask(m.Update(step=step, next_task=task), m.Updated)
@@ -107,9 +107,9 @@ class RemoteTrainer:
         return reply
 
 
-def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.Sample, ...]]:
+def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
     """What to send at a time. The same samples are always cut the same way: how they are summed must not change."""
-    part: list[m.Sample] = []
+    part: list[m.SampleMessage] = []
     size = 0
     for sample in samples:
         # On the wire a number takes up to 5 bytes, a log-prob 8, and a sample has a few fields more.
@@ -122,15 +122,15 @@ def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.Sample, ...]]:
     yield tuple(part)
 
 
-def pack(sample: Sample) -> m.Sample:
+def pack(sample: Sample) -> m.SampleMessage:
     s = sample
-    return m.Sample(
+    return m.SampleMessage(
         ids=s.ids, targets=s.targets, behaviour=np.asarray(s.behaviour, np.float64).tobytes(), advantage=s.advantage,
         limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
     )  # fmt: skip
 
 
-def unpack(sample: m.Sample) -> Sample:
+def unpack(sample: m.SampleMessage) -> Sample:
     """
     >>> s = Sample(ids=(1, 2), targets=(1,), behaviour=np.array([-0.1]), advantage=0.5, limit=9)
     >>> unpack(pack(s)).behaviour.tolist()

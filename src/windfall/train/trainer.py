@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from windfall.algorithms.base import Algorithm, Floats, Tokens
+from windfall.algorithms.base import Algorithm, Floats, SampledTokens
 from windfall.algorithms.importance import truncated_importance
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.config import Recipe
@@ -79,7 +79,7 @@ class TorchTrainer:
         gaps, clips, kls = [], [], []
         for s, now, ref in zip(pack, np.split(logp, sizes), reference, strict=True):
             old = now if s.old is None else s.old
-            w = self.algorithm.weights(Tokens(logp=now, old=old, advantage=s.advantage))
+            w = self.algorithm.weights(SampledTokens(logp=now, old=old, advantage=s.advantage))
             clips.append((w == 0) & (s.advantage != 0))
             w = w * truncated_importance(old, s.behaviour, self.importance_cap)
             share = self.algorithm.normaliser(len(now), s.limit)

@@ -15,7 +15,7 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from windfall.config import Change, Recipe
+from windfall.config import KeyChange, Recipe
 from windfall.cost.bill import Totals, reserved_only
 from windfall.events.log import Event, read
 
@@ -204,7 +204,7 @@ class Console:
         more = f"{_command()} resume {_argument(self._folder)} --set run.steps={2 * steps}"
         self._out.print(f"  to extend it               {more}")
 
-    def resuming(self, changes: Sequence[Change], warnings: Sequence[str]) -> None:
+    def resuming(self, changes: Sequence[KeyChange], warnings: Sequence[str]) -> None:
         """Before a run goes on. `changes`: since it began."""
         for line in warnings:
             self.say(line)

@@ -35,7 +35,7 @@ class PullDamaged(PullFailed):
     """The same bytes came wrong every time."""
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """The connection gave out; another try may do better."""
 
 
@@ -79,7 +79,7 @@ def _connect(to: Address) -> socket.socket:
     except ssl.SSLCertVerificationError as e:
         raise PullFailed(f"{to.name} has a certificate that is not trusted: {e.verify_message}") from e
     except OSError as e:
-        raise Broken(f"connecting to {to.name}: {e}") from e
+        raise ConnectionBroken(f"connecting to {to.name}: {e}") from e
 
 
 class Connection:
@@ -103,12 +103,12 @@ class Connection:
         try:
             self._sock.sendall(head.encode())
         except OSError as e:
-            raise Broken(f"asking {self.to.name} for {path}: {e}") from e
+            raise ConnectionBroken(f"asking {self.to.name} for {path}: {e}") from e
         status, length = self._head(path)
         if status != (200 if stop is None else 206):
             self._refused(status, length, path)
         if stop is not None and length != stop - start:
-            raise Broken(f"{self.to.name} sends {length} bytes of {path} instead of {stop - start}")
+            raise ConnectionBroken(f"{self.to.name} sends {length} bytes of {path} instead of {stop - start}")
         return length
 
     def read_into(self, view: memoryview) -> int:
@@ -132,26 +132,26 @@ class Connection:
         data, piece = b"", bytearray(4096)
         while b"\r\n\r\n" not in data:
             if len(data) > MAX_HEAD_BYTES:
-                raise Broken(f"{self.to.name} answers {path} with an endless header")
+                raise ConnectionBroken(f"{self.to.name} answers {path} with an endless header")
             data += piece[: self._recv(memoryview(piece), 0)]
         head, _, self._rest = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         status, length = first.split(" ")[1:2], fields.get("content-length", "")
         if not first.startswith("HTTP/1.") or not status or not status[0].isdigit() or not length.isdigit():
-            raise Broken(f"{self.to.name} answers {path} in a way that is not a weight server's")
+            raise ConnectionBroken(f"{self.to.name} answers {path} in a way that is not a weight server's")
         return int(status[0]), int(length)
 
     def _refused(self, status: int, length: int, path: str) -> NoReturn:
         try:
             why = self.read(min(length, 500)).decode(errors="replace").strip()
-        except Broken:
+        except ConnectionBroken:
             why = ""
         what = f"{self.to.name} refuses {path}: {status} {why}".strip()
         if status in (404, 410):
             raise PullGone(what)
         if status >= 500:
-            raise Broken(what)
+            raise ConnectionBroken(what)
         raise PullFailed(what)
 
     def _recv(self, view: memoryview, flags: int) -> int:
@@ -163,10 +163,10 @@ class Connection:
                 n = self._sock.recv_into(view, 0, flags) if flags else self._sock.recv_into(view)
             except (TimeoutError, BlockingIOError, ssl.SSLWantReadError) as e:
                 if time.monotonic() - began >= self.to.timeout_s:
-                    raise Broken(f"waited {self.to.timeout_s:g} s for {self.to.name} to send") from e
+                    raise ConnectionBroken(f"waited {self.to.timeout_s:g} s for {self.to.name} to send") from e
                 continue
             except OSError as e:
-                raise Broken(f"reading from {self.to.name}: {e}") from e
+                raise ConnectionBroken(f"reading from {self.to.name}: {e}") from e
             if n == 0:
-                raise Broken(f"{self.to.name} closed the connection")
+                raise ConnectionBroken(f"{self.to.name} closed the connection")
             return n

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from windfall.weights.buffers import Buffer
-from windfall.weights.manifest import Entry
+from windfall.weights.manifest import TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def mark(tensors: Iterable[torch.Tensor]) -> Any:
     return event
 
 
-def copy(buffer: Buffer, sources: Mapping[Entry, torch.Tensor], after: Any) -> Iterator[tuple[int, Any]]:
+def copy(buffer: Buffer, sources: Mapping[TensorEntry, torch.Tensor], after: Any) -> Iterator[tuple[int, Any]]:
     """Pairs in rising order: once the event has come (None: now), all bytes up to there have. `after` is what `mark`
     gave, perhaps in another thread. Asking a GPU for copies can take as long as the copies."""
     import torch
@@ -68,7 +68,7 @@ def settle(tensors: Iterable[torch.Tensor], last: Any) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _place(buffer: Buffer, entry: Entry) -> torch.Tensor:
+def _place(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
     """Where a tensor's elements go, flat."""
     import torch
 

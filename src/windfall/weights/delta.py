@@ -34,7 +34,7 @@ Part = tuple[Any, list[Any], list[Any]]
 Bytes = np.ndarray
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """A block: bytes from `start` to `stop`, elements of `width`."""
 
     start: int
@@ -42,12 +42,12 @@ class Span(NamedTuple):
     width: int
 
 
-def spans(manifest: Manifest) -> list[Span]:
+def spans(manifest: Manifest) -> list[ByteSpan]:
     out = []
     for e in manifest.ranges():
         width = WIDTHS[e.dtype]
         end = e.offset + e.nbytes
-        out += [Span(a, min(a + BLOCK * width, end), width) for a in range(e.offset, end, BLOCK * width)]
+        out += [ByteSpan(a, min(a + BLOCK * width, end), width) for a in range(e.offset, end, BLOCK * width)]
     return out
 
 
@@ -105,7 +105,7 @@ def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest)
         target[_places(int(row["way"]), index, len(target))] = values
 
 
-def _part(old: Bytes, new: Bytes, blocks: list[Span], which: Iterable[int]) -> Part:
+def _part(old: Bytes, new: Bytes, blocks: list[ByteSpan], which: Iterable[int]) -> Part:
     rows, indices, values = [], [], []
     for i in which:
         span = blocks[i]
@@ -164,7 +164,7 @@ def _places(way: int, index: Bytes, size: int) -> Any:
     return (np.cumsum(index + (index != 255), dtype=np.int64) - 1)[index != 255]
 
 
-def _table(data: Bytes, blocks: list[Span]) -> tuple[np.ndarray, int]:
+def _table(data: Bytes, blocks: list[ByteSpan]) -> tuple[np.ndarray, int]:
     head = len(MAGIC) + 8
     if len(data) < head or data[: len(MAGIC)].tobytes() != MAGIC:
         raise _wrong("it does not begin like one")
@@ -201,7 +201,7 @@ def _check_index(way: int, changes: int, index: Bytes, size: int) -> None:
         raise _wrong("the index of a block does not fit the block")
 
 
-def _elements(span: Span) -> int:
+def _elements(span: ByteSpan) -> int:
     return (span.stop - span.start) // span.width
 
 

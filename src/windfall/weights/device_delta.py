@@ -18,7 +18,7 @@ from torch import Tensor
 
 from windfall.weights import delta
 from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, PLACES, ROW, Part
-from windfall.weights.manifest import WIDTHS, Entry, Manifest
+from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
 
 SLAB = 1 << 27
 SHARE = 0.2
@@ -50,7 +50,7 @@ class Slab:
 
 
 class Shadow:
-    def __init__(self, entries: tuple[Entry, ...], nbytes: int, device: torch.device) -> None:
+    def __init__(self, entries: tuple[TensorEntry, ...], nbytes: int, device: torch.device) -> None:
         self.entries, self.device = entries, device
         self.version: int | None = None
         """Whose bytes it has; None: nobody's."""
@@ -60,7 +60,7 @@ class Shadow:
         self._host = torch.empty(0, dtype=torch.uint8)
         """What crossed the bus, in pinned memory; used again by the next `encode`."""
 
-    def take(self, sources: Mapping[Entry, Tensor], version: int) -> None:
+    def take(self, sources: Mapping[TensorEntry, Tensor], version: int) -> None:
         self.version = None
         for entry, source in sources.items():
             if entry.nbytes:
@@ -68,7 +68,7 @@ class Shadow:
                 target.view(getattr(torch, entry.dtype)).view(entry.shape).copy_(source.detach())
         self.version = version
 
-    def encode(self, sources: Mapping[Entry, Tensor], manifest: Manifest, worth: float = 0.9) -> list[Any] | None:
+    def encode(self, sources: Mapping[TensorEntry, Tensor], manifest: Manifest, worth: float = 0.9) -> list[Any] | None:
         """What `delta.join` gives for the step to `sources`, to be used before the next call. `manifest` is that of any
         version of this layout."""
         new = {e.offset: _flat(e, source) for e, source in sources.items() if e.nbytes}
@@ -129,13 +129,13 @@ class Shadow:
         return out
 
 
-def _flat(entry: Entry, source: Tensor) -> Tensor:
+def _flat(entry: TensorEntry, source: Tensor) -> Tensor:
     """As integers: what would be published of it."""
     values = source.detach().to(getattr(torch, entry.dtype)).contiguous().view(-1)
     return values.view(torch.uint8).view(_INTEGERS[WIDTHS[entry.dtype]])
 
 
-def _slabs(spans: list[tuple[Entry, int, int]], numbers: range, device: torch.device) -> Iterator[Slab]:
+def _slabs(spans: list[tuple[TensorEntry, int, int]], numbers: range, device: torch.device) -> Iterator[Slab]:
     """Spans are bytes of whole blocks, or up to the end of their tensor; `numbers` are those of all their blocks."""
     pieces: list[tuple[int, int, int]] = []
     sizes: list[np.ndarray] = []

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import xxhash
 
-from windfall.weights.connection import Address, Broken, Connection, PullDamaged, PullFailed, PullGone
+from windfall.weights.connection import Address, Connection, ConnectionBroken, PullDamaged, PullFailed, PullGone
 
 PIECE_BYTES = 1 << 20
 """Read, then hashed while it is still in the cache."""
@@ -36,7 +36,7 @@ class Retry:
     def progress(self) -> None:
         self.failures = 0
 
-    def again(self, why: Broken, what: str) -> None:
+    def again(self, why: ConnectionBroken, what: str) -> None:
         """Wait, or give up."""
         self.failures += 1
         if self.failures >= self.tries:
@@ -57,7 +57,7 @@ def small(to: Address, path: str, limit_bytes: int, retry: Retry, parse: Callabl
             if length > limit_bytes:
                 raise PullFailed(f"{path} has {length} bytes; at most {limit_bytes} are read")
             return parse(connection.read(length)), length
-        except Broken as e:
+        except ConnectionBroken as e:
             retry.again(e, path)
         finally:
             if connection:
@@ -140,7 +140,7 @@ class Fetch:
                             at = chunk * self.chunk_bytes
                             self._came_wrong(chunk)
                         self.have[chunk] = self.chunks[chunk]
-            except Broken as e:
+            except ConnectionBroken as e:
                 if connection:
                     connection.close()
                 connection = None
@@ -152,7 +152,7 @@ class Fetch:
         what = f"chunk {chunk} of {self.path} came wrong from {self.to.name}"
         if self._bad[chunk] >= self.tries:
             raise PullDamaged(f"{what}, {self.tries} times")
-        raise Broken(what)
+        raise ConnectionBroken(what)
 
 
 def spans(missing: Sequence[int], most: int) -> list[tuple[int, int]]:

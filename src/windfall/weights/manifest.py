@@ -35,7 +35,7 @@ WIDTHS = {
 """Bytes per element, by torch's name of the dtype."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: int
     nbytes: int
     chunk_bytes: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     chunks: tuple[int, ...]
     digest: str
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    def ranges(self) -> list[Entry]:
+    def ranges(self) -> list[TensorEntry]:
         """One entry for every range of bytes, in order; tied names are left out."""
         return sorted({e.offset: e for e in reversed(self.entries) if e.nbytes}.values(), key=lambda e: e.offset)
 
@@ -76,7 +76,7 @@ T = TypeVar("T", Manifest, DeltaManifest)
 
 
 def make(
-    *, version: int, entries: tuple[Entry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]
+    *, version: int, entries: tuple[TensorEntry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]
 ) -> Manifest:
     """The manifest with its digest, checked like one that was received."""
     digest = _digest(entries, nbytes, chunk_bytes, chunks)
@@ -99,7 +99,7 @@ def decode_delta(data: bytes) -> DeltaManifest:
     return delta
 
 
-def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[Entry, ...], int]:
+def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorEntry, ...], int]:
     """Entries and size of the buffer for (name, dtype, shape, storage); equal storage numbers are tied.
 
     >>> entries, nbytes = layout([("a", "float32", (3,), 0), ("b", "int8", (2, 2), 1), ("tied", "float32", (3,), 0)])
@@ -112,7 +112,7 @@ def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[
         if storage not in placed:
             placed[storage] = -(-end // ALIGN_BYTES) * ALIGN_BYTES if nbytes else 0
             end = max(end, placed[storage] + nbytes)
-        entries.append(Entry(name=name, dtype=dtype, shape=shape, offset=placed[storage], nbytes=nbytes))
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, offset=placed[storage], nbytes=nbytes))
     return tuple(entries), end
 
 
@@ -126,7 +126,7 @@ def chunk_count(nbytes: int, chunk_bytes: int) -> int:
     return -(-nbytes // chunk_bytes)
 
 
-def _digest(entries: tuple[Entry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]) -> str:
+def _digest(entries: tuple[TensorEntry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((entries, nbytes, chunk_bytes, chunks)))
 
 

@@ -34,7 +34,7 @@ import xxhash
 from windfall.errors import WindfallError
 from windfall.weights import copy_out, delta, manifest
 from windfall.weights.buffers import Buffer
-from windfall.weights.manifest import DeltaManifest, Entry, Manifest
+from windfall.weights.manifest import DeltaManifest, Manifest, TensorEntry
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,9 @@ class Publisher:
             self._pool.shutdown()
             self._side.shutdown()
 
-    def _layout(self, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[Entry, ...], int, dict[Entry, torch.Tensor]]:
+    def _layout(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[TensorEntry, ...], int, dict[TensorEntry, torch.Tensor]]:
         if not tensors:
             raise WindfallError("no tensors to publish", where="weights", fix="Give the module's state_dict().")
         rows, storages = [], {}
@@ -156,7 +158,7 @@ class Publisher:
         first = {storage: i for i, (*_, storage) in reversed(list(enumerate(rows)))}
         return entries, nbytes, {entries[i]: tensors[entries[i].name] for i in first.values()}
 
-    def _take(self, nbytes: int, entries: tuple[Entry, ...]) -> Buffer:
+    def _take(self, nbytes: int, entries: tuple[TensorEntry, ...]) -> Buffer:
         """The spare buffer, withdrawn, with zeros between its tensors."""
         if len(self.readable) == 2:
             old, self.readable = self.readable[1], self.readable[:1]
@@ -174,7 +176,9 @@ class Publisher:
         self._spare = Buffer(nbytes, self.folder)
         return self._spare
 
-    def _copy(self, buffer: Buffer, sources: dict[Entry, torch.Tensor], after: Any) -> tuple[list[Future[int]], Any]:
+    def _copy(
+        self, buffer: Buffer, sources: dict[TensorEntry, torch.Tensor], after: Any
+    ) -> tuple[list[Future[int]], Any]:
         """Begin to fill the buffer, and to hash it: every chunk as soon as it is there. Returns the checksums to come,
         and the event after which all bytes are there (None: they are)."""
         if after is not None:
@@ -188,8 +192,8 @@ class Publisher:
         return hashes, event
 
     def _on_device(
-        self, base: Published | None, version: int, entries: tuple[Entry, ...], nbytes: int,
-        sources: dict[Entry, torch.Tensor],
+        self, base: Published | None, version: int, entries: tuple[TensorEntry, ...], nbytes: int,
+        sources: dict[TensorEntry, torch.Tensor],
     ) -> tuple[bool, list[Any] | None]:  # fmt: skip
         """Whether the delta could be found on the tensors' device, and the delta."""
         import torch
@@ -206,7 +210,7 @@ class Publisher:
             return False, None
         return known, pieces
 
-    def _shadow_of(self, entries: tuple[Entry, ...], nbytes: int, devices: set[torch.device]) -> Any:
+    def _shadow_of(self, entries: tuple[TensorEntry, ...], nbytes: int, devices: set[torch.device]) -> Any:
         """The device's copy of the version before; a new one, of nothing yet, if the layout is new; or None."""
         if not self.with_delta or self._wants_shadow is False or len(devices) != 1 or not nbytes:
             return None

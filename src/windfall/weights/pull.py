@@ -24,7 +24,7 @@ import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
-from windfall.weights.connection import Address, Broken, PullDamaged, PullFailed, PullGone, address
+from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, address
 from windfall.weights.download import Fetch, Retry, small
 from windfall.weights.manifest import DeltaManifest, Manifest
 
@@ -89,7 +89,9 @@ class Puller:
         def parse(data: bytes) -> Manifest:
             got = manifest.decode(data)
             if got.digest != digest or got.version != version:
-                raise Broken(f"{to.name} has version {got.version} with digest {got.digest}, not {version}, {digest}")
+                raise ConnectionBroken(
+                    f"{to.name} has version {got.version} with digest {got.digest}, not {version}, {digest}"
+                )
             return got
 
         wanted = self._small(to, f"{base}/manifest", stop, parse)
@@ -108,7 +110,7 @@ class Puller:
         def parse(data: bytes) -> DeltaManifest:
             got = manifest.decode_delta(data)
             if (got.base, got.digest) != (held.digest, wanted.digest):
-                raise Broken(f"{to.name} has another delta at {path}")
+                raise ConnectionBroken(f"{to.name} has another delta at {path}")
             return got
 
         try:
@@ -150,7 +152,7 @@ class Puller:
             try:
                 return parse(data)
             except WindfallError as e:  # damaged on the way, perhaps: another try may do better
-                raise Broken(str(e)) from e
+                raise ConnectionBroken(str(e)) from e
 
         retry = Retry(self.tries, stop, stop.is_set)
         try:

@@ -33,8 +33,8 @@ from windfall.link.base import LinkClosed
 from windfall.link.socket import Dialler, SocketLink
 from windfall.types import Lease
 from windfall.worker import preemption as notices
-from windfall.worker.engine_thread import Host
-from windfall.worker.session import Session, Stalled, Weights
+from windfall.worker.engine_thread import EngineThread
+from windfall.worker.session import PulledWeights, Session, Stalled
 
 SHAKE_S = 10.0
 TELL_S = 0.5
@@ -43,7 +43,7 @@ LEAVE_S = 10.0
 """After a warning, the controller has so long to send it away."""
 
 
-class Refusal(Exception):
+class JoinRefused(Exception):
     def __init__(self, why: str, again: bool) -> None:
         self.again = again
         super().__init__(why)
@@ -57,7 +57,7 @@ class Agent:
         *,
         name: str,
         lease: Lease,
-        build: Callable[[m.Engine], tuple[Any, int]],
+        build: Callable[[m.EngineSpec], tuple[Any, int]],
         puller: Any,
         boot: Callable[[], m.Readied] = m.Readied,
         ssl: tls.SSLContext | None = None,
@@ -73,7 +73,7 @@ class Agent:
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
         self._model, self._address = model, address
-        self._host: Host | None = None
+        self._host: EngineThread | None = None
         self._boot, self._told = boot, False
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
@@ -108,7 +108,7 @@ class Agent:
         if not watching.cancelled() and (error := watching.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 
-    def warned(self, notice: notices.Notice) -> None:
+    def warned(self, notice: notices.PreemptionNotice) -> None:
         """The machine will be taken: tell the controller, which sends this worker away in time."""
         self._say(f"warned by {notice.source}: {notice.detail}")
         if notice.advice:
@@ -145,7 +145,7 @@ class Agent:
                 finally:
                     alone_s = time.monotonic()
                     await link.close()
-            except Refusal as e:
+            except JoinRefused as e:
                 if not e.again:
                     self._say(f"refused: {e}")
                     return 3
@@ -177,7 +177,7 @@ class Agent:
                     raise LinkClosed(f"{link.peer}: not a windfall controller")
                 if challenge.protocol != m.PROTOCOL:
                     said = f"the controller speaks protocol {challenge.protocol}, this worker {m.PROTOCOL}"
-                    raise Refusal(f"{said}: install the same version of windfall on both", again=False)
+                    raise JoinRefused(f"{said}: install the same version of windfall on both", again=False)
                 nonce = auth.nonce()
                 proof = auth.proof(self._token, "hello", challenge.run, challenge.nonce, nonce)
                 version, digest = self._held
@@ -198,11 +198,11 @@ class Agent:
         except TimeoutError:
             raise LinkClosed(f"{link.peer}: waited {SHAKE_S:g} s for its Welcome") from None
         if isinstance(answer, m.Refused):
-            raise Refusal(answer.why, answer.again)
+            raise JoinRefused(answer.why, answer.again)
         if not isinstance(answer, m.Welcome) or not auth.same(
             answer.proof, auth.proof(self._token, "welcome", challenge.run, challenge.nonce, nonce)
         ):
-            raise Refusal("the controller does not know the token: it is not the one of this run", again=False)
+            raise JoinRefused("the controller does not know the token: it is not the one of this run", again=False)
         return answer
 
     async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
@@ -220,10 +220,10 @@ class Agent:
         finally:
             self._held, self._session = session.held, None
 
-    def _make_host(self, welcome: m.Welcome) -> Host:
+    def _make_host(self, welcome: m.Welcome) -> EngineThread:
         """Building takes a while, and goes on if the link ends. The session pulls and sends heartbeats meanwhile."""
         self._model = welcome.model
-        host = self._host = Host(None, make=lambda: self._build(welcome.engine))
+        host = self._host = EngineThread(None, make=lambda: self._build(welcome.engine))
         loop = asyncio.get_running_loop()
         host.start(lambda: loop.call_soon_threadsafe(self._broken) and None)
         return host
@@ -250,14 +250,14 @@ class Agent:
         elif error is not None and not self._end.done():
             self._end.set_exception(error)  # nobody expected it
 
-    def _pull(self, load: m.Load, give_up: threading.Event) -> Weights:
+    def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
         """In a thread. The tensors are views on the puller's buffer, taken over by the engine before the next pull."""
         before = self._puller.bytes_received
         session = self._session
         held = session is not None and session.held[1] == load.digest  # by the engine, not only by the puller
         manifest = self._puller.pull(self._reach(load.url), load.version, load.digest, stop=give_up)
         moved = self._puller.bytes_received - before
-        return Weights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=moved)
+        return PulledWeights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=moved)
 
     def _reach(self, url: str) -> str:
         """`_` stands for the controller's host, as it was dialled."""

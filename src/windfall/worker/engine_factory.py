@@ -15,12 +15,12 @@ from typing import Any
 
 from windfall.devices import choose_linear, free_bytes, turn
 from windfall.errors import WindfallError
-from windfall.link.messages import Engine, Readied
+from windfall.link.messages import EngineSpec, Readied
 from windfall.models import load
 from windfall.selftest import shrink, verdict
 
 
-def model_for(spec: Engine, device: str) -> Any:
+def model_for(spec: EngineSpec, device: str) -> Any:
     """A module with weights that mean nothing yet: for a GPU, if that is enough, their places alone."""
     import torch
 
@@ -87,7 +87,7 @@ def token_bytes(model: Any) -> int:
     return sum(s.numbers for s in cache_shapes(model)) * model.dtype.itemsize
 
 
-def sizes(spec: Engine, token_bytes: int, device: str, share: float) -> tuple[int, int]:
+def sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
     """(responses at once, tokens in the KV cache), from what was asked for or from this machine's memory."""
     running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
     if spec.kv_tokens:
@@ -104,7 +104,7 @@ def sizes(spec: Engine, token_bytes: int, device: str, share: float) -> tuple[in
 
 
 def engine_for(
-    spec: Engine, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
+    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int]:
     """An engine on this device that takes at most `share` of its free memory, and how many responses it runs at once.
     `model`: use this one. Nobody else may use it meanwhile: a GPU engine lays its weights out anew."""
@@ -112,7 +112,7 @@ def engine_for(
 
 
 def timed(
-    spec: Engine, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
+    spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int, Readied]:
     """The same, and how long its parts took."""
     import torch
@@ -125,7 +125,7 @@ def timed(
         raise WindfallError(f"not enough memory for the engine: {said}", where=device, fix=fix) from e
 
 
-def _timed(spec: Engine, device: str, given: Any, share: float, version: int) -> tuple[Any, int, Readied]:
+def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, Readied]:
     began_s = time.monotonic()
     model = model_for(spec, device) if given is None else given
     check(spec, device, model)
@@ -158,7 +158,7 @@ def _timed(spec: Engine, device: str, given: Any, share: float, version: int) ->
     return slower, running, Readied(build_s=time.monotonic() - began_s)
 
 
-def check(spec: Engine, device: str, model: Any) -> str:
+def check(spec: EngineSpec, device: str, model: Any) -> str:
     """Raise WindfallError unless the engine that runs this model here computes what transformers computes: see
     selftest. Returns what to tell workers, who need not find it out again where they have the same code and device."""
 
@@ -177,7 +177,7 @@ def check(spec: Engine, device: str, model: Any) -> str:
     )  # fmt: skip
 
 
-def _graph_engine(spec: Engine, model: Any, how: dict[str, Any]) -> Any:
+def _graph_engine(spec: EngineSpec, model: Any, how: dict[str, Any]) -> Any:
     from windfall.engine.cuda.engine import GraphEngine
 
     # What is known of the longest is from the first tasks; the tables have room for whatever cache and model do.
@@ -196,14 +196,14 @@ def _warmed(engine: Any, running: int, longest: int) -> str | None:
     return None
 
 
-def unfit(spec: Engine, model: Any) -> str | None:
+def unfit(spec: EngineSpec, model: Any) -> str | None:
     """Why the GPU engine cannot run it; None: it can."""
     from windfall.engine.cuda.decoder import refusal
 
     return unwanted(spec) or refusal(model)
 
 
-def unwanted(spec: Engine) -> str | None:
+def unwanted(spec: EngineSpec) -> str | None:
     """Why the GPU engine is not to run this, whatever the model."""
     if spec.deterministic:
         return "run.deterministic asks for the same bits"

@@ -26,7 +26,7 @@ Make = Callable[[], tuple[Engine, int]]
 """An engine, and how many responses it runs at once."""
 
 
-class Host:
+class EngineThread:
     def __init__(self, engine: Engine | None, slots: int = 0, *, make: Make | None = None) -> None:
         """`make`, where there is no engine yet, is called in the engine's thread."""
         assert (engine is None) == (make is not None), "an engine, or a way to make one"

@@ -12,14 +12,14 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import pair
 from windfall.rollout.dispatch import Dispatch
 from windfall.types import Lease
-from windfall.worker.engine_thread import Host
-from windfall.worker.session import Pull, Session, Weights
+from windfall.worker.engine_thread import EngineThread
+from windfall.worker.session import Pull, PulledWeights, Session
 
 
-def has_it(load: m.Load, stop: object) -> Weights:
+def has_it(load: m.Load, stop: object) -> PulledWeights:
     """The Pull of an engine that shares its weights with whoever changes them."""
     del stop
-    return Weights(digest=load.digest, tensors=None)
+    return PulledWeights(digest=load.digest, tensors=None)
 
 
 @contextlib.asynccontextmanager
@@ -29,7 +29,7 @@ async def inside(
 ) -> AsyncIterator[Session]:  # fmt: skip
     """While this is open, `engine` works for `dispatch`."""
     ours, theirs = pair("controller", name)
-    loop, host = asyncio.get_running_loop(), Host(engine, slots)
+    loop, host = asyncio.get_running_loop(), EngineThread(engine, slots)
     host.start(lambda: loop.call_soon_threadsafe(on_failure, host.failed) and None)
     session = Session(theirs, host, pull, heartbeat_s=heartbeat_s)
     hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease(kind="reserved", device="here"))

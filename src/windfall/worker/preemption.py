@@ -35,7 +35,7 @@ AZURE_FIRST_S = 125.0  # the first request switches Scheduled Events on, and may
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Notice:
+class PreemptionNotice:
     """`left_s`: time until the machine is taken, where that is said. `advice`: it is at risk, nothing is decided."""
 
     source: str  # "aws", "gcp", "azure" or "sigterm"
@@ -45,7 +45,7 @@ class Notice:
 
 
 async def watch(
-    on_notice: Callable[[Notice], None],
+    on_notice: Callable[[PreemptionNotice], None],
     *,
     clouds: Sequence[str] | Literal["auto"],
     base_urls: Mapping[str, str] | None = None,
@@ -71,7 +71,7 @@ async def watch(
                 group.create_task(_follow(service, on_notice, poll_s), name=f"spot warnings of {service.source}")
 
 
-def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: Callable[[Notice], None]) -> None:
+def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: Callable[[PreemptionNotice], None]) -> None:
     """SIGTERM becomes a notice instead of the end. Repeats are ignored: launchers often send it twice."""
     told = False
 
@@ -79,12 +79,12 @@ def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: Callable[[Notice], No
         nonlocal told
         if not told:
             told = True
-            on_notice(Notice(source="sigterm", left_s=None, detail="SIGTERM"))
+            on_notice(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
 
     loop.add_signal_handler(signal.SIGTERM, tell)
 
 
-async def _follow(service: _Service, on_notice: Callable[[Notice], None], poll_s: float) -> None:
+async def _follow(service: _Service, on_notice: Callable[[PreemptionNotice], None], poll_s: float) -> None:
     loop, failures = asyncio.get_running_loop(), 0
     told: deque[str] = deque(maxlen=256)  # bounded, should a service invent events without end
     while True:
@@ -135,7 +135,7 @@ class _Service:
         """Raises unless this cloud's service answers."""
         raise NotImplementedError
 
-    async def poll(self) -> list[tuple[str, Notice]]:
+    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -182,17 +182,17 @@ class _Aws(_Service):
     async def probe(self) -> None:
         await self._renew()
 
-    async def poll(self) -> list[tuple[str, Notice]]:
-        events: list[tuple[str, Notice]] = []
+    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
+        events: list[tuple[str, PreemptionNotice]] = []
         if body := await self._get("/latest/meta-data/spot/instance-action"):
             said = msgspec.json.decode(body, type=_AwsAction)
             detail = f"spot instance-action {said.action[:40]} at {said.time[:40]}"
-            events.append((detail, Notice(source="aws", left_s=left_s(said.time), detail=detail)))
+            events.append((detail, PreemptionNotice(source="aws", left_s=left_s(said.time), detail=detail)))
         with suppress(Exception):  # advice that cannot be had must not hold up the warning
             if body := await self._get("/latest/meta-data/events/recommendations/rebalance"):
                 at = msgspec.json.decode(body, type=_AwsAdvice).notice_time
                 detail = f"rebalance recommended at {at[:40]}"
-                events.append((detail, Notice(source="aws", left_s=None, detail=detail, advice=True)))
+                events.append((detail, PreemptionNotice(source="aws", left_s=None, detail=detail, advice=True)))
         return events
 
     async def _get(self, path: str) -> bytes | None:
@@ -224,7 +224,7 @@ class _Gcp(_Service):
     async def probe(self) -> None:
         await self.poll()
 
-    async def poll(self) -> list[tuple[str, Notice]]:
+    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
         path, timeout_s = "/computeMetadata/v1/instance/preempted", self._timeout_s
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={GCP_WAIT_S}&last_etag={self._etag}"
@@ -237,7 +237,7 @@ class _Gcp(_Service):
         self._etag = etag if etag.isalnum() else ""
         if preempted == "FALSE":
             return []
-        return [("preempted", Notice(source="gcp", left_s=None, detail="instance preempted"))]
+        return [("preempted", PreemptionNotice(source="gcp", left_s=None, detail="instance preempted"))]
 
     def reset(self) -> None:
         self._etag = ""
@@ -267,7 +267,7 @@ class _Azure(_Service):
         path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
         self._name = (await self._ask(path, Metadata="true")).word()
 
-    async def poll(self) -> list[tuple[str, Notice]]:
+    async def poll(self) -> list[tuple[str, PreemptionNotice]]:
         if not self._name:
             await self.is_here()
         answer = await self._ask(
@@ -284,9 +284,9 @@ class _Azure(_Service):
         taken = event.event_type in ("Preempt", "Terminate") and event.event_status in ("", "Scheduled", "Started")
         return taken and (not names or not self._name or self._name.lower() in names)
 
-    def _notice(self, event: _AzureEvent) -> Notice:
+    def _notice(self, event: _AzureEvent) -> PreemptionNotice:
         left = 0.0 if event.event_status == "Started" else left_s(event.not_before or "")
-        return Notice(source="azure", left_s=left, detail=f"{event.event_type} {event.event_id[:80]}")
+        return PreemptionNotice(source="azure", left_s=left, detail=f"{event.event_type} {event.event_id[:80]}")
 
 
 def left_s(when: str) -> float | None:

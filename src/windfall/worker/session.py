@@ -23,7 +23,7 @@ import msgspec
 
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
-from windfall.worker.engine_thread import Host
+from windfall.worker.engine_thread import EngineThread
 from windfall.worker.startup import built
 
 FRAMES = 64
@@ -41,7 +41,7 @@ class Stalled(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
+class PulledWeights:
     """What a pull brought: None for `tensors` means that the engine has these weights already."""
 
     digest: str
@@ -49,13 +49,13 @@ class Weights:
     bytes: int = 0
 
 
-Pull = Callable[[m.Load, threading.Event], Weights]
+Pull = Callable[[m.Load, threading.Event], PulledWeights]
 """Blocking; runs in a thread. The event asks it to give up. Raises any Exception, whose text says why."""
 
 
 class Session:
     def __init__(
-        self, link: Link, host: Host, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf,
+        self, link: Link, host: EngineThread, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf,
         boot: Callable[[], m.Readied] = m.Readied, pulled: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """`boot` says, when the weights are in the engine, what a start has cost; `pulled`, how many bytes of weights

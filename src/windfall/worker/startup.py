@@ -21,7 +21,7 @@ from pathlib import Path
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.link.messages import Readied
-from windfall.worker.engine_thread import Host
+from windfall.worker.engine_thread import EngineThread
 
 BUILD_S = 900.0
 """For the engine to be built, kernels compiled and graphs captured, after the weights are here."""
@@ -82,7 +82,7 @@ def prepare(device: str, threads: int) -> str:
     return found
 
 
-async def built(host: Host, give_up: threading.Event) -> None:
+async def built(host: EngineThread, give_up: threading.Event) -> None:
     """Until the engine is there, or nobody needs it. Not an order to the host: that could not be taken back, and the
     tensors of a swap are in a buffer that the next pull writes to."""
     until_s = time.monotonic() + BUILD_S

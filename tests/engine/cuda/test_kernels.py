@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from windfall.engine.cuda import reference
-from windfall.engine.cuda.state import Pool, Spans, State
+from windfall.engine.cuda.state import DeviceState, Pool, Spans
 from windfall.engine.torch import sampler
 from windfall.types import Sampling
 
@@ -52,7 +52,7 @@ def scene(
                 device=device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(torch.randn(pool.shape))
-    state = State.new(len(lengths), each, device)
+    state = DeviceState.new(len(lengths), each, device)
     state.table[:-1] = torch.randperm(len(lengths) * each, dtype=torch.int32).view(-1, each).to(device)
     state.length[:-1] = torch.tensor(lengths, dtype=torch.int32)
     state.left[:-1] = 5
@@ -83,12 +83,12 @@ def copy(s: SimpleNamespace) -> SimpleNamespace:
                 head=s.pool.shape[5], dtype=s.dtype, device=s.device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(s.pool.data)
-    state = State(**{name: getattr(s.state, name).clone() for name in State.__slots__})
+    state = DeviceState(**{name: getattr(s.state, name).clone() for name in DeviceState.__slots__})
     return SimpleNamespace(state=state, pool=pool, device=s.device, dtype=s.dtype)
 
 
-def same_state(a: State, b: State) -> None:
-    for name in State.__slots__:
+def same_state(a: DeviceState, b: DeviceState) -> None:
+    for name in DeviceState.__slots__:
         assert torch.equal(getattr(a, name), getattr(b, name)), name
 
 
@@ -430,7 +430,9 @@ def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
     s.state = a.state
     s.state.length[:-1] = torch.arange(200, 212, dtype=torch.int32)
     table = torch.randperm(12 * 14, dtype=torch.int32).view(12, 14).to(DEVICE)
-    s.state = State(**{**{n: getattr(a.state, n) for n in State.__slots__}, "table": torch.cat([table, table[:1]])})
+    s.state = DeviceState(
+        **{**{n: getattr(a.state, n) for n in DeviceState.__slots__}, "table": torch.cat([table, table[:1]])}
+    )
     qkv = numbers(14, (heads + 2 * kv_heads) * head, like=s)
     cos, sin, weight = numbers(256, head, like=s), numbers(256, head, like=s), numbers(heads * head, like=s)
     project = numbers(vocabulary, heads * head // 2, like=s)

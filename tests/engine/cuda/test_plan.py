@@ -23,8 +23,8 @@ from small_models import build
 
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import Words
-from windfall.engine.cuda.plan import Sequence as Running
-from windfall.engine.cuda.plan import Work
+from windfall.engine.cuda.plan import DeviceSequence as Running
+from windfall.engine.cuda.plan import Launch
 from windfall.engine.cuda.splits import Sharing
 from windfall.types import Chunk, Request
 
@@ -64,7 +64,7 @@ def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[li
 
 @dataclass
 class Landed:
-    work: Work
+    work: Launch
     version: int
     tokens: np.ndarray
 
@@ -97,7 +97,7 @@ class Emulated:
         w = self.words
         return self.image[w.at[name] : w.at[name] + w.sizes[name]]
 
-    def launch(self, work: Work, version: int) -> Landed:
+    def launch(self, work: Launch, version: int) -> Landed:
         self.version = version
         out = np.full((1 + work.steps, self.words.slots), -1, np.int64)
         assert work.families.tolist() == families_of(work.rows, self.sharing, self.size)

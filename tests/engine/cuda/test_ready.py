@@ -18,7 +18,7 @@ from windfall.engine.cuda import reference, rotary, skeleton
 from windfall.engine.cuda.decoder import Decoder, refusal
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
-from windfall.link.messages import Engine
+from windfall.link.messages import EngineSpec
 from windfall.types import Request
 from windfall.worker import engine_factory
 
@@ -195,8 +195,8 @@ def test_older_configurations_have_a_base_alone() -> None:
     assert torch.equal(rotary.frequencies(fields, 64)[0], rotary.frequencies({"rope_parameters": plain}, 64)[0])
 
 
-def spec(fields: dict[str, Any], **options: Any) -> Engine:
-    return Engine(
+def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
+    return EngineSpec(
         model_config=json.dumps(fields), dtype="float32", kv_tokens=512, page_size=16, max_running=4, max_rows=64,
         longest=64, wanted=4, **{"deterministic": False, **options},
     )  # fmt: skip

@@ -24,7 +24,7 @@ from windfall.engine.cuda import reference
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.host_state import Words
 from windfall.engine.cuda.splits import TILE, Sharing
-from windfall.engine.cuda.state import Families, Pool, State
+from windfall.engine.cuda.state import DeviceState, Families, Pool
 from windfall.types import Request
 
 CUDA = torch.cuda.is_available()
@@ -111,8 +111,8 @@ class Scene:
     inactive: tuple[int, ...] = ()
     parts: int = 1
     own: tuple[int, ...] = (1, 2, 15, 16, 17, 31, 64, 65, 130, 299)
-    state: State = field(init=False)
-    plain: State = field(init=False)
+    state: DeviceState = field(init=False)
+    plain: DeviceState = field(init=False)
     """The same before the tables of rows were spoiled where their family reads."""
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class Scene:
         self.pool.data[:, :, nan] = float("nan")
         slots = torch.randperm(count)
         self.rows = torch.cat([slots, torch.full((2,), count)]).int().to(DEVICE)
-        self.plain = State.new(count, each, DEVICE)
+        self.plain = DeviceState.new(count, each, DEVICE)
         self.plain.table[slots] = table.int().to(DEVICE)
         self.plain.length[slots] = length.int().to(DEVICE)
         self.plain.left[:-1] = 5
@@ -146,7 +146,7 @@ class Scene:
         spoiled = self.plain.table.clone()
         for first, n, reach in found.tolist():
             spoiled[slots[first + 1 : first + n], : reach // PAGE] = nan
-        self.state = State(**{**{n: getattr(self.plain, n) for n in State.__slots__}, "table": spoiled})
+        self.state = DeviceState(**{**{n: getattr(self.plain, n) for n in DeviceState.__slots__}, "table": spoiled})
 
     def as_tensors(self, found: np.ndarray, room: int) -> Families:
         words = Words(slots=1, pages_each=1, batch=max(room, len(self.rows)), stops=1)

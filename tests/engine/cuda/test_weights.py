@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Ll
 from windfall.engine.cuda.decoder import Decoder, refusal
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
-from windfall.link.messages import Engine
+from windfall.link.messages import EngineSpec
 from windfall.weights.publish import Publisher
 from windfall.worker.engine_factory import engine_for, hollow, model_for
 
@@ -112,10 +112,10 @@ def test_models_that_are_not_known_are_refused_in_words() -> None:
     assert refusal(build("llama")) is None
 
 
-def spec(model: Any, **options: Any) -> Engine:
+def spec(model: Any, **options: Any) -> EngineSpec:
     fields = {"kv_tokens": 0, "page_size": 16, "max_running": 0, "max_rows": 64, "deterministic": False}
     config = model.config.to_json_string(use_diff=False)
-    return Engine(model_config=config, dtype="float32", longest=64, wanted=8, **{**fields, **options})
+    return EngineSpec(model_config=config, dtype="float32", longest=64, wanted=8, **{**fields, **options})
 
 
 @pytest.mark.parametrize("name", MODELS)

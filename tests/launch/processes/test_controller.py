@@ -24,9 +24,9 @@ from windfall.launch.fleet_report import look_back
 from windfall.launch.processes import controller
 from windfall.launch.processes.controller import Control
 from windfall.link import auth
-from windfall.rollout.members import State as Stage
+from windfall.rollout.members import CheckpointState as Stage
 from windfall.train.base import TrainerLost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.types import Lease
 from windfall.worker.agent import Agent
 
@@ -252,7 +252,7 @@ def test_a_long_journal_is_read_while_others_are_heard(
                 connecting.result()
             assert it.dispatch.offer is None
         else:
-            assert connecting.result() == State(step=3, next_task=6)
+            assert connecting.result() == CheckpointState(step=3, next_task=6)
             assert told == [{}]
         it.journal.close()
         it.events.close()

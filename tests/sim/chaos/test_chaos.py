@@ -19,14 +19,14 @@ from windfall.errors import WindfallError
 from windfall.scheduling.placement import Giving
 from windfall.sim.chaos import command
 from windfall.sim.chaos.faults import KINDS
-from windfall.sim.chaos.trial import Outcome, trial
+from windfall.sim.chaos.trial import TrialResult, trial
 
 FAULTS = 500
 SEEDS = 40
 AT_ONCE = 5
 
 
-def hold(first: int, count: int, faults: int, folder: Path) -> list[Outcome]:
+def hold(first: int, count: int, faults: int, folder: Path) -> list[TrialResult]:
     done = []
     for seed in range(first, first + count):
         done.append(trial(seed, faults=faults, folder=folder))

@@ -20,7 +20,7 @@ from windfall.ledger.ledger import Ledger
 from windfall.rollout import groups as manager
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import Members, State
+from windfall.rollout.members import Members, WorkerState
 from windfall.scheduling.placement import Giving
 from windfall.sim.chaos.trial import trial
 from windfall.train.base import TrainerLost
@@ -90,7 +90,11 @@ def a_lost_workers_response_loses_its_last_token(patch: Patch) -> None:
 @breaks("version", "holder")
 def work_goes_to_whoever_is_ready(patch: Patch) -> None:
     def routable(self: Members, version: int, digest: str) -> list[Any]:
-        return [m for m in self.all.values() if m.state in (State.READY, State.PULLING) and m.slots and not m.suspect]
+        return [
+            m
+            for m in self.all.values()
+            if m.state in (WorkerState.READY, WorkerState.PULLING) and m.slots and not m.suspect
+        ]
 
     patch.setattr(Members, "routable", routable)
 
@@ -102,11 +106,11 @@ def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
     real = Members.behind
 
     def routable(self: Members, version: int, digest: str) -> list[Any]:
-        return [m for m in self.all.values() if m.state is State.READY and not m.suspect and m.version == version]
+        return [m for m in self.all.values() if m.state is WorkerState.READY and not m.suspect and m.version == version]
 
     def behind(self: Members, version: int, digest: str, *, needed: bool) -> list[Any]:
         lacks = real(self, version, digest, needed=needed)
-        return [m for m in lacks if m.state is not State.READY or m.version != version]
+        return [m for m in lacks if m.state is not WorkerState.READY or m.version != version]
 
     patch.setattr(Members, "routable", routable)
     patch.setattr(Members, "behind", behind)

@@ -96,5 +96,5 @@ def test_the_first_t_seed_is_as_good_as_the_best_constant_one(
     assert own_s <= 1.03 * min(constant_s) < max(constant_s)
 
 
-def planned(others: offload.Others, seed_s: float) -> offload.Plan:
-    return offload.Plan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.ALONE
+def planned(others: offload.Others, seed_s: float) -> offload.SeedPlan:
+    return offload.SeedPlan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.ALONE

@@ -12,7 +12,7 @@ from windfall.link.messages import columns
 from windfall.sim.core import loop as loops
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.service import Listed, Service
-from windfall.sim.machines.decode import FILLER, STOP, Decode, Row, marked, simulated
+from windfall.sim.machines.decode import FILLER, STOP, Decode, DecodeRow, marked, simulated
 from windfall.sim.machines.network import Network, shares
 
 SERVICE = Service(fixed_s=0.01, each_s=0.001, context_s=1e-5, prefill_s=0.0002, over_batch=3, over_s=0.002)
@@ -22,7 +22,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 def engine(lengths: list[int], granule: int = 1, prefill: int = 0, marks: bool = False) -> Decode:
     d = Decode(SERVICE, granule, marks=marks)
     for n, length in enumerate(lengths):
-        d.add(Row(handle=n, seed=n, tag=100 + n, prompt=10 * n, made=0, length=length, cut=False, sent=0), 0)
+        d.add(DecodeRow(handle=n, seed=n, tag=100 + n, prompt=10 * n, made=0, length=length, cut=False, sent=0), 0)
     d.prefill = prefill
     return d
 
@@ -113,7 +113,7 @@ def test_no_more_run_than_there_is_room_for(lengths: list[int], kv_tokens: int, 
     """As one engine step after the other would have it, however many are made at once."""
     d = Decode(SERVICE, 1, kv_tokens=kv_tokens)
     for n, length in enumerate(lengths):
-        d.add(Row(handle=n, seed=n, tag=100 + n, prompt=10 * n, made=0, length=length, cut=False, sent=0), 10 * n)
+        d.add(DecodeRow(handle=n, seed=n, tag=100 + n, prompt=10 * n, made=0, length=length, cut=False, sent=0), 10 * n)
     total_s, step = 0.0, 0
     ends: dict[int, int] = {}
     while len(d):

@@ -14,11 +14,11 @@ from windfall.fleet import trace
 from windfall.fleet.trace_formats import check
 from windfall.sim.core import run, scenario
 from windfall.sim.machines import market
-from windfall.sim.machines.market import Prices, Rates, generate
+from windfall.sim.machines.market import MarketRates, Prices, generate
 from windfall.sim.report.figures import figures
 
 DAY_S = 86400.0
-RATES = Rates(
+RATES = MarketRates(
     nodes=40, mean_up_s=3600.0, mean_down_s=1800.0, arrivals_per_h=20.0, bursts_per_h=0.5, burst_share=0.6, day_s=DAY_S
 )
 

@@ -11,12 +11,12 @@ import pytest
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.sim.core import loop as loops
-from windfall.sim.core.link import Wire
+from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
 from windfall.sim.core.service import Lengths, Service
-from windfall.sim.core.token_schedule import Book
-from windfall.sim.machines.linked_trainer import Learner
+from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.linked_trainer import LinkedTrainer
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Kit, SimWorker
 from windfall.types import Lease, Sampling
@@ -59,7 +59,7 @@ def work(handle: int, position: int = 0, most: int = 1000) -> m.Work:
 def played(play: Callable[[Desk, SimWorker, VirtualLoop], Any], *, granule: int = 1, length: float = 100.0) -> Desk:
     async def main(loop: VirtualLoop) -> Desk:
         desk = Desk()
-        book = Book(Lengths(median=length, sigma=0.0), granule=granule, prompt_tokens=10, max_tokens=1000)
+        book = TokenSchedule(Lengths(median=length, sigma=0.0), granule=granule, prompt_tokens=10, max_tokens=1000)
         kit = Kit(
             name="w", lease=Lease(), service=SERVICE, slots=8, network=Network(100.0), weights_bytes=50.0,
             ingress_per_s=100.0, quantum_s=0.2 if granule > 1 else 0.0,
@@ -146,8 +146,8 @@ def test_the_trainers_machine_never_generates_while_it_trains() -> None:
     times: dict[str, float] = {}
 
     async def play(desk: Desk, worker: SimWorker, loop: VirtualLoop) -> None:
-        learner = Learner(
-            Service(fixed_s=1.0, each_s=1.0, update_s=3.0), Book(Lengths(median=1, sigma=0), granule=1,
+        learner = LinkedTrainer(
+            Service(fixed_s=1.0, each_s=1.0, update_s=3.0), TokenSchedule(Lengths(median=1, sigma=0), granule=1,
             prompt_tokens=1, max_tokens=9),
         )  # fmt: skip
         learner.local = lambda: worker
@@ -203,7 +203,7 @@ def test_a_wire_keeps_order_and_its_latency() -> None:
     async def main(loop: VirtualLoop) -> None:
         heard: list[tuple[float, object]] = []
         ended: list[str] = []
-        wire = Wire("w", lambda x: heard.append((loop.time(), x)), ended.append, 0.25)
+        wire = SimLink("w", lambda x: heard.append((loop.time(), x)), ended.append, 0.25)
         for n in range(20):
             await wire.send(n)
             wire.say(-n)

@@ -23,7 +23,7 @@ from windfall.sim.replay import command, recorded_scenario
 from windfall.sim.replay import log as replay_log
 from windfall.types import LOCAL
 
-Make = Callable[..., tuple[Path, scenario.World]]
+Make = Callable[..., tuple[Path, scenario.Scenario]]
 QUICK_PULLS = {"weights_bytes": 1e3}
 
 
@@ -41,7 +41,7 @@ def ran(tmp_path: Path, recipe: Callable[..., config.Recipe]) -> Make:
     return go
 
 
-def exactly(folder: Path, built: scenario.World, log: Path) -> list[events.Event]:
+def exactly(folder: Path, built: scenario.Scenario, log: Path) -> list[events.Event]:
     """Simulated again with the formulas that it was made with, not with fitted ones; the clock is set once."""
     was = replay_log.record(folder)
     found = recorded_scenario.fitted(was, "first-half")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from windfall import cli, config
 from windfall.errors import WindfallError
-from windfall.sim.calibrate.fit import SPECS, Point, held_out, line, scaled
+from windfall.sim.calibrate.fit import SPECS, StepTime, held_out, line, scaled
 from windfall.sim.core.scenario import build, read_lengths
 from windfall.sim.core.service import Service
 from windfall.sim.report import variants
@@ -182,10 +182,10 @@ def test_what_cannot_be_calibrated_from_is_refused(tmp_path: Path, said: str) ->
 
 
 def test_a_fit_is_never_below_nothing() -> None:
-    assert line([Point(1, 0.01), Point(100, 0.005)])[1] > 0, "faster with a larger batch: as good as flat"
-    assert line([Point(1, 0.001), Point(100, 0.2)])[0] > 0
-    assert line([Point(8, 0.5)]) == (0.5, pytest.approx(0.5e-4))
-    assert held_out([Point(1, 1.0), Point(2, 2.0)]) == []
+    assert line([StepTime(1, 0.01), StepTime(100, 0.005)])[1] > 0, "faster with a larger batch: as good as flat"
+    assert line([StepTime(1, 0.001), StepTime(100, 0.2)])[0] > 0
+    assert line([StepTime(8, 0.5)]) == (0.5, pytest.approx(0.5e-4))
+    assert held_out([StepTime(1, 1.0), StepTime(2, 2.0)]) == []
 
 
 def test_scaling_keeps_to_its_range() -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from windfall.engine.cuda import rotary, skeleton
 from windfall.engine.cuda.fuse import fuse
 from windfall.engine.cuda.splits import Sharing
-from windfall.engine.cuda.state import Families, Pool, Spans, State
+from windfall.engine.cuda.state import DeviceState, Families, Pool, Spans
 from windfall.errors import WindfallError
 
 FAMILY = tuple(skeleton.KINDS.values())
@@ -52,7 +52,7 @@ def refusal(model: Any) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class DecoderLayer:
     before: Tensor
     """Weight of the norm before attention."""
     qkv: Tensor
@@ -113,11 +113,13 @@ class Decoder:
         windows = all(w.window is not None for w in self.layers)
         return Sharing(rows=0) if windows else Sharing.of(self.heads, self.kv_heads)
 
-    def decode(self, rows: Tensor, state: State, pool: Pool, splits: int, families: Families | None = None) -> Tensor:
+    def decode(
+        self, rows: Tensor, state: DeviceState, pool: Pool, splits: int, families: Families | None = None
+    ) -> Tensor:
         """The newest token of every row's slot goes in; logits (B, V) for the next one come out."""
         ids, positions = self.ops.begin(state, rows)
 
-        def attend(n: int, w: Layer, qkv: Tensor) -> Tensor:
+        def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
             return self.ops.place_and_decode(
                 qkv, rows, positions, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads,
                 self.scale, w.window, splits, families,
@@ -125,10 +127,10 @@ class Decoder:
 
         return self._run(F.embedding(ids, self.embedding), attend, None)
 
-    def prefill(self, ids: Tensor, spans: Spans, state: State, pool: Pool, wanted: Tensor) -> Tensor:
+    def prefill(self, ids: Tensor, spans: Spans, state: DeviceState, pool: Pool, wanted: Tensor) -> Tensor:
         """Tokens of `spans` go in; logits (W, V) of the rows `wanted` come out."""
 
-        def attend(n: int, w: Layer, qkv: Tensor) -> Tensor:
+        def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
             q = self.ops.place(
                 qkv, spans.row_slot, spans.row_position, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm,
                 self.eps, self.heads, self.kv_heads,
@@ -137,7 +139,7 @@ class Decoder:
 
         return self._run(F.embedding(ids, self.embedding), attend, wanted)
 
-    def _run(self, x: Tensor, attend: Callable[[int, Layer, Tensor], Tensor], wanted: Tensor | None) -> Tensor:
+    def _run(self, x: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], wanted: Tensor | None) -> Tensor:
         ops, eps, residual, last = self.ops, self.eps, None, len(self.layers) - 1
         for n, w in enumerate(self.layers):
             normed, residual = ops.norm(x, residual, w.before, eps)
@@ -162,14 +164,14 @@ def kernels_for(device: str) -> Any:
     return reference
 
 
-def _layer(block: Any, config: Any) -> Layer:
+def _layer(block: Any, config: Any) -> DecoderLayer:
     a, mlp = block.self_attn, block.mlp
     # Mistral keeps the window in its configuration alone; others say by layer whether they have one.
     window = getattr(a, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     norms = [getattr(a, name).weight.data if hasattr(a, name) else None for name in ("q_norm", "k_norm")]
     qkv, qkv_bias = fuse(a.q_proj, a.k_proj, a.v_proj)
     gate_up, gate_up_bias = fuse(mlp.gate_proj, mlp.up_proj)
-    return Layer(
+    return DecoderLayer(
         before=block.input_layernorm.weight.data, qkv=qkv, qkv_bias=qkv_bias, q_norm=norms[0], k_norm=norms[1],
         out=a.o_proj.weight.data, out_bias=_bias(a.o_proj), after=block.post_attention_layernorm.weight.data,
         gate_up=gate_up, gate_up_bias=gate_up_bias, down=mlp.down_proj.weight.data, down_bias=_bias(mlp.down_proj),

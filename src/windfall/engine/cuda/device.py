@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from windfall.engine.cuda.decoder import Decoder
-from windfall.engine.cuda.graphs import Graphs, Kind, batch_for
+from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import Words
-from windfall.engine.cuda.plan import Part, Work
-from windfall.engine.cuda.state import STOPS, Families, Pool, Spans, State
+from windfall.engine.cuda.plan import Launch, PrefillPart
+from windfall.engine.cuda.state import STOPS, DeviceState, Families, Pool, Spans
 
 DEPTH = 2
 FAMILIES = ("family_first", "family_count", "family_tokens", "shared")
@@ -36,7 +36,7 @@ ALIGN = 32
 class Flight:
     """A launch whose tokens have not been handed out."""
 
-    work: Work
+    work: Launch
     version: int
     drawn: Tensor
     """(1 + steps, 2, batch) int32 in host memory; not to be read before `landed`."""
@@ -75,7 +75,7 @@ class Device:
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count if self._pinned else 1
 
     @torch.inference_mode()
-    def launch(self, work: Work, version: int) -> Flight:
+    def launch(self, work: Launch, version: int) -> Flight:
         turn = self._launches % (DEPTH + 1)
         self._launches += 1
         row = turn * (1 + self.burst)
@@ -99,14 +99,16 @@ class Device:
             event.record()
         return Flight(work=work, version=version, drawn=landing, event=event)
 
-    def kind(self, work: Work) -> Kind:
+    def kind(self, work: Launch) -> GraphKey:
         cut = any(cuts(s.request.sampling) for s in work.rows)
         shared = int(work.families[:, 2].max(initial=0))
         return self._kind(batch_for(len(work.rows)), work.longest, cut, len(work.families), shared)
 
-    def _kind(self, batch: int, longest: int, cut: bool, families: int = 0, shared: int = 0) -> Kind:
+    def _kind(self, batch: int, longest: int, cut: bool, families: int = 0, shared: int = 0) -> GraphKey:
         families = _rounded(families) if families else 0
-        return Kind(batch, cut, self._cuts(batch, longest), families, self._cuts(families, shared) if families else 1)
+        return GraphKey(
+            batch, cut, self._cuts(batch, longest), families, self._cuts(families, shared) if families else 1
+        )
 
     def _cuts(self, count: int, longest: int) -> int:
         """Into how many parts the contexts of so many rows, or families, are cut."""
@@ -137,7 +139,7 @@ class Device:
         self.decoder = decoder
         decoder.reach(self.words.pages_each * self.pool.page_size + 2)
 
-    def _step(self, kind: Kind, dry: bool) -> None:
+    def _step(self, kind: GraphKey, dry: bool) -> None:
         rows = (self._nobody if dry else self._rows)[: kind.batch]
         logits = self.decoder.decode(rows, self.state, self.pool, kind.splits, self._families_of(kind, dry))
         tokens, bits = self._drawn[0, : kind.batch], self._drawn[1, : kind.batch]
@@ -146,7 +148,7 @@ class Device:
             self._ring.index_copy_(0, self._turn, self._drawn[None])
             self._turn.add_(1)
 
-    def _families_of(self, kind: Kind, dry: bool) -> Families | None:
+    def _families_of(self, kind: GraphKey, dry: bool) -> Families | None:
         if not kind.families:
             return None
         first, count, tokens, shared = [self._no_family] * 4 if dry else self._families
@@ -155,7 +157,7 @@ class Device:
             first=first[:n], count=count[:n], tokens=tokens[:n], shared=shared[: kind.batch], parts=kind.shares
         )
 
-    def _prefill(self, parts: list[Part], arrays: list[Tensor], out: Tensor) -> None:
+    def _prefill(self, parts: list[PrefillPart], arrays: list[Tensor], out: Tensor) -> None:
         ids, row_slot, row_position, slot, first, count, start, wanted, slots = arrays
         spans = Spans(
             slot=slot, first=first, count=count, start=start, row_slot=row_slot, row_position=row_position,
@@ -193,13 +195,13 @@ def section(image: Tensor, words: Words, name: str, dtype: torch.dtype = torch.i
     return image[words.at[name] : words.at[name] + words.sizes[name]].view(dtype)
 
 
-def views(image: Tensor, words: Words) -> tuple[State, Tensor, Tensor]:
+def views(image: Tensor, words: Words) -> tuple[DeviceState, Tensor, Tensor]:
     """The state, the rows of a step, and where its tokens go."""
 
     def part(name: str, dtype: torch.dtype = torch.int32) -> Tensor:
         return section(image, words, name, dtype)
 
-    state = State(
+    state = DeviceState(
         last=part("last"), length=part("length"), left=part("left"), position=part("position"),
         seed=part("seed", torch.int64), temperature=part("temperature", torch.float32), top_k=part("top_k"),
         top_p=part("top_p", torch.float32), stop=part("stop").view(-1, STOPS),
@@ -208,7 +210,7 @@ def views(image: Tensor, words: Words) -> tuple[State, Tensor, Tensor]:
     return state, part("rows"), part("turn", torch.int64)
 
 
-def flat(parts: Sequence[Part]) -> list[np.ndarray]:
+def flat(parts: Sequence[PrefillPart]) -> list[np.ndarray]:
     """A prefill as arrays: the rows' tokens, slots and positions; of the chunks slot, first row, count and start; the
     rows whose logits are wanted, and their slots."""
     if not parts:

@@ -29,7 +29,7 @@ from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.device import DEPTH, Device, Flight
 from windfall.engine.cuda.graphs import batch_for
 from windfall.engine.cuda.host_state import Words
-from windfall.engine.cuda.plan import Plan, Sequence
+from windfall.engine.cuda.plan import BatchPlanner, DeviceSequence
 from windfall.engine.cuda.splits import Sharing
 from windfall.engine.cuda.state import STOPS
 from windfall.engine.pages import Pages
@@ -70,10 +70,10 @@ class GraphEngine:
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
         sharing = replace(sharing, rows=min(sharing.rows, fit.rows)) if sharing else fit
-        self._plan = Plan(Pages(pages, page_size), words, max_rows=max_rows, burst=burst, sharing=sharing)
+        self._plan = BatchPlanner(Pages(pages, page_size), words, max_rows=max_rows, burst=burst, sharing=sharing)
         self._device = Device(decoder, words, pages=pages, page_size=page_size, burst=burst)
         self._vocabulary = model.get_input_embeddings().num_embeddings
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, DeviceSequence] = {}
         self._flights: deque[Flight] = deque()
         self._landed: deque[list[Chunk]] = deque()
         """Came out before they were asked for, each of one version."""
@@ -101,7 +101,7 @@ class GraphEngine:
         if request.id in self._sequences or any(c.id == request.id for chunks in self._landed for c in chunks):
             raise WindfallError("this id is already being generated", where=f"request {request.id}")
         refuse_unfit(request, self._vocabulary, self.limit)
-        sequence = self._sequences[request.id] = Sequence(request, list(request.prompt))
+        sequence = self._sequences[request.id] = DeviceSequence(request, list(request.prompt))
         self._plan.add(sequence)
 
     def cancel(self, id: str) -> None:
@@ -196,7 +196,7 @@ class GraphEngine:
                 out.append(self._append(sequence, [first[0]], [first[1]], flight.version))
         return out
 
-    def _append(self, s: Sequence, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
+    def _append(self, s: DeviceSequence, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
         request, position = s.request, s.request.position + s.made
         if len(request.stop) > STOPS:  # more than the device looks for
             end = next((n + 1 for n, t in enumerate(tokens) if t in request.stop), len(tokens))

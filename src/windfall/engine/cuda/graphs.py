@@ -35,7 +35,7 @@ def batch_for(rows: int) -> int:
     return -(-rows // step) * step
 
 
-class Kind(NamedTuple):
+class GraphKey(NamedTuple):
     batch: int
     cut: bool
     splits: int
@@ -46,10 +46,10 @@ class Kind(NamedTuple):
 
 
 class Graphs:
-    def __init__(self, step: Callable[[Kind, bool], None], device: torch.device) -> None:
+    def __init__(self, step: Callable[[GraphKey, bool], None], device: torch.device) -> None:
         """`step(kind, dry)` runs one step on the current stream. Dry: with rows that are nobody's."""
         self._step, self._device = step, device
-        self._made: dict[Kind, Any] = {}
+        self._made: dict[GraphKey, Any] = {}
         self._memory: Any = None
         self._side: Any = None
         """The stream that captures; one for all, because cuBLAS takes memory for every stream it is used on."""
@@ -57,7 +57,7 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._made)
 
-    def run(self, kind: Kind, times: int) -> None:
+    def run(self, kind: GraphKey, times: int) -> None:
         if self._device.type != "cuda":
             for _ in range(times):
                 self._step(kind, False)
@@ -67,7 +67,7 @@ class Graphs:
         for _ in range(times):
             graph.replay()
 
-    def prepare(self, kind: Kind) -> None:
+    def prepare(self, kind: GraphKey) -> None:
         """Capture it now, if it was not."""
         if self._device.type != "cuda" or kind in self._made:
             return

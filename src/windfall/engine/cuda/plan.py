@@ -31,7 +31,7 @@ from windfall.types import Request
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class DeviceSequence:
     request: Request
     tokens: list[int]
     """All that the host knows of: the prompt, and what was made and has come out."""
@@ -55,21 +55,21 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PrefillPart:
     """Tokens `start` to `stop` of a sequence are prefilled. `samples`: the last of them gives a new token."""
 
-    sequence: Sequence
+    sequence: DeviceSequence
     start: int
     stop: int
     samples: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class Launch:
     """One launch: the parts in one flat batch, then `steps` steps with a row for each of `rows`."""
 
-    parts: list[Part]
-    rows: list[Sequence]
+    parts: list[PrefillPart]
+    rows: list[DeviceSequence]
     """Siblings side by side."""
     slots: np.ndarray
     """Of the rows."""
@@ -80,16 +80,16 @@ class Work:
     """(F, 3): first row, rows, shared tokens of each family."""
 
 
-class Plan:
+class BatchPlanner:
     def __init__(self, pages: Pages, words: Words, *, max_rows: int, burst: int, sharing: Sharing) -> None:
         self.pages, self.words, self.max_rows, self.burst, self.sharing = pages, words, max_rows, burst, sharing
-        self.running: dict[Sequence, None] = {}  # in order of arrival
-        self.waiting: deque[Sequence] = deque()
+        self.running: dict[DeviceSequence, None] = {}  # in order of arrival
+        self.waiting: deque[DeviceSequence] = deque()
         self.preemptions = self.reused_tokens = 0
-        self._prefilling: dict[Sequence, None] = {}
+        self._prefilling: dict[DeviceSequence, None] = {}
         slots = words.slots
         self._free = list(range(slots - 1, -1, -1))
-        self._by_slot: list[Sequence | None] = [None] * slots
+        self._by_slot: list[DeviceSequence | None] = [None] * slots
         self._decoding = np.zeros(slots, bool)
         self._planned, self._most, self._held = (np.zeros(slots, np.int64) for _ in range(3))
         # Full pages of the prompt that siblings may share, and the last of these: siblings have the same.
@@ -98,10 +98,10 @@ class Plan:
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: DeviceSequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: DeviceSequence) -> None:
         """It has ended: slot and pages are free at once."""
         sequence.over = True
         if sequence.slot < 0:
@@ -110,7 +110,7 @@ class Plan:
             del self.running[sequence]
             self._let_go(sequence)
 
-    def next(self, *, in_flight: bool) -> Work | None:
+    def next(self, *, in_flight: bool) -> Launch | None:
         """What to launch. None: nothing, before something that is in flight has come out."""
         parts, crowded = self._prefill()
         slots, steps = self._burst(1 if crowded else self.burst, may_preempt=not in_flight and not parts)
@@ -122,7 +122,7 @@ class Plan:
         for first, count, tokens in families.tolist():
             alone[first : first + count] -= tokens
         longest = int(alone.max()) if steps else 0
-        return Work(parts=parts, rows=rows, slots=slots, steps=steps, longest=longest, families=families)
+        return Launch(parts=parts, rows=rows, slots=slots, steps=steps, longest=longest, families=families)
 
     def restart_all(self) -> None:
         """Every running sequence computes again from its tokens, oldest first: what the pages hold is of no more use.
@@ -133,10 +133,10 @@ class Plan:
         self.running.clear()
         self.pages.forget_all()
 
-    def _prefill(self) -> tuple[list[Part], bool]:
+    def _prefill(self) -> tuple[list[PrefillPart], bool]:
         """Parts within the budget of rows, and whether there are more for the next launch: then that must come soon."""
         left = self.max_rows - int((self._decoding & (self._planned < self._most)).sum())
-        parts: list[Part] = []
+        parts: list[PrefillPart] = []
         for sequence in list(self._prefilling):
             if left > 0:
                 left -= self._part(sequence, left, parts)
@@ -144,9 +144,9 @@ class Plan:
             left -= self._part(self.waiting.popleft(), left, parts)
         return parts, left <= 0 and bool(self._prefilling or (self.waiting and self._free))
 
-    def _part(self, s: Sequence, most: int, parts: list[Part]) -> int:
+    def _part(self, s: DeviceSequence, most: int, parts: list[PrefillPart]) -> int:
         start, stop, size = s.prefilled, min(len(s.tokens), s.prefilled + most), self.pages.size
-        parts.append(Part(s, start, stop, stop == len(s.tokens)))
+        parts.append(PrefillPart(s, start, stop, stop == len(s.tokens)))
         for n in range(start // size, stop // size):
             self.pages.name(s.pages[n], s.key(n, size))
         s.prefilled = stop
@@ -155,7 +155,7 @@ class Plan:
             self._decoding[s.slot] = True
         return stop - start
 
-    def _admit(self, s: Sequence) -> bool:
+    def _admit(self, s: DeviceSequence) -> bool:
         """Find pages that hold its first tokens already, and see whether the rest fits, and a burst after it."""
         size, have = self.pages.size, len(s.tokens)
         found: list[int] = []
@@ -222,7 +222,7 @@ class Plan:
             self._held[slot] = len(s.pages)
             self.words.pages(slot, first, s.pages[first:])
 
-    def _let_go(self, s: Sequence, *, name: bool = True) -> None:
+    def _let_go(self, s: DeviceSequence, *, name: bool = True) -> None:
         """Slot and pages. What is known to be in them can be found again; the newest token is in none yet."""
         if name:
             known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from windfall.engine.cuda.splits import part_tokens, splits_for
-from windfall.engine.cuda.state import Families, Pool, Spans, State
+from windfall.engine.cuda.state import DeviceState, Families, Pool, Spans
 
 __all__ = [
     "attend",
@@ -33,7 +33,7 @@ __all__ = [
 _GOLDEN, _MIX1, _MIX2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def begin(state: State, rows: Tensor) -> tuple[Tensor, Tensor]:
+def begin(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens (B,) int64 and positions (B,) int32 of a decode step."""
     at = rows.long()
     return state.last[at].long(), state.length[at]
@@ -52,7 +52,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def place(
-    qkv: Tensor, slots: Tensor, positions: Tensor, state: State, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
+    qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
     """Norm (where there are weights) and rotate queries and keys, and put keys and values into the pool. Returns the
@@ -84,7 +84,7 @@ def _data(pool: Pool) -> Tensor:
 
 
 def decode(
-    q: Tensor, rows: Tensor, state: State, pool: Pool, layer: int, scale: float, window: int | None, splits: int,
+    q: Tensor, rows: Tensor, state: DeviceState, pool: Pool, layer: int, scale: float, window: int | None, splits: int,
     families: Families | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per row, over tokens 0 to `length` of its slot. Rows of inactive slots: zero. A family reads its shared
@@ -118,7 +118,7 @@ def _read_together(table: Tensor, families: Families, size: int) -> None:
 
 
 def place_and_decode(
-    qkv: Tensor, rows: Tensor, positions: Tensor, state: State, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
+    qkv: Tensor, rows: Tensor, positions: Tensor, state: DeviceState, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float, window: int | None,
     splits: int, families: Families | None = None,
 ) -> Tensor:  # fmt: skip
@@ -135,7 +135,9 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Te
     return torch.softmax(scores.masked_fill(~seen, -1e30), -1) @ v
 
 
-def attend(q: Tensor, spans: Spans, state: State, pool: Pool, layer: int, scale: float, window: int | None) -> Tensor:
+def attend(
+    q: Tensor, spans: Spans, state: DeviceState, pool: Pool, layer: int, scale: float, window: int | None
+) -> Tensor:
     """Causal attention of every chunk over its sequence so far. Rows outside all chunks: zero."""
     out = torch.zeros_like(q)
     columns = (spans.slot.tolist(), spans.first.tolist(), spans.count.tolist(), spans.start.tolist())
@@ -158,7 +160,7 @@ def gate(gate_up: Tensor) -> Tensor:
     return F.silu(left) * right
 
 
-def draw(logits: Tensor, rows: Tensor, state: State, tokens_out: Tensor, logprobs_out: Tensor, cut: bool) -> None:
+def draw(logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, cut: bool) -> None:
     """The next token of every active row and its log-prob (inactive: -1 and 0), and the state after it."""
     at = rows.long()
     active, temperature = state.left[at] > 0, state.temperature[at]
@@ -209,7 +211,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     return (x >> by) & (2 ** (64 - by) - 1)
 
 
-def _advance(state: State, at: Tensor, active: Tensor, tokens: Tensor) -> None:
+def _advance(state: DeviceState, at: Tensor, active: Tensor, tokens: Tensor) -> None:
     """The state after `tokens`. Rows of an inactive slot write back what is there, so it does not matter how many."""
     step = active.int()
     stopped = (tokens[:, None] == state.stop[at]).any(-1)

@@ -55,7 +55,7 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class DeviceState:
     """One row per slot (S), the last of which is nobody's."""
 
     last: Tensor
@@ -80,14 +80,14 @@ class State:
     """(S, pages per response) int32: which pages hold it."""
 
     @staticmethod
-    def new(slots: int, pages_each: int, device: str) -> State:
+    def new(slots: int, pages_each: int, device: str) -> DeviceState:
         """For `slots` responses, each of at most `pages_each` pages."""
 
         def full(value: float, dtype: torch.dtype, *more: int) -> Tensor:
             return torch.full((slots + 1, *more), value, dtype=dtype, device=device)
 
         i32 = torch.int32
-        return State(
+        return DeviceState(
             last=full(0, i32), length=full(0, i32), left=full(0, i32), position=full(0, i32),
             seed=full(0, torch.int64), temperature=full(1.0, torch.float32), top_k=full(0, i32),
             top_p=full(1.0, torch.float32), stop=full(-1, i32, STOPS), table=full(0, i32, pages_each),

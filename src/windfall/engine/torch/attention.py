@@ -25,14 +25,14 @@ from windfall.errors import WindfallError
 NAME = "windfall"
 
 
-class Batch(Protocol):
+class AttentionBatch(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         """(rows, heads, size) in and out. Called once for every attention of the model, in the model's order."""
         ...
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *,
-              batch: Batch, scaling: float | None = None, sliding_window: int | None = None, dropout: float = 0.0,
+              batch: AttentionBatch, scaling: float | None = None, sliding_window: int | None = None, dropout: float = 0.0,
               **other: Any) -> tuple[Tensor, None]:  # fmt: skip
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if other.get(name) is not None]
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * bool(dropout)
@@ -49,7 +49,7 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
 ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 
 
-class Shape(NamedTuple):
+class KVShape(NamedTuple):
     """What one attention of a model keeps of every token: (heads, size) of its keys and of its values."""
 
     keys: tuple[int, int]
@@ -64,16 +64,16 @@ class _Shapes:
     """A batch that attends to nothing and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.found: list[Shape] = []
+        self.found: list[KVShape] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         del scale, window
-        self.found.append(Shape((k.shape[1], k.shape[2]), (v.shape[1], v.shape[2])))
+        self.found.append(KVShape((k.shape[1], k.shape[2]), (v.shape[1], v.shape[2])))
         return q.new_zeros(*q.shape[:2], v.shape[2])
 
 
 @torch.inference_mode()
-def cache_shapes(model: Any) -> list[Shape]:
+def cache_shapes(model: Any) -> list[KVShape]:
     """What the KV cache of this model must hold, one entry for every call of attention, in order: found by running one
     token through it. Configurations say it in too many ways, and a model may attend twice in a layer or in none."""
     batch, zero = _Shapes(), torch.zeros(1, 1, dtype=torch.long, device=model.device)

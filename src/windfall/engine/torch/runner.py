@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windfall.engine.scheduler import Rows
+from windfall.engine.scheduler import ScheduledRows
 from windfall.engine.scheduler import Sequence as SequenceState
 from windfall.engine.torch.attention import Block, Paged, cache_shapes
 from windfall.engine.torch.sampler import sample
@@ -28,7 +28,7 @@ TILE = 16
 TILE_PAGES = 4
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Consecutive rows of one sequence that attend together: `count` rows from row `first` of the batch on, the last of
     them at `position` of the sequence."""
 
@@ -50,19 +50,19 @@ class Runner:
         ]
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+    def run(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
         """The new token and its log-prob for every Rows that samples, in order."""
         return self._run_tiles(rows) if self.deterministic else self._run_whole(rows)
 
-    def _run_whole(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+    def _run_whole(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
         tokens: list[int] = []
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         # Sequences with equally many rows side by side, longest context first: rows that attend together are a slice.
         order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
         asked: list[int] = []
         for n in order:
             r = rows[n]
-            spans.append(Span(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
+            spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.sequence.tokens[r.start : r.stop]
             if r.samples:
                 asked.append(n)
@@ -71,15 +71,15 @@ class Runner:
         drawn = dict(zip(asked, self._sample(logits, [rows[n].sequence for n in asked]), strict=True))
         return [drawn[n] for n, r in enumerate(rows) if r.samples]
 
-    def _run_tiles(self, rows: Sequence[Rows]) -> list[tuple[int, float]]:
+    def _run_tiles(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
         flat = [(n, r.sequence, i) for n, r in enumerate(rows) for i in range(r.start, r.stop)]
         drawn: dict[int, tuple[int, float]] = {}
         for start in range(0, len(flat), TILE):
             # Within a tile order is free: every layer writes all keys before any row reads them.
             tile = sorted(flat[start : start + TILE], key=lambda row: -self._own_pages(row[2]))
             padding = TILE - len(tile)
-            spans = [Span(at, 1, i, s.pages) for at, (_, s, i) in enumerate(tile)]
-            spans += [Span(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
+            spans = [RowSpan(at, 1, i, s.pages) for at, (_, s, i) in enumerate(tile)]
+            spans += [RowSpan(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
             tokens = [s.tokens[i] for _, s, i in tile] + [0] * padding
             logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
             sampled = self._sample(logits, [s for _, s, _ in tile] + [None] * padding)
@@ -90,7 +90,7 @@ class Runner:
         """The context of a row at `position`, in pages, rounded up by nothing but itself."""
         return -(-(position // self.size + 1) // TILE_PAGES) * TILE_PAGES
 
-    def _forward(self, tokens: list[int], spans: list[Span], blocks: list[Block], ends: list[int] | None) -> Tensor:
+    def _forward(self, tokens: list[int], spans: list[RowSpan], blocks: list[Block], ends: list[int] | None) -> Tensor:
         """Logits of the rows `ends`, or of all."""
         size = self.size
         positions = [p for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
@@ -118,12 +118,12 @@ class Runner:
         )
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
-    def _rowwise(self, spans: Sequence[Span]) -> Iterator[Block]:
+    def _rowwise(self, spans: Sequence[RowSpan]) -> Iterator[Block]:
         """Every row alone, over its own context."""
         for pages, alike in groupby(spans, key=lambda s: self._own_pages(s.position)):
             yield self._block(list(alike), pages)
 
-    def _blocks(self, spans: Sequence[Span]) -> Iterator[Block]:
+    def _blocks(self, spans: Sequence[RowSpan]) -> Iterator[Block]:
         """Split where the number of rows changes, and where padding would cost more than another block."""
         pages = [s.position // self.size + 1 for s in spans]
         begin = 0
@@ -134,7 +134,7 @@ class Runner:
                 begin = i
         yield self._block(spans[begin:], pages[begin])
 
-    def _block(self, spans: Sequence[Span], pages: int) -> Block:
+    def _block(self, spans: Sequence[RowSpan], pages: int) -> Block:
         padding, count = [self.scratch] * pages, spans[0].count
         table = torch.tensor([(s.pages[:pages] + padding)[:pages] for s in spans], device=self.device)
         last = torch.tensor([s.position for s in spans], device=self.device)

@@ -39,7 +39,7 @@ class Call:
 
 
 @dataclass(eq=False)
-class Child:
+class PoolChild:
     born_s: float
     process: ChildProcess = field(init=False)
     ready: bool = False

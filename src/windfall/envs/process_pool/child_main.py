@@ -46,7 +46,7 @@ def main() -> None:
     # On this signal, and when it crashes, the process writes its stack, even while C code holds the interpreter's lock.
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
     faulthandler.enable(file=trace)
-    asyncio.run(Child(socket.socket(fileno=link), Board(mmap.mmap(board, LAYOUT.size))).run())
+    asyncio.run(ChildProgram(socket.socket(fileno=link), Board(mmap.mmap(board, LAYOUT.size))).run())
 
 
 def leave_nothing_behind(*held: int) -> None:
@@ -70,7 +70,7 @@ def leave_nothing_behind(*held: int) -> None:
     os._exit(0)
 
 
-class Child:
+class ChildProgram:
     def __init__(self, link: socket.socket, board: Board) -> None:
         self._link, self._board, self._read = link, board, b""
         self._env: Any = None

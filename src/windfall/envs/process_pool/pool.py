@@ -25,7 +25,7 @@ from typing import Any, Self
 from windfall import envs
 from windfall.envs.failures import EnvFailed, waited
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.calls import Call, Child, answer, exited
+from windfall.envs.process_pool.calls import Call, PoolChild, answer, exited
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.sizing import Sizing
 from windfall.errors import WindfallError
@@ -54,7 +54,7 @@ class EnvPool:
         self.name = plain.get("factory", plain["name"])
         self._strict = plain["name"] != "custom"
         self._order, self._build_s = (0, "build", plain, seed, self._strict), build_s
-        self._children: list[Child] = []
+        self._children: list[PoolChild] = []
         self._pending: deque[Call] = deque()
         self._numbers = 1
         self._pumping = False
@@ -124,7 +124,7 @@ class EnvPool:
 
     def _pump(self) -> None:
         self._pumping = False
-        out: dict[Child, list[tuple[Any, ...]]] = {}
+        out: dict[PoolChild, list[tuple[Any, ...]]] = {}
         while self._pending:
             if self._pending[0].future.done():
                 self._pending.popleft()  # it was cancelled
@@ -143,7 +143,7 @@ class EnvPool:
         if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
 
-    def _heard(self, child: Child, line: bytes) -> None:
+    def _heard(self, child: PoolChild, line: bytes) -> None:
         if child not in self._children:
             return  # it was killed, and its calls have failed or were sent again
         try:
@@ -151,7 +151,7 @@ class EnvPool:
         except (ValueError, TypeError, LookupError, RecursionError):  # fault boundary: the bytes of a child
             self._nonsense(child, line)
 
-    def _nonsense(self, child: Child, line: bytes) -> None:
+    def _nonsense(self, child: PoolChild, line: bytes) -> None:
         """Environments can reach the link: one that forks answers a call twice."""
         why = "its process sent what is not an answer to a call; does it fork?"
         print(f"environment {self.name}: {why} It said {line[:200]!r}", file=sys.stderr, flush=True)
@@ -161,7 +161,7 @@ class EnvPool:
             self._cannot(WindfallError(why, where=f"environment {self.name}", fix="Build it without a fork."))
         self._kill(child)
 
-    def _take(self, child: Child, number: int, what: str, *rest: Any) -> None:
+    def _take(self, child: PoolChild, number: int, what: str, *rest: Any) -> None:
         """Raises one of the errors of `_heard`, with nothing changed, where this is no answer to a call."""
         child.heard_s = time.monotonic()
         if what == "ready":
@@ -192,11 +192,11 @@ class EnvPool:
 
     # children
 
-    def _starting(self) -> list[Child]:
+    def _starting(self) -> list[PoolChild]:
         return [c for c in self._children if not c.ready]
 
     def _start(self) -> None:
-        child = Child(time.monotonic())
+        child = PoolChild(time.monotonic())
         child.process = ChildProcess(
             strict=self._strict, heard=lambda line: self._heard(child, line),
             ended=lambda *end: self._ended(child, *end),
@@ -204,7 +204,7 @@ class EnvPool:
         self._children.append(child)
         child.process.send([self._order])
 
-    def _ready(self, child: Child, name: str) -> None:
+    def _ready(self, child: PoolChild, name: str) -> None:
         child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
         self.name = name
         assert self._built is not None
@@ -223,7 +223,7 @@ class EnvPool:
         while self._pending:
             self._pending.popleft().fail(error)
 
-    def _kill(self, child: Child, blamed: Sequence[Call] = ()) -> None:
+    def _kill(self, child: PoolChild, blamed: Sequence[Call] = ()) -> None:
         """End a child; those of its calls that are to blame waited too long, the others are sent again."""
         if child not in self._children:
             return
@@ -247,7 +247,7 @@ class EnvPool:
         self._killing.add(task)
         task.add_done_callback(self._killing.discard)
 
-    def _ended(self, child: Child, code: int, number: int, stack: str) -> None:
+    def _ended(self, child: PoolChild, code: int, number: int, stack: str) -> None:
         """It has ended by itself, or something has killed it."""
         if child not in self._children:
             return
@@ -293,7 +293,7 @@ class EnvPool:
                 call.fail(RuntimeError(f"the pool of environments failed: {error!r}"))
             raise error
 
-    def _look(self, child: Child, now: float) -> None:
+    def _look(self, child: PoolChild, now: float) -> None:
         board = child.process.board()
         seen, child.board = board == child.board, board
         call = child.sent.get(board[0])
@@ -305,7 +305,7 @@ class EnvPool:
         if late := [c for c in child.sent.values() if c.late_s is not None and now - c.late_s > SILENT_S]:
             self._kill(child, late)
 
-    async def _too_slow(self, child: Child) -> None:
+    async def _too_slow(self, child: PoolChild) -> None:
         stack = await child.process.last_words()
         what = f"waited {self._build_s:g} s for it to be imported and built"
         self._cannot(WindfallError(what, where=f"environment {self.name}", fix=f"It was here:\n{stack}"))

@@ -17,7 +17,7 @@ from typing import Any
 
 from windfall.envs.process_pool.child_process import variables
 from windfall.envs.process_pool.limits import OVER
-from windfall.envs.rows import Row, read
+from windfall.envs.rows import DataRow, read
 from windfall.envs.scoring.extract import is_number
 from windfall.errors import WindfallError
 
@@ -35,7 +35,7 @@ def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) ->
     if section.scoring != "math":
         return 0
     files = [section.path] if section.eval_path is None else [section.path, section.eval_path]
-    places: dict[str, tuple[Path, Row]] = {}
+    places: dict[str, tuple[Path, DataRow]] = {}
     for path in files:
         for row in read(path, section.prompt_field, section.answer_field):
             if not is_number(row.answer):
@@ -74,7 +74,7 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
     return reasons
 
 
-def _refusal(bad: dict[str, str], places: dict[str, tuple[Path, Row]], checked: int) -> WindfallError:
+def _refusal(bad: dict[str, str], places: dict[str, tuple[Path, DataRow]], checked: int) -> WindfallError:
     found = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0][0]), b[0][1].line))
     named = [f"{path}:{row.line}: {gold[:60]!r}: {why}" for (path, row), gold, why in found[:NAMED]]
     more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []

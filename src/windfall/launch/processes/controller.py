@@ -37,7 +37,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
 from windfall.launch import run_folder as folders
 from windfall.launch import tls
-from windfall.launch.assembly import Life, first
+from windfall.launch.assembly import ControllerLife, first
 from windfall.launch.fleet_report import Ended
 from windfall.ledger.journal import Journal
 from windfall.link import auth, listener
@@ -89,7 +89,7 @@ class Control:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog, again: bool) -> None:
         self.recipe, self.folder, self.events = recipe, folder, events
         self.journal = Journal(folder / "journal", settings(recipe))
-        self.life = Life(recipe, events, self.journal, again=again)
+        self.life = ControllerLife(recipe, events, self.journal, again=again)
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,

@@ -33,7 +33,7 @@ from windfall.models.text import Text
 from windfall.selftest import verdict
 from windfall.train import activation_memory, checkpoint
 from windfall.train.agent import TrainerHost
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 from windfall.types import LOCAL, Lease
 from windfall.worker import engine_factory as build
 from windfall.worker.agent import Agent
@@ -88,7 +88,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
 
     found, notes = _checkpoint(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
-    state = found.state if found else State(step=0, next_task=0)
+    state = found.state if found else CheckpointState(step=0, next_task=0)
     device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
     model = load.load(source, dtype=dtype, device=device)
     if device == "cpu":
@@ -211,7 +211,7 @@ async def _local(
     f, address = recipe.fleet, where()
     failed: list[Exception] = []
 
-    def build(engine: m.Engine) -> tuple[Any, int]:
+    def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # a GPU's engine lays the module's weights out anew
                 made, slots = engine_for(engine, device, model=model, share=0.3)
@@ -256,17 +256,17 @@ def text_for(tokenizer: Any, model: Any) -> Text:
     return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
 
 
-def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engine:
+def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.EngineSpec:
     """What a worker needs to know to build the engine."""
     e, o = recipe.engine, recipe.rollout
-    return m.Engine(
+    return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
         page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
         longest=longest, wanted=o.groups * o.group_size,
     )  # fmt: skip
 
 
-def checked(engine: m.Engine, device: str, model: Any) -> m.Engine:
+def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
     """With what workers need not find out again. Raises WindfallError for a model that engine or trainer would compute
     otherwise than transformers does: before anything is started for it."""
     fields = json.loads(engine.model_config)
@@ -276,7 +276,7 @@ def checked(engine: m.Engine, device: str, model: Any) -> m.Engine:
     return msgspec.structs.replace(engine, checked=(found,))
 
 
-def fingerprint(engine: m.Engine) -> str:
+def fingerprint(engine: m.EngineSpec) -> str:
     """Of a model's architecture and of the engine that is to run it: a worker built for another is not this run's."""
     fields = json.loads(engine.model_config)
     for vague in ("transformers_version", "_name_or_path", "architectures"):

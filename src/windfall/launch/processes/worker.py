@@ -49,7 +49,7 @@ def main(
     lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.found()), region=region,
                   price_usd_per_h=price_usd_per_h)  # fmt: skip
 
-    def make(spec: m.Engine) -> tuple[Any, int]:
+    def make(spec: m.EngineSpec) -> tuple[Any, int]:
         found = start.found()
         if glanced is not None:
             agree(glanced, found)
@@ -65,7 +65,7 @@ def main(
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         preemption.on_sigterm(loop, agent.warned)
-        asked = preemption.Notice(source="ctrl-c", left_s=None, detail="somebody asked it to leave")
+        asked = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="somebody asked it to leave")
 
         def leave() -> None:
             loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends it at once

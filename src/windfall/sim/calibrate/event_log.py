@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windfall.events.log import Event
-from windfall.sim.calibrate.fit import Point, line
+from windfall.sim.calibrate.fit import StepTime, line
 from windfall.sim.core.service import Service
 from windfall.types import LOCAL
 
@@ -38,7 +38,7 @@ def steps_of(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def speeds(steps: Iterable[Event]) -> dict[str, list[Point]]:
+def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
     """By kind of worker: the time of a step over the batch, of all these steps.
 
     >>> rows = [{"speeds": {"local": [[4.0, 0.1, 2], [40.0, 0.3, 1]]}}, {"speeds": {"local": [[4.0, 0.2, 2]]}}]
@@ -54,7 +54,8 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[Point]]:
                 for n, x in enumerate((batch * windows, step_s * windows, windows)):
                     row[n] += x
     return {
-        kind: sorted(Point(b / w, s / w, float(w)) for b, s, w in sizes.values() if w) for kind, sizes in sums.items()
+        kind: sorted(StepTime(b / w, s / w, float(w)) for b, s, w in sizes.values() if w)
+        for kind, sizes in sums.items()
     }
 
 
@@ -125,7 +126,7 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
     return out
 
 
-class Shape(NamedTuple):
+class LengthShape(NamedTuple):
     """Of response lengths: log-normal, and alike within a group."""
 
     median: float
@@ -134,7 +135,7 @@ class Shape(NamedTuple):
     count: int
 
 
-def lengths(steps: Iterable[Event]) -> Shape | None:
+def lengths(steps: Iterable[Event]) -> LengthShape | None:
     """As `sim.median_tokens`, `sim.sigma` and `sim.alike` say it; those that were cut count as they are. None: the log
     has none.
 
@@ -152,7 +153,7 @@ def lengths(steps: Iterable[Event]) -> Shape | None:
     spread = between + (size - 1) * within
     alike = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
     median = round(math.exp(statistics.median(every)), 1)
-    return Shape(median, round(statistics.pstdev(every), 3), round(alike, 3), len(every))
+    return LengthShape(median, round(statistics.pstdev(every), 3), round(alike, 3), len(every))
 
 
 def mean(events: Sequence[Event], kind: str, name: str, field: str, until_s: float) -> float:

@@ -27,16 +27,16 @@ BEND_GAIN = 0.5
 """A bend must take away half of the error, or there is none."""
 
 
-class Point(NamedTuple):
+class StepTime(NamedTuple):
     batch: float
     step_s: float
     weight: float = 1.0
 
 
-def line(points: Sequence[Point]) -> tuple[float, float]:
+def line(points: Sequence[StepTime]) -> tuple[float, float]:
     """(fixed_s, each_s).
 
-    >>> fixed, each = line([Point(1, 0.011), Point(10, 0.02), Point(100, 0.11)])
+    >>> fixed, each = line([StepTime(1, 0.011), Point(10, 0.02), Point(100, 0.11)])
     >>> round(fixed, 6), round(each, 6)
     (0.01, 0.001)
     """
@@ -64,11 +64,11 @@ class Bend(NamedTuple):
         return self.fixed_s + self.each_s * batch + self.over_s * max(0.0, batch - self.over_batch)
 
 
-def bent(points: Sequence[Point]) -> Bend:
+def bent(points: Sequence[StepTime]) -> Bend:
     """A line, or two: the first through the batches up to a bend, the second from there up through the others.
 
-    >>> flat = [Point(b, 0.01 + 0.0001 * b) for b in (1, 16, 64, 256)]
-    >>> falls = bent([*flat, Point(512, 0.2)])
+    >>> flat = [StepTime(b, 0.01 + 0.0001 * b) for b in (1, 16, 64, 256)]
+    >>> falls = bent([*flat, StepTime(512, 0.2)])
     >>> bent(flat).over_s, falls.over_batch, round(falls.step_s(512), 9)
     (0.0, 256, 0.2)
     """
@@ -81,29 +81,29 @@ def bent(points: Sequence[Point]) -> Bend:
     return best
 
 
-def _bend(points: Sequence[Point], at: int) -> Bend:
+def _bend(points: Sequence[StepTime], at: int) -> Bend:
     first, corner = Bend(*line(points[: at + 1])), points[at].batch
     above = [(p.batch - corner, p.step_s - first.step_s(p.batch), p.weight / p.step_s**2) for p in points[at + 1 :]]
     slope = sum(w * x * y for x, y, w in above) / sum(w * x * x for x, _, w in above)
     return first._replace(over_batch=corner, over_s=max(0.0, slope))
 
 
-def _off(bend: Bend, points: Sequence[Point]) -> float:
+def _off(bend: Bend, points: Sequence[StepTime]) -> float:
     """The mean relative error."""
     return sum(p.weight * abs(bend.step_s(p.batch) / p.step_s - 1) for p in points) / sum(p.weight for p in points)
 
 
-def straight(points: Sequence[Point]) -> Bend:
+def straight(points: Sequence[StepTime]) -> Bend:
     return Bend(*line(points))
 
 
-Form = Callable[[Sequence[Point]], Bend]
+Form = Callable[[Sequence[StepTime]], Bend]
 
 
-def held_out(points: Sequence[Point], form: Form = straight) -> list[tuple[Point, float]]:
+def held_out(points: Sequence[StepTime], form: Form = straight) -> list[tuple[StepTime, float]]:
     """Of every point: what the others predict, as a share of it less 1. Nothing for fewer than three.
 
-    >>> [round(abs(off), 3) for _, off in held_out([Point(1, 0.011), Point(10, 0.02), Point(100, 0.11)])]
+    >>> [round(abs(off), 3) for _, off in held_out([StepTime(1, 0.011), Point(10, 0.02), Point(100, 0.11)])]
     [0.0, 0.0, 0.0]
     """
     out = []
@@ -113,7 +113,7 @@ def held_out(points: Sequence[Point], form: Form = straight) -> list[tuple[Point
     return out
 
 
-def errors(points: Sequence[Point], form: Form = straight) -> list[str]:
+def errors(points: Sequence[StepTime], form: Form = straight) -> list[str]:
     """The same, in words."""
     found = held_out(points, form)
     if not found:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from windfall.sim.calibrate.fit import FLAT, Point, bent, errors
+from windfall.sim.calibrate.fit import FLAT, StepTime, bent, errors
 from windfall.sim.core.service import Service
-from windfall.sim.machines.decode import Decode, Row
+from windfall.sim.machines.decode import Decode, DecodeRow
 
 DECODE_CONTEXT = 272.0
 """Tokens behind a response in the decode cases of benchmarks/engine_gpu.py, on average."""
@@ -31,7 +31,7 @@ def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
         if len(decode) < 2:
             continue
         prefill = [r["value"] for r in own if r["what"] == "prefill"]
-        points = sorted(Point(_batch(r), r["value"] / 1e3) for r in decode)
+        points = sorted(StepTime(_batch(r), r["value"] / 1e3) for r in decode)
         service = Service(fixed_s=1.0, each_s=1.0, prefill_s=1 / max(prefill) if prefill else 0.0)
         notes = [f"{model}, {engine}: {len(points)} batches from {points[0].batch:g} to {points[-1].batch:g}"]
         notes += errors(points, bent)
@@ -49,7 +49,7 @@ def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
     return out
 
 
-def _stepping(service: Service, points: Sequence[Point], floor_s: float) -> tuple[Service, list[str]]:
+def _stepping(service: Service, points: Sequence[StepTime], floor_s: float) -> tuple[Service, list[str]]:
     """With the times of a step, and what is to be said of them."""
     bend = bent(points)
     context_s = min(floor_s, bend.each_s / DECODE_CONTEXT)
@@ -87,14 +87,14 @@ def _floor_s(decode: Sequence[dict[str, Any]]) -> float:
     return max(0.0, (floors[-1][1] - floors[0][1]) / (floors[-1][0] - floors[0][0]) / DECODE_CONTEXT)
 
 
-def _beyond(service: Service, row: dict[str, Any]) -> Point | None:
+def _beyond(service: Service, row: dict[str, Any]) -> StepTime | None:
     """What a rollout of equal lengths says of a step at its batch."""
     numbers = re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", row["case"]) if row["what"] == "rollout" else None
     if numbers is None:
         return None
     count, prompt, length = map(int, numbers.groups())
     step_s = count / row["value"] - service.prefill_s * count * prompt / length
-    return Point(count, step_s) if step_s > 0 else None
+    return StepTime(count, step_s) if step_s > 0 else None
 
 
 def _held_out(service: Service, row: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ def _held_out(service: Service, row: dict[str, Any]) -> str:
         return ""
     decode = Decode(service, 1)
     for n, length in enumerate(lengths):
-        decode.add(Row(handle=n, seed=n, tag=n, prompt=prompt, made=0, length=length, cut=False, sent=0), 0)
+        decode.add(DecodeRow(handle=n, seed=n, tag=n, prompt=prompt, made=0, length=length, cut=False, sent=0), 0)
     decode.prefill = prompts * prompt
     predicted = sum(lengths) / decode.seconds(max(lengths))
     return f"held out: {case}: {predicted:,.0f} tok/s, measured {measured:,.0f} ({predicted / measured - 1:+.0%})"

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Holder, Totals
-from windfall.sim.chaos.broken import Broken
+from windfall.sim.chaos.broken import InvariantBroken
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 
@@ -45,7 +45,7 @@ def check(log: Path, *, births: Sequence[float], trainers: Sequence[float], stay
     for holder, s in expected.items():
         found = billed.holders[holder].total_s if holder in billed.holders else 0.0
         if s and abs(found - s) > CLOSE_S + 1e-7 * s:
-            raise Broken("bill", f"{holder}: {found:.6f} s are billed, and {s:.6f} s went by")
+            raise InvariantBroken("bill", f"{holder}: {found:.6f} s are billed, and {s:.6f} s went by")
 
 
 def _life(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Broken(AssertionError):
+class InvariantBroken(AssertionError):
     def __init__(self, rule: str, what: str) -> None:
         super().__init__(f"{rule}: {what}")
         self.rule = rule

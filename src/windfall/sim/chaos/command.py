@@ -9,13 +9,13 @@ from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.sim.chaos.faults import KINDS
-from windfall.sim.chaos.trial import Outcome, trial
+from windfall.sim.chaos.trial import TrialResult, trial
 from windfall.sim.report.compare import made
 
 
 def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None:
     """Ends at the first rule that is broken. `out`: keep the event logs there."""
-    began, done = time.perf_counter(), list[Outcome]()
+    began, done = time.perf_counter(), list[TrialResult]()
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch)
         made(folder)
@@ -32,7 +32,7 @@ def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None
         raise WindfallError(f"seed {last.seed}: {last.broken}", where="windfall sim chaos", fix=f"Replay it: {again}")
 
 
-def told(done: list[Outcome]) -> list[str]:
+def told(done: list[TrialResult]) -> list[str]:
     count = sum((o.faults for o in done), Counter[str]())
     rows = [f"{kind:14}{count[kind]:8,}" for kind in KINDS]
     return [

@@ -20,7 +20,7 @@ from windfall.events.log import Event
 from windfall.fleet.trace_formats import Change
 from windfall.link import messages as m
 from windfall.sim.chaos.faults import Fault
-from windfall.sim.core.link import Wire
+from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
 from windfall.sim.core.service import uniform
@@ -36,7 +36,7 @@ MISSING = 0.03
 SLOWER = 20.0
 
 
-class Troubles:
+class LinkFaults:
     """What the next messages of one machine are in for, over all links of its workers."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Troubles:
         """Frames, each with the life of the controller that it was for: handles are that one's."""
 
 
-class FaultyWire(Wire):
+class FaultyWire(SimLink):
     def __init__(self, chaos: Chaos, peer: str, hear: Any, ended: Any, latency_s: float) -> None:
         super().__init__(peer, hear, ended, latency_s)
         self.loaded: tuple[int, str] | None = None
@@ -155,7 +155,7 @@ class Chaos:
         self._faults, self._left, self._stood_s = faults, count, 0.0
         self.stood_at_s = 0.0
         """The end of the last stall."""
-        self._troubles: dict[str, Troubles] = {}
+        self._troubles: dict[str, LinkFaults] = {}
         self._machines, self._loop = simulation.machines, cast(VirtualLoop, asyncio.get_running_loop())
         self.env = simulation.env = FlakyEnv(simulation.env, simulation.world.recipe.run.seed)
         simulation.book.marks = True
@@ -168,8 +168,8 @@ class Chaos:
     def now_s(self) -> float:
         return self._loop.time()
 
-    def troubles(self, peer: str) -> Troubles:
-        return self._troubles.setdefault(peer.partition(".")[0], Troubles())
+    def troubles(self, peer: str) -> LinkFaults:
+        return self._troubles.setdefault(peer.partition(".")[0], LinkFaults())
 
     def heard(self, event: Event) -> None:
         """Of the log: the step after the last fault is whole."""
@@ -241,7 +241,7 @@ class Chaos:
                 later(fault.s, self._take_down, node, worker)
         return True
 
-    def _link(self, fault: Fault, troubles: Troubles, worker: SimWorker) -> bool:
+    def _link(self, fault: Fault, troubles: LinkFaults, worker: SimWorker) -> bool:
         match fault.kind:
             case "cut":
                 troubles.cut_after = fault.n - 1

@@ -1,4 +1,4 @@
-"""The rules that always hold, checked between any two callbacks of a simulated run. `Broken` says which does not.
+"""The rules that always hold, checked between any two callbacks of a simulated run. `InvariantBroken` says which does not.
 
 - tokens: every position of a response is accepted once, in order, and is the token that stands there;
 - again: nothing that was accepted is made again, but what a controller accepted in the very moment it was killed in;
@@ -26,13 +26,13 @@ from typing import Any
 import xxhash
 
 from windfall.events.log import Event
-from windfall.launch.assembly import Life
-from windfall.ledger.ledger import Entry
+from windfall.launch.assembly import ControllerLife
+from windfall.ledger.ledger import LedgerEntry
 from windfall.link import messages as m
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import State
-from windfall.sim.chaos.broken import Broken
+from windfall.rollout.members import WorkerState
+from windfall.sim.chaos.broken import InvariantBroken
 from windfall.sim.chaos.inject import Chaos, FaultyWire
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import FIRST_TAG, TAGS
@@ -44,7 +44,7 @@ LATE_S = 1.0
 MEMBERS_EVERY = 64
 TASKS = 40
 """Of asyncio, besides four for every worker."""
-HOLDING = (State.READY, State.PAUSED, State.DRAINING)
+HOLDING = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 Batch = dict[int, str]
 """By a response's tag: a fingerprint of its tokens and its advantage."""
 
@@ -61,9 +61,9 @@ class Rules:
         """When every life of the controller began."""
         self.started: list[float] = []
         """And every process of the trainer."""
-        self._life: Life | None = None
+        self._life: ControllerLife | None = None
         self._mark: Any = None
-        self._seen: dict[str, tuple[Entry, int, int]] = {}
+        self._seen: dict[str, tuple[LedgerEntry, int, int]] = {}
         """Of open responses: the entry, its handle, and how many tokens have been looked at."""
         self._accepted: dict[str, int] = {}
         """The most tokens that were ever accepted of a response, and are on disk."""
@@ -71,7 +71,7 @@ class Rules:
         """Of those that grew in this moment: what it was before."""
         self._moment_s = self._moved_s = self._unserved_s = 0.0
         self._moved: Any = None
-        self._error: Broken | None = None
+        self._error: InvariantBroken | None = None
         chaos.sent = self._kept(self._sent)
         learner, started = chaos.simulation.learner, chaos.simulation.learner.started
         learner.started = lambda began_s: (self.started.append(began_s), started(began_s))[1]
@@ -85,7 +85,7 @@ class Rules:
         def kept(*said: Any) -> None:
             try:
                 look(*said)
-            except Broken as e:
+            except InvariantBroken as e:
                 self._error = self._error or e
 
         return kept
@@ -110,7 +110,7 @@ class Rules:
             self._members(life)
             self._progress(now, (c.accepted, self._simulation.learner.trained_tokens, self._simulation.lives))
 
-    def _begin(self, life: Life) -> None:
+    def _begin(self, life: ControllerLife) -> None:
         """The life before was killed: what it accepted in that moment may not be on disk."""
         self._accepted.update(self._before)
         self._before.clear()
@@ -119,14 +119,14 @@ class Rules:
 
     # tokens, again, version, holder
 
-    def _ledger(self, life: Life) -> None:
+    def _ledger(self, life: ControllerLife) -> None:
         if self._simulation.down:  # nothing that it does from here on reaches anybody
             return
         ledger, offer, members = life.dispatch.ledger, life.dispatch.offer, life.dispatch.members.all
         try:
             ledger.check()
         except AssertionError as e:
-            raise Broken("tokens", str(e)) from e
+            raise InvariantBroken("tokens", str(e)) from e
         if len(self._seen) > len(ledger.entries):
             self._seen = {id: s for id, s in self._seen.items() if id in ledger.entries}
         for id, entry in ledger.entries.items():
@@ -136,21 +136,21 @@ class Rules:
                 self._seen[id] = (entry, entry.handle, have)
                 versions = {v for v, _ in entry.episode.runs} | ({entry.version} if entry.handle >= 0 else set())
                 if offer is None or not versions <= {offer.version}:
-                    raise Broken("version", f"{id} has tokens of {sorted(versions)}, and {offer} is offered")
+                    raise InvariantBroken("version", f"{id} has tokens of {sorted(versions)}, and {offer} is offered")
                 if entry.handle >= 0 and members[entry.worker].state not in HOLDING:
-                    raise Broken("holder", f"{entry.worker} holds {id} and is {members[entry.worker].state}")
+                    raise InvariantBroken("holder", f"{entry.worker} holds {id} and is {members[entry.worker].state}")
 
-    def _entry(self, id: str, entry: Entry, have: int, seen: int) -> None:
+    def _entry(self, id: str, entry: LedgerEntry, have: int, seen: int) -> None:
         known = self._accepted.get(id, 0)
         if have < seen:
-            raise Broken("tokens", f"{id} had {seen} tokens and has {have}")
+            raise InvariantBroken("tokens", f"{id} had {seen} tokens and has {have}")
         if have < known:
-            raise Broken("again", f"{id} goes on from {have}, and {known} tokens of it were accepted")
+            raise InvariantBroken("again", f"{id} goes on from {have}, and {known} tokens of it were accepted")
         tokens, tag = entry.episode.tokens, FIRST_TAG + entry.episode.seed % TAGS
         for position in range(seen, have):
             right = tag if position == 0 else marked(tag, position)
             if tokens[position] != right and not (tokens[position] == STOP and position == have - 1):
-                raise Broken("tokens", f"{id}: token {position} of {have} is {tokens[position]}, not {right}")
+                raise InvariantBroken("tokens", f"{id}: token {position} of {have} is {tokens[position]}, not {right}")
         if have > known:
             self._before.setdefault(id, known)
             self._accepted[id] = have
@@ -160,21 +160,21 @@ class Rules:
             offer, weights = self._simulation.life.dispatch.offer, self._simulation.learner.weights
             assert offer is not None
             if wire.loaded != (offer.version, offer.digest):
-                raise Broken("version", f"{wire.peer} gets work with {offer} and holds {wire.loaded}")
+                raise InvariantBroken("version", f"{wire.peer} gets work with {offer} and holds {wire.loaded}")
             if offer.version > weights.state.step and not self._simulation.learner.lives > 1:
-                raise Broken("version", f"{offer} is offered, and the trainer has {weights}")
+                raise InvariantBroken("version", f"{offer} is offered, and the trainer has {weights}")
 
-    def _members(self, life: Life) -> None:
+    def _members(self, life: ControllerLife) -> None:
         if self._simulation.down:
             return
         members, accounts = life.dispatch.members, life.dispatch.accounts
         try:
             members.check()
         except AssertionError as e:
-            raise Broken("holder", str(e)) from e
+            raise InvariantBroken("holder", str(e)) from e
         since_s = self._loop.time() - members.patience.gone_s - LATE_S
         if silent := [w.id for w in members.here() if max(w.seen_s, self._chaos.stood_at_s) < since_s]:
-            raise Broken("holder", f"{silent} said nothing since {since_s:.1f} s")
+            raise InvariantBroken("holder", f"{silent} said nothing since {since_s:.1f} s")
         if life.trainer.hello is None:
             self._unserved_s = self._loop.time()
         for worker in self._simulation.machines.workers.values():
@@ -183,27 +183,29 @@ class Rules:
                 continue
             still_s = self._loop.time() - max(hangs_s, self._chaos.stood_at_s, self._unserved_s)
             if still_s > members.patience.stalled_s + 3 * LATE_S:
-                raise Broken("holder", f"{worker.kit.name} hangs in a pull for {still_s:.1f} s, and is still paid for")
+                raise InvariantBroken(
+                    "holder", f"{worker.kit.name} hangs in a pull for {still_s:.1f} s, and is still paid for"
+                )
         here, paid = {w.id for w in members.here()}, {w for w in accounts._here if not w.startswith("trainer ")}
         if here != paid:
-            raise Broken("bill", f"here: {sorted(here)}; paid for: {sorted(paid)}")
+            raise InvariantBroken("bill", f"here: {sorted(here)}; paid for: {sorted(paid)}")
 
     def _progress(self, now: float, moved: Any) -> None:
         if moved != self._moved:
             self._moved, self._moved_s = moved, now
         elif now - self._moved_s > PROGRESS_S:
-            raise Broken("progress", f"no token in {PROGRESS_S:g} s; these wait:\n{loops.waiting(self._loop)}")
+            raise InvariantBroken("progress", f"no token in {PROGRESS_S:g} s; these wait:\n{loops.waiting(self._loop)}")
 
     # batch
 
-    def _trained(self, step: int, samples: list[m.Sample]) -> None:
+    def _trained(self, step: int, samples: list[m.SampleMessage]) -> None:
         batch: Batch = {}
         for s in samples:
             tag = s.ids[s.targets[0]]
             if tag in batch:
-                raise Broken("batch", f"step {step} has response {tag} twice")
+                raise InvariantBroken("batch", f"step {step} has response {tag} twice")
             if self._chaos.env.missing(tag):
-                raise Broken("missing", f"step {step} is trained on {tag}, whose reward is missing")
+                raise InvariantBroken("missing", f"step {step} is trained on {tag}, whose reward is missing")
             batch[tag] = f"{xxhash.xxh3_64_hexdigest(array('I', s.ids).tobytes())} {s.advantage:.9g} {len(s.targets)}"
         if (before := self.batches.get(step)) is not None:
             compare(step, before, batch)
@@ -220,12 +222,12 @@ class Rules:
         here = {w.id for w in dispatch.members.here()}
         assert rollout is not None
         if left := left_over(dispatch, rollout, here, self._simulation.learner.weights.state.next_task):
-            raise Broken("level", f"after step {event['step']} there are left: {left}")
+            raise InvariantBroken("level", f"after step {event['step']} there are left: {left}")
         if event["lost_tokens"]:
-            raise Broken("tokens", f"{event['lost_tokens']} lost in step {event['step']}")
+            raise InvariantBroken("tokens", f"{event['lost_tokens']} lost in step {event['step']}")
         tasks = len(asyncio.all_tasks(self._loop))
         if tasks > TASKS + 4 * len(self._simulation.machines.workers):
-            raise Broken("level", f"{tasks} tasks after step {event['step']}:\n{loops.waiting(self._loop)}")
+            raise InvariantBroken("level", f"{tasks} tasks after step {event['step']}:\n{loops.waiting(self._loop)}")
 
 
 def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int) -> dict[str, int]:
@@ -250,4 +252,6 @@ def compare(step: int, expected: Batch, found: Batch) -> None:
     if found != expected:
         missing, more = expected.keys() - found.keys(), found.keys() - expected.keys()
         other = [t for t in expected.keys() & found.keys() if expected[t] != found[t]]
-        raise Broken("batch", f"step {step}: {len(missing)} missing, {len(more)} more, {len(other)} other responses")
+        raise InvariantBroken(
+            "batch", f"step {step}: {len(missing)} missing, {len(more)} more, {len(other)} other responses"
+        )

@@ -20,7 +20,7 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.events.log import Event
 from windfall.sim.chaos import bill_invariant
-from windfall.sim.chaos.broken import Broken
+from windfall.sim.chaos.broken import InvariantBroken
 from windfall.sim.chaos.faults import Fault, draw
 from windfall.sim.chaos.inject import Chaos, all_up
 from windfall.sim.chaos.invariants import Rules, compare
@@ -36,7 +36,7 @@ SAID = ("reward", "responses", "groups", "drawn", "missing", "mean_length", "cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class TrialResult:
     seed: int
     faults: Counter[str]
     looked: int
@@ -44,7 +44,7 @@ class Outcome:
     controllers: int
     trainers: int
     virtual_s: float
-    broken: Broken | None = None
+    broken: InvariantBroken | None = None
     last: tuple[str, ...] = ()
     """The last events before it broke."""
 
@@ -80,25 +80,25 @@ def recipe(seed: int) -> Recipe:
     return config.parse(said, where=f"chaos, seed {seed}")
 
 
-def trial(seed: int, *, faults: int, folder: Path) -> Outcome:
+def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
     made = recipe(seed)
     hit = _Run(made, draw(seed), faults, folder / f"{seed}.jsonl")
     broken = hit.go()
     if broken is None:
         broken = _compared(made, hit, folder / f"{seed}.calm.jsonl")
     simulation, rules = hit.simulation, hit.rules
-    return Outcome(
+    return TrialResult(
         seed=seed, faults=hit.chaos.done, looked=rules.looked, steps=len(rules.batches), controllers=simulation.lives,
         trainers=simulation.learner.lives, virtual_s=hit.end_s, broken=broken,
         last=tuple(json.dumps(e)[:300] for e in hit.last) if broken else (),
     )  # fmt: skip
 
 
-def _compared(made: Recipe, hit: _Run, log: Path) -> Broken | None:
+def _compared(made: Recipe, hit: _Run, log: Path) -> InvariantBroken | None:
     """With the same run, left alone."""
     steps = max(hit.rules.batches, default=0)
     if not steps:
-        return Broken("progress", "it made no step at all")
+        return InvariantBroken("progress", "it made no step at all")
     calm = _Run(made.model_copy(update={"run": made.run.model_copy(update={"steps": steps})}), iter(()), 0, log)
     try:
         if broken := calm.go():
@@ -111,8 +111,8 @@ def _compared(made: Recipe, hit: _Run, log: Path) -> Broken | None:
             for name in SAID if said else ():  # else the controller was killed before it heard that the step is done
                 a, b = calm.rules.told[step][name], said[name]
                 if a != b and not (isinstance(a, float) and abs(a - b) < 1e-9):
-                    raise Broken("batch", f"step {step}: {name} is {b}, and {a} if left alone")
-    except Broken as e:
+                    raise InvariantBroken("batch", f"step {step}: {name} is {b}, and {a} if left alone")
+    except InvariantBroken as e:
         return e
     return None
 
@@ -126,15 +126,15 @@ class _Run:
         self.end_s, self._over = 0.0, False
         self.rules: Any = None
 
-    def go(self) -> Broken | None:
+    def go(self) -> InvariantBroken | None:
         w = replace(scenario.build(self._made), changes=all_up(self._made.trace.nodes), drawn_s=float("inf"))
         try:
             run.simulate(w, self._log, sink=self._heard, disturb=self._begin, journal=True, between=self._look)
-        except Broken as e:
+        except InvariantBroken as e:
             return e
         except Exception as e:  # fault boundary: whatever the product raises, the seed that made it do so is told
             where = "\n".join(traceback.format_tb(e.__traceback__)[-6:])
-            return Broken("no error", f"{type(e).__name__}: {e}\n{where}")
+            return InvariantBroken("no error", f"{type(e).__name__}: {e}\n{where}")
         return None
 
     def bill(self) -> None:
@@ -149,7 +149,7 @@ class _Run:
         if self.rules is not None:
             try:
                 self.rules.check()
-            except Broken:
+            except InvariantBroken:
                 self._over = True
                 raise
 

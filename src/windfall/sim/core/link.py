@@ -14,7 +14,7 @@ from collections.abc import Callable
 from windfall.link.base import LinkClosed
 
 
-class Wire:
+class SimLink:
     def __init__(
         self, peer: str, hear: Callable[[object], None], ended: Callable[[str], None], latency_s: float
     ) -> None:

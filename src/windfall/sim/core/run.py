@@ -25,21 +25,21 @@ from typing import Any, cast
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.events.log import Event, EventLog
-from windfall.launch.assembly import Life, first
+from windfall.launch.assembly import ControllerLife, first
 from windfall.launch.processes.controller import settings
 from windfall.ledger.journal import Found, Journal
 from windfall.models.text import Text
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Stopped
 from windfall.sim.core import loop as loops
-from windfall.sim.core.link import Wire
-from windfall.sim.core.scenario import World
+from windfall.sim.core.link import SimLink
+from windfall.sim.core.scenario import Scenario
 from windfall.sim.core.service import uniform
-from windfall.sim.core.token_schedule import Book
+from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.env import SimEnv, SimText
 from windfall.sim.machines.fleet import Machines, Stay
-from windfall.sim.machines.linked_trainer import Learner
-from windfall.train.checkpoint import State
+from windfall.sim.machines.linked_trainer import LinkedTrainer
+from windfall.train.checkpoint import CheckpointState
 
 STUCK_S = 6 * 3600.0
 """So long without a token or a step is no run any more."""
@@ -53,17 +53,17 @@ Sink = Callable[[Event], None]
 class Simulation:
     """What outlives a controller, and the life that one has now."""
 
-    def __init__(self, world: World, log: Path, sinks: list[Sink], clock: Any, journal: Path | None) -> None:
+    def __init__(self, world: Scenario, log: Path, sinks: list[Sink], clock: Any, journal: Path | None) -> None:
         recipe, s = world.recipe, world.real.sim
         self.world = world
         self._log, self._sinks, self._clock, self._journal = log, sinks, clock, journal
-        self.book = Book(
+        self.book = TokenSchedule(
             world.lengths, granule=world.granule, prompt_tokens=s.prompt_tokens,
             max_tokens=world.real.rollout.max_tokens,
         )  # fmt: skip
         self.machines = Machines(world, self.book, self.attend)
         facts = {"device": "simulated", "granule": world.granule, "seed": recipe.run.seed}
-        self.learner = Learner(
+        self.learner = LinkedTrainer(
             world.trainer, self.book, save_s=s.save_s, down_s=s.trainer_down_s,
             micro_tokens=recipe.train.micro_tokens, facts={**facts, "machine": "simulated trainer"},
         )  # fmt: skip
@@ -75,8 +75,8 @@ class Simulation:
         self.lives = 0
         self._stopping = False
         self._killed = asyncio.Event()
-        self._calls: dict[asyncio.Task[Any], Wire] = {}
-        self._reached = State(step=0, next_task=0)
+        self._calls: dict[asyncio.Task[Any], SimLink] = {}
+        self._reached = CheckpointState(step=0, next_task=0)
         self.life = self._begin()
 
     @property
@@ -93,11 +93,11 @@ class Simulation:
 
     # lives of a controller
 
-    def _begin(self) -> Life:
+    def _begin(self) -> ControllerLife:
         events = EventLog(self._log, self._sinks, clock=self._clock)
         journal = Journal(self._journal, settings(self.world.recipe)) if self._journal else None
         self.lives += 1
-        life = Life(self.world.recipe, events, journal, again=self.lives > 1, find=self._find)
+        life = ControllerLife(self.world.recipe, events, journal, again=self.lives > 1, find=self._find)
         if self._stopping:
             life.stop.set()
         return life
@@ -149,7 +149,7 @@ class Simulation:
             self._killed.clear()
             self.life, self.down = self._begin(), False
 
-    async def _live(self, life: Life) -> None:
+    async def _live(self, life: ControllerLife) -> None:
         await first(self._steps(life), life.dispatch.watch(), life.tick())
         if life.journal is not None:
             life.journal.close()
@@ -159,7 +159,7 @@ class Simulation:
         )  # fmt: skip
         life.events.abandon()  # what follows is taking down, and nobody's
 
-    async def _steps(self, life: Life) -> None:
+    async def _steps(self, life: ControllerLife) -> None:
         s = self.world.real.sim
         if s.seconds:
             loop = asyncio.get_running_loop()
@@ -184,7 +184,7 @@ class Simulation:
     async def _attend_trainer(self, link: Any, hello: Any) -> None:
         await self._answer(link, self.life.attend_trainer(link, hello))
 
-    async def _answer(self, link: Wire, attend: Coroutine[Any, Any, None]) -> None:
+    async def _answer(self, link: SimLink, attend: Coroutine[Any, Any, None]) -> None:
         if self.down:
             attend.close()
             link.vanish("nobody listens")
@@ -235,7 +235,7 @@ class Simulation:
 
 
 def simulate(
-    world: World, log: Path, *, sink: Sink | None = None, disturb: Callable[[Simulation], None] | None = None,
+    world: Scenario, log: Path, *, sink: Sink | None = None, disturb: Callable[[Simulation], None] | None = None,
     journal: bool = False, between: Callable[[], None] | None = None,
 ) -> Simulation:  # fmt: skip
     """The whole run; its log is written to `log`, and every event goes to `sink`. `disturb`: called at the start.

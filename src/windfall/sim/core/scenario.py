@@ -18,7 +18,7 @@ from windfall.sim.core.service import Lengths, Listed, Service
 from windfall.sim.core.token_schedule import Drawn
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
-from windfall.sim.machines.market import Prices, Rates
+from windfall.sim.machines.market import MarketRates, Prices
 
 STEPS_PER_MEDIAN = 32
 """Simulated tokens of a typical response, unless the recipe says otherwise."""
@@ -30,7 +30,7 @@ MICRO_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class MachineKind:
     """What a worker's machine is like."""
 
     device: str
@@ -41,7 +41,7 @@ class Kind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class World:
+class Scenario:
     recipe: Recipe
     """As the controller gets it: its token limits are in simulated tokens."""
     real: Recipe
@@ -50,9 +50,9 @@ class World:
     quantum_s: float
     """Workers tell what they made at multiples of this: about as long as a granule takes. 0: exact."""
     trainer: Service
-    worker: Kind
+    worker: MachineKind
     """Of workers that stay."""
-    kinds: tuple[Kind, ...]
+    kinds: tuple[MachineKind, ...]
     """Machines of the trace are of these, in turn."""
     lengths: Drawn
     changes: tuple[Change, ...]
@@ -60,7 +60,7 @@ class World:
     """So long a trace was drawn; a simulation must not go on after it. Of a file: what is up at its end stays up."""
 
 
-def build(recipe: Recipe) -> World:
+def build(recipe: Recipe) -> Scenario:
     s, t = recipe.sim, recipe.trace
     granule = s.granule or max(1, round(s.median_tokens / STEPS_PER_MEDIAN))
     if s.prices_file is not None and not t.nodes:
@@ -71,12 +71,12 @@ def build(recipe: Recipe) -> World:
             fix="Set trace.nodes or fleet.workers.",
         )  # fmt: skip
     prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)
-    worker = Kind(
+    worker = MachineKind(
         device="simulated", service=service(s.worker or s.trainer, "sim.worker"), slots=s.worker_slots,
         kv_tokens=s.worker_kv_tokens, prices=prices,
     )  # fmt: skip
     kinds = tuple(chain.from_iterable(repeat(_kind(k, prices), k.share) for k in s.kinds)) or (worker,)
-    return World(
+    return Scenario(
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
         trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
@@ -85,8 +85,8 @@ def build(recipe: Recipe) -> World:
     )  # fmt: skip
 
 
-def _kind(said: config.SimKind, prices: Prices) -> Kind:
-    return Kind(
+def _kind(said: config.SimKind, prices: Prices) -> MachineKind:
+    return MachineKind(
         device=said.name, service=service(said.worker, f"sim.kinds, {said.name}"), slots=said.slots,
         kv_tokens=said.kv_tokens,
         prices=market.constant(said.price_usd_per_h) if said.price_usd_per_h else prices,
@@ -134,7 +134,7 @@ def changes(recipe: Recipe) -> list[Change]:
             raise WindfallError("trace.file is given, and trace.nodes is 0", where="trace.nodes", fix=fix)
         return []
     if t.file is None:
-        rates = Rates(
+        rates = MarketRates(
             nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
             bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
         )  # fmt: skip
@@ -156,7 +156,7 @@ def _length_s(recipe: Recipe) -> float:
     return recipe.sim.seconds * t.speedup or min(TRACE_S, enough_s)
 
 
-def _quantum_s(recipe: Recipe, kind: Kind) -> float:
+def _quantum_s(recipe: Recipe, kind: MachineKind) -> float:
     """A typical engine step of a worker that has its part of a step's responses."""
     o = recipe.rollout
     share = o.groups * o.group_size / (1 + recipe.fleet.workers + recipe.trace.nodes)

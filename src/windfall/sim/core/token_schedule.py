@@ -12,7 +12,7 @@ from typing import Protocol
 import xxhash
 
 from windfall.link.messages import Work
-from windfall.sim.machines.decode import FILLER, Row, simulated
+from windfall.sim.machines.decode import FILLER, DecodeRow, simulated
 
 TAGS = 1 << 31
 FIRST_TAG = 16
@@ -24,7 +24,7 @@ class Drawn(Protocol):
     def of(self, seed: int, group: int = 0) -> int: ...
 
 
-class Book:
+class TokenSchedule:
     def __init__(self, lengths: Drawn, *, granule: int, prompt_tokens: int, max_tokens: int) -> None:
         """`prompt_tokens`, `max_tokens`: real ones."""
         self.granule, self.marks = granule, False
@@ -34,7 +34,7 @@ class Book:
         self.real_tokens = 0
         """Of the responses that have ended."""
 
-    def row(self, work: Work) -> tuple[Row, int]:
+    def row(self, work: Work) -> tuple[DecodeRow, int]:
         """What an engine starts from, and the group whose prompt it is."""
         g = self.granule
         prompt = array("I", work.prompt)
@@ -45,17 +45,17 @@ class Book:
         told = min((known + ahead) // g, simulated(min(drawn, self._most), g) - 1)
         made = known if told == work.position else work.position * g
         tag = FIRST_TAG + work.seed % TAGS
-        row = Row(
+        row = DecodeRow(
             handle=work.handle, seed=work.seed, tag=tag, prompt=self._prompt, made=made,
             length=min(drawn, self._most), cut=drawn >= self._most, sent=work.position, ahead=ahead,
         )  # fmt: skip
         return row, group
 
-    def left(self, row: Row) -> None:
+    def left(self, row: DecodeRow) -> None:
         """It has stopped here, unfinished."""
         self._made[row.seed] = row.made
 
-    def ended(self, row: Row) -> None:
+    def ended(self, row: DecodeRow) -> None:
         self._made.pop(row.seed, None)
         if row.tag not in self._length:  # else its end was lost on the way, and was made again
             self._length[row.tag] = row.length

@@ -61,7 +61,7 @@ def marked(tag: N, position: N) -> N:
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class DecodeRow:
     """A response as it comes to an engine; when it goes, `made` says how far it got."""
 
     handle: int
@@ -82,9 +82,9 @@ class Decode:
         """`kv_tokens`: of all responses that run together; 0: as many as there are. `marks`: tokens are told from one
         another, at some cost."""
         self.service, self.granule, self._kv_tokens, self._marks = service, granule, kv_tokens, marks
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, DecodeRow] = {}
         """Those that run, and those that wait."""
-        self.waiting: deque[tuple[Row, int]] = deque()
+        self.waiting: deque[tuple[DecodeRow, int]] = deque()
         """With the tokens to compute when it is let in."""
         self.preemptions = 0
         self.prefill = 0
@@ -97,7 +97,7 @@ class Decode:
         self._behind = 0
         """Sum of the second."""
         self._columns = np.empty((6, 0), dtype=np.int64)
-        self._fresh: list[Row] = []
+        self._fresh: list[DecodeRow] = []
         """Not in the columns yet."""
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Decode:
         """Tokens that all who run have behind them."""
         return self._behind + len(self._ends) * self._steps
 
-    def add(self, row: Row, prefill: int) -> None:
+    def add(self, row: DecodeRow, prefill: int) -> None:
         assert row.handle not in self.rows, f"{row.handle} is here already"
         self.rows[row.handle] = row
         if self._kv_tokens:
@@ -117,7 +117,7 @@ class Decode:
         else:
             self._let_in(row, prefill)
 
-    def _let_in(self, row: Row, prefill: int) -> None:
+    def _let_in(self, row: DecodeRow, prefill: int) -> None:
         self._came[row.handle] = self._steps
         end = self._end(row)
         insort(self._ends, end)
@@ -141,11 +141,11 @@ class Decode:
             self.waiting.popleft()
             self._let_in(row, prefill)
 
-    def _end(self, row: Row) -> tuple[int, int, int]:
+    def _end(self, row: DecodeRow) -> tuple[int, int, int]:
         came = self._came[row.handle]
         return came + row.length - row.made, row.prompt + row.made - came, row.handle
 
-    def drop(self, handles: Iterable[int]) -> list[Row]:
+    def drop(self, handles: Iterable[int]) -> list[DecodeRow]:
         gone = [self.rows.pop(handle) for handle in handles if handle in self.rows]
         if gone:
             self._fill()
@@ -159,7 +159,7 @@ class Decode:
             self._make_room()
         return gone
 
-    def _stop(self, row: Row) -> None:
+    def _stop(self, row: DecodeRow) -> None:
         """It runs no more."""
         end = self._end(row)
         del self._ends[bisect_left(self._ends, end)]
@@ -234,7 +234,7 @@ class Decode:
             self._columns = np.concatenate([self._columns, np.array(more, dtype=np.int64).T], axis=1)
             self._fresh.clear()
 
-    def frame(self, version: int) -> tuple[Tokens | None, list[Row]]:
+    def frame(self, version: int) -> tuple[Tokens | None, list[DecodeRow]]:
         """What is new for the controller, and who has ended; these are out of the batch."""
         self._fill()
         c, now = self._columns, self._steps
@@ -259,7 +259,7 @@ class Decode:
             tokens[(ends - counts)[begin]] = c[TAG][told][begin]
         handles = c[HANDLE][told].tolist()
         finished: dict[int, Finish] = {}
-        ended: list[Row] = []
+        ended: list[DecodeRow] = []
         if over is not None:
             for n in np.flatnonzero(over[told]).tolist():
                 row = self.rows[handles[n]]

@@ -16,10 +16,10 @@ from typing import Any
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import Change
 from windfall.launch.autoscale import Following
-from windfall.sim.core.link import Wire
-from windfall.sim.core.scenario import Kind, World
+from windfall.sim.core.link import SimLink
+from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.service import Service, uniform
-from windfall.sim.core.token_schedule import Book
+from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, Kit, SimWorker
@@ -38,17 +38,17 @@ class Stay:
 
 
 class Machines:
-    def __init__(self, world: World, book: Book, attend: Attend) -> None:
+    def __init__(self, world: Scenario, book: TokenSchedule, attend: Attend) -> None:
         self._world, self._book, self._attend = world, book, attend
         self._network = Network(world.real.sim.egress_bytes_per_s)
         self.workers: dict[str, SimWorker] = {}
         """Those that are there, by their machine."""
         self.stays: list[Stay] = []
         """Of machines of the trace."""
-        self.wire: Callable[..., Wire] = Wire
+        self.wire: Callable[..., SimLink] = SimLink
         self._lives: dict[str, count[int]] = {}
         self._up: dict[str, Stay] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, MachineKind] = {}
         """Of nodes of the trace: in turn, as they come up for the first time, and for good."""
         f = world.real.fleet
         self._following = Following(f.workers, f.workers_max)
@@ -93,7 +93,7 @@ class Machines:
         if local is not None:
             local.kill()
 
-    def _kit(self, node: str, kind: Kind, terms: Terms, usd_per_h: float) -> Kit:
+    def _kit(self, node: str, kind: MachineKind, terms: Terms, usd_per_h: float) -> Kit:
         s = self._world.real.sim
         return Kit(
             name=node, lease=Lease(kind=terms, device=kind.device, price_usd_per_h=usd_per_h),
@@ -178,7 +178,7 @@ class Machines:
             worker.kill()
 
 
-def longest(world: World, kv_tokens: int) -> int:
+def longest(world: Scenario, kv_tokens: int) -> int:
     """Simulated tokens of one response that a worker with this room can take; 0: of any that the recipe allows."""
     real = world.real
     if not kv_tokens or kv_tokens >= real.sim.prompt_tokens + real.rollout.max_tokens:

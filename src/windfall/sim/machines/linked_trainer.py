@@ -17,32 +17,32 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from windfall.link import messages as m
-from windfall.sim.core.link import Wire
+from windfall.sim.core.link import SimLink
 from windfall.sim.core.service import Service
-from windfall.sim.core.token_schedule import Book
+from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.worker import SimWorker
 from windfall.train.base import Report
-from windfall.train.checkpoint import State
+from windfall.train.checkpoint import CheckpointState
 
 AGAIN_S = 0.2
 """Until it dials again."""
-ENGINE = m.Engine(
+ENGINE = m.EngineSpec(
     model_config="{}", dtype="", kv_tokens=0, page_size=0, max_running=0, max_rows=0, deterministic=True, longest=0,
     wanted=0,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
+class SimWeights:
     """What a checkpoint has, or a trainer. The same step trained by another process is other weights."""
 
-    state: State
+    state: CheckpointState
     digest: str
 
 
-class Learner:
+class LinkedTrainer:
     def __init__(
-        self, service: Service, book: Book, *, save_s: float = 0.0, down_s: float = 0.0, micro_tokens: int = 0,
+        self, service: Service, book: TokenSchedule, *, save_s: float = 0.0, down_s: float = 0.0, micro_tokens: int = 0,
         facts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._service, self._book, self._save_s, self._down_s = service, book, save_s, down_s
@@ -54,18 +54,18 @@ class Learner:
         self.started: Callable[[float], None] = lambda started_s: None
         self.ended: Callable[[], None] = lambda: None
         """Told when its process has begun, since when it is paid for; and when it has ended."""
-        self.trained: Callable[[int, list[m.Sample]], None] = lambda step, samples: None
+        self.trained: Callable[[int, list[m.SampleMessage]], None] = lambda step, samples: None
         """Told of every completed step, and all that it was trained on."""
         self.trained_tokens = self.lives = 0
         """Real tokens; processes so far."""
-        self.saved = self.weights = Weights(state=State(step=0, next_task=0), digest="v0")
+        self.saved = self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
         self.published: set[str] = set()
         """Digests that can be pulled: those of this process."""
         self._began_s = 0.0
-        self._wire: Wire | None = None
+        self._wire: SimLink | None = None
         self._process: asyncio.Task[None] | None = None
         self._attending: asyncio.Task[None] | None = None
-        self._samples: list[m.Sample] = []
+        self._samples: list[m.SampleMessage] = []
         self._part = self._updates = 0
         """Of `samples`, those before this have been in an update; updates since the last whole step."""
 
@@ -113,7 +113,7 @@ class Learner:
     def _dial(self) -> None:
         loop = asyncio.get_running_loop()
         self._orders: asyncio.Queue[object] = asyncio.Queue()
-        wire = self._wire = Wire("trainer", self._orders.put_nowait, lambda why: self._sent_away(wire, why), 0.0)
+        wire = self._wire = SimLink("trainer", self._orders.put_nowait, lambda why: self._sent_away(wire, why), 0.0)
         w = self.weights
         hello = m.TrainerHello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", step=w.state.step, next_task=w.state.next_task,
@@ -123,7 +123,7 @@ class Learner:
         assert self.attend is not None, "nobody to dial"
         self._attending = loop.create_task(self.attend(wire, hello), name="attend trainer")
 
-    def _sent_away(self, wire: Wire, why: str) -> None:
+    def _sent_away(self, wire: SimLink, why: str) -> None:
         if wire is self._wire:
             self.cut(why)
 
@@ -166,7 +166,7 @@ class Learner:
         )  # fmt: skip
         if order.step is not None and order.next_task is not None:
             digest = f"v{order.step}" if self.lives < 2 else f"v{order.step} of process {self.lives}"
-            self.weights = Weights(state=State(step=order.step, next_task=order.next_task), digest=digest)
+            self.weights = SimWeights(state=CheckpointState(step=order.step, next_task=order.next_task), digest=digest)
             self.published.add(digest)
             self.trained(order.step, self._samples)
             self._drop()
@@ -189,6 +189,6 @@ class Learner:
             if local is not None:
                 local.training_over()
 
-    def _real(self, samples: tuple[m.Sample, ...]) -> int:
+    def _real(self, samples: tuple[m.SampleMessage, ...]) -> int:
         """By every response's first token, which says whose it is."""
         return sum(self._book.length(s.ids[s.targets[0]]) for s in samples)

@@ -24,7 +24,7 @@ from windfall.fleet.trace_formats import Change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class MarketRates:
     nodes: int
     mean_up_s: float
     mean_down_s: float
@@ -34,7 +34,7 @@ class Rates:
     day_s: float = 86400.0
 
 
-def generate(kind: str, rates: Rates, *, seconds: float, seed: int) -> list[Change]:
+def generate(kind: str, rates: MarketRates, *, seconds: float, seed: int) -> list[Change]:
     """A trace of one of the kinds above; one seed, one trace."""
     draw = random.Random(f"{kind}/{seed}")
     match kind:
@@ -49,7 +49,7 @@ def generate(kind: str, rates: Rates, *, seconds: float, seed: int) -> list[Chan
     )
 
 
-def _poisson(rates: Rates, seconds: float, draw: random.Random) -> list[Change]:
+def _poisson(rates: MarketRates, seconds: float, draw: random.Random) -> list[Change]:
     changes: list[Change] = []
     at_s, number = 0.0, 0
     while at_s < seconds and rates.arrivals_per_h > 0:
@@ -60,7 +60,7 @@ def _poisson(rates: Rates, seconds: float, draw: random.Random) -> list[Change]:
     return trace.slots(sorted((c for c in changes if c.at_s < seconds), key=lambda c: c.at_s), rates.nodes)
 
 
-def _bursts(rates: Rates, seconds: float, draw: random.Random, seed: int) -> list[Change]:
+def _bursts(rates: MarketRates, seconds: float, draw: random.Random, seed: int) -> list[Change]:
     """A machine that a burst has taken stays away for its own time, as after any other loss."""
     moments: list[float] = []
     at_s = 0.0
@@ -82,7 +82,7 @@ def _bursts(rates: Rates, seconds: float, draw: random.Random, seed: int) -> lis
     return sorted(changes, key=lambda c: c.at_s)
 
 
-def _diurnal(rates: Rates, seconds: float, draw: random.Random) -> list[Change]:
+def _diurnal(rates: MarketRates, seconds: float, draw: random.Random) -> list[Change]:
     changes: list[Change] = []
     for k in range(rates.nodes):
         at_s, up = 0.0, True

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from windfall.link import messages as m
-from windfall.sim.core.link import Wire
+from windfall.sim.core.link import SimLink
 from windfall.sim.core.service import Service
-from windfall.sim.core.token_schedule import Book
+from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.decode import Decode
 from windfall.sim.machines.network import Network
 from windfall.types import Lease
@@ -59,7 +59,7 @@ class Kit:
     """That its engine has room for; 0: for all it is given."""
     longest: int = 0
     """The most simulated tokens of one response, its prompt included, that it takes; 0: any number."""
-    wire: Callable[..., Wire] = Wire
+    wire: Callable[..., SimLink] = SimLink
     """Makes its links."""
 
 
@@ -78,13 +78,13 @@ class _Hold:
 
 
 class SimWorker:
-    def __init__(self, kit: Kit, book: Book, attend: Attend, *, started_s: float) -> None:
+    def __init__(self, kit: Kit, book: TokenSchedule, attend: Attend, *, started_s: float) -> None:
         """`started_s`: since when its machine is paid for."""
         self.kit, self._book, self._attend, self._started_s = kit, book, attend, started_s
         self._loop = asyncio.get_running_loop()
         self._decode = Decode(kit.service, book.granule, kv_tokens=kit.kv_tokens, marks=book.marks)
         self._held: tuple[int, str] = (-1, "")
-        self._wire: Wire | None = None
+        self._wire: SimLink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = 0.0
         """When the step under way began, or the first of several."""
@@ -102,7 +102,7 @@ class SimWorker:
         self._attending: asyncio.Task[None] | None = None
 
     @property
-    def wire(self) -> Wire | None:
+    def wire(self) -> SimLink | None:
         """The link that it has."""
         return self._wire
 
@@ -191,7 +191,7 @@ class SimWorker:
         if self._wire is not None and not self.frozen:
             self._wire.say(message)
 
-    def _beat(self, wire: Wire) -> None:
+    def _beat(self, wire: SimLink) -> None:
         if wire is self._wire:
             d, now = self._decode, self._loop.time()
             left = self.kit.network.left_bytes(self._pull) if self.kit.network is not None else 0.0
@@ -239,7 +239,7 @@ class SimWorker:
         network.stop(self._pull)  # a newer version is wanted
         self._pull = network.start(self.kit.weights_bytes, self.kit.ingress_per_s, lambda: self._pulled(load, began_s))
 
-    def _built(self, wire: Wire | None) -> None:
+    def _built(self, wire: SimLink | None) -> None:
         if wire is self._wire and self._first is not None:
             self._pulled(*self._first)
 

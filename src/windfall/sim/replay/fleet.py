@@ -19,7 +19,7 @@ from windfall.sim.core.service import Service, uniform
 from windfall.sim.machines.fleet import Stay
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Kit, SimWorker
-from windfall.sim.replay.log import Deed, Life
+from windfall.sim.replay.log import Deed, RecordedWorker
 from windfall.types import LOCAL
 
 JITTER = 0.02
@@ -31,12 +31,12 @@ class Item:
 
     after_s: float
     """Since the clock was last set."""
-    life: Life
+    life: RecordedWorker
     deed: Deed | None
     """None: it joins."""
 
 
-def diary(lives: Sequence[Life], set_s: Sequence[float]) -> list[list[Item]]:
+def diary(lives: Sequence[RecordedWorker], set_s: Sequence[float]) -> list[list[Item]]:
     """What happens after each of the moments at which the clock is set; what came before the first happens at it."""
     moments = [(life.joined_s, life, None) for life in lives]
     moments += [(deed.at_s, life, deed) for life in lives for deed in life.deeds]
@@ -109,7 +109,7 @@ class ReplayedFleet:
             case _:
                 worker.kill()
 
-    def _service(self, life: Life) -> Service:
+    def _service(self, life: RecordedWorker) -> Service:
         fitted = self._services[life.kind]
         draw = 2 * uniform(f"{self._seed}/{life.name}/{life.joined_s}") - 1
         return fitted.slower(1 + JITTER * draw) if self._seed else fitted
@@ -119,7 +119,7 @@ class ReplayedFleet:
             if member.name == name:
                 self._sim.dispatch.drain(member.id, "as in the log")
 
-    def _join(self, life: Life) -> None:
+    def _join(self, life: RecordedWorker) -> None:
         now, s = asyncio.get_running_loop().time(), self._sim.world.real
         local = life.name == LOCAL
         waited_s = max(0.0, self._start_s - life.joined_s)  # for the run to begin, which is not simulated

@@ -36,7 +36,7 @@ class Deed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Life:
+class RecordedWorker:
     """A worker from its joining on."""
 
     name: str
@@ -62,7 +62,7 @@ class Record:
     start_s: float
     """When the loop of the run began."""
     steps: Sequence[Event]
-    lives: tuple[Life, ...]
+    lives: tuple[RecordedWorker, ...]
     lengths: dict[int, Sequence[int]]
     """By task."""
     replaced: frozenset[int]
@@ -129,17 +129,17 @@ class _Seen:
     ready: Event | None = None
     deeds: list[Deed] = field(default_factory=list)
 
-    def life(self) -> Life:
+    def life(self) -> RecordedWorker:
         e, ready = self.joined, self.ready
         lease = Lease(kind=e["lease"], device=e["device"], price_usd_per_h=e["usd_per_h"] or 0.0)
-        return Life(
+        return RecordedWorker(
             name=self.id.partition("#")[0], lease=lease, joined_s=e["t"], age_s=e["age_s"],
             ready_s=ready["t"] - e["t"] if ready else math.inf, slots=ready["slots"] if ready else 1,
             deeds=tuple(self.deeds),
         )  # fmt: skip
 
 
-def lives(events: Sequence[Event], suspect_s: float) -> tuple[Life, ...]:
+def lives(events: Sequence[Event], suspect_s: float) -> tuple[RecordedWorker, ...]:
     """Every worker that joined, in this order, and what became of it. One that is still there at the end stays; one
     that joins again under the same id does so because the controller was killed, and with it its link."""
     found: list[_Seen] = []

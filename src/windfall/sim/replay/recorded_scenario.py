@@ -15,7 +15,7 @@ from windfall.envs.base import HELD_OUT
 from windfall.errors import WindfallError
 from windfall.rollout.groups import seed_of
 from windfall.sim.calibrate import event_log
-from windfall.sim.core.scenario import Kind, World, scaled
+from windfall.sim.core.scenario import MachineKind, Scenario, scaled
 from windfall.sim.core.service import Listed, Service
 from windfall.sim.core.token_schedule import FIRST_TAG, TAGS
 from windfall.sim.machines import market
@@ -120,7 +120,7 @@ def _likely(kind: str, found: Mapping[str, Service]) -> Service:
     return max(same or others or list(found.values()), key=lambda s: s.fixed_s)
 
 
-def world(record: Record, fitted: Fitted, lengths: Recorded) -> World:
+def world(record: Record, fitted: Fitted, lengths: Recorded) -> Scenario:
     """As the run was, with machines as formulas. Its workers are for a ReplayedFleet to bring."""
     recipe, s = record.recipe, record.recipe.sim
     until_s = record.steps[fitted.steps - 1]["t"]
@@ -143,9 +143,9 @@ def world(record: Record, fitted: Fitted, lengths: Recorded) -> World:
     trainer = fitted.services[LOCAL]
     step = next((v for k, v in fitted.services.items() if k != LOCAL), trainer)
     prices = market.constant(recipe.trace.price_usd_per_h)
-    worker = Kind(device="replayed", service=step, slots=s.worker_slots, kv_tokens=0, prices=prices)
+    worker = MachineKind(device="replayed", service=step, slots=s.worker_slots, kv_tokens=0, prices=prices)
     share = recipe.rollout.groups * recipe.rollout.group_size / (1 + len({life.name for life in record.lives}))
-    return World(
+    return Scenario(
         recipe=scaled(real, granule), real=real, granule=granule,
         quantum_s=step.step_s(max(1.0, share)) * granule if granule > 1 else 0.0, trainer=trainer, worker=worker,
         kinds=(worker,), lengths=lengths, changes=(), drawn_s=float("inf"),

@@ -14,7 +14,7 @@ from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.sim.core import run
-from windfall.sim.core.scenario import World, build
+from windfall.sim.core.scenario import Scenario, build
 from windfall.sim.report import svg, variants
 from windfall.sim.report.figures import Figures, Moment, Spread, figures, spread, timeline
 
@@ -25,7 +25,7 @@ SPREADS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class VariantResult:
     """One variant over all seeds."""
 
     name: str
@@ -42,7 +42,7 @@ Progress = Callable[[str, int, Event], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    rows: tuple[Row, ...]
+    rows: tuple[VariantResult, ...]
     moments: tuple[Moment, ...]
     """The timeline of the last row's first seed."""
     without: dict[str, WindfallError]
@@ -55,7 +55,7 @@ def compare(
 ) -> Compared:
     """Simulates every variant with every seed. Logs are left in `folder`. A variant that fails does not take the others
     with it; if all of them fail, the first error is raised."""
-    rows: list[Row] = []
+    rows: list[VariantResult] = []
     moments: list[Moment] = []
     without: dict[str, WindfallError] = {}
     for name in names:
@@ -75,15 +75,15 @@ def compare(
     return Compared(rows=tuple(rows), moments=tuple(moments), without=without)
 
 
-def _one(world: World, log: Path, name: str, progress: Progress | None) -> Figures:
+def _one(world: Scenario, log: Path, name: str, progress: Progress | None) -> Figures:
     seed = world.real.run.seed
     done = run.simulate(world, log, sink=(lambda event: progress(name, seed, event)) if progress else None)
     return figures(log, world, done.stays)
 
 
-def _row(name: str, found: Sequence[Figures], wall_s: float) -> Row:
+def _row(name: str, found: Sequence[Figures], wall_s: float) -> VariantResult:
     rows = [f.row() for f in found]
-    return Row(
+    return VariantResult(
         name=name, runs=tuple(found), spreads={key: spread([r[key] for r in rows]) for key in SPREADS}, wall_s=wall_s,
         steps_s=spread([s for f in found for s in f.step_s]),
     )  # fmt: skip
@@ -95,7 +95,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[VariantResult]) -> list[str]:
     """Lines of text, whatever the width of a terminal. Ratios are to the first row."""
     base = rows[0].spreads
     lines = [f"{'':16}{'':61}{'trainer':>9}{'workers':>9}"]
@@ -114,7 +114,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def spreads(rows: Sequence[Row]) -> list[str]:
+def spreads(rows: Sequence[VariantResult]) -> list[str]:
     """How far apart the seeds are."""
     return [
         f"{row.name}: tok/s {row.spreads['tok_per_s']}, tok/$ {row.spreads['tok_per_usd']}"
@@ -133,7 +133,7 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def write(rows: Sequence[Row], moments: Sequence[Moment], folder: Path, title: str) -> list[Path]:
+def write(rows: Sequence[VariantResult], moments: Sequence[Moment], folder: Path, title: str) -> list[Path]:
     """figures.json, figures.csv and figures.svg."""
     made(folder)
     said = {

@@ -18,7 +18,7 @@ import msgspec
 from windfall.cost.bill import Account, Bucket, Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
-from windfall.sim.core.scenario import World
+from windfall.sim.core.scenario import Scenario
 from windfall.sim.machines.fleet import Stay
 
 LOST: tuple[Bucket, ...] = ("booting", "pulling", "prefill_again", "lost", "draining")
@@ -67,7 +67,7 @@ class Figures:
         return {**asdict(self), "step_mean_s": self.step_mean_s}
 
 
-def figures(log: Path, world: World, stays: Sequence[Stay]) -> Figures:
+def figures(log: Path, world: Scenario, stays: Sequence[Stay]) -> Figures:
     """Of a simulated run."""
     events = read(log)
     skip = world.real.sim.skip_steps
@@ -141,7 +141,7 @@ def _overlap(stay: Stay, start_s: float, end_s: float) -> float:
     return max(0.0, min(stay.end_s, end_s) - max(stay.start_s, start_s))
 
 
-def _price_changes(world: World, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
+def _price_changes(world: Scenario, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
     """A bill has the price at which a worker joined. What it cost more, or less, since then."""
     extra, boot_s = 0.0, world.real.sim.boot_s
     for stay in stays:

@@ -27,7 +27,7 @@ from windfall.engine.cuda.kernels.layers import place
 from windfall.engine.cuda.kernels.parts import absorb, combine, extent, gathered, keep, merged, part_of, tiling, turned
 from windfall.engine.cuda.kernels.shared_prefix import WHOLE, least_of, share
 from windfall.engine.cuda.splits import part_tokens
-from windfall.engine.cuda.state import Families, Pool, State
+from windfall.engine.cuda.state import DeviceState, Families, Pool
 
 _LOG2E = 1.4426950408889634
 _PAIRS = 1 << 17
@@ -126,7 +126,7 @@ def _counts_of(pool: Pool) -> Tensor:
 
 
 def _run(
-    q: Tensor, heads: int, rows: Tensor, state: State, pool: Pool, layer: int, scale: float, window: int | None,
+    q: Tensor, heads: int, rows: Tensor, state: DeviceState, pool: Pool, layer: int, scale: float, window: int | None,
     splits: int, positions: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float,
     fused: bool, families: Families | None,
 ) -> Tensor:  # fmt: skip
@@ -161,7 +161,7 @@ def _run(
 
 
 def decode(
-    q: Tensor, rows: Tensor, state: State, pool: Pool, layer: int, scale: float, window: int | None, splits: int,
+    q: Tensor, rows: Tensor, state: DeviceState, pool: Pool, layer: int, scale: float, window: int | None, splits: int,
     families: Families | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per row, over tokens 0 to `length` of its slot. Rows of inactive slots: zero. Families read what they
@@ -171,7 +171,7 @@ def decode(
 
 
 def place_and_decode(
-    qkv: Tensor, rows: Tensor, positions: Tensor, state: State, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
+    qkv: Tensor, rows: Tensor, positions: Tensor, state: DeviceState, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float, window: int | None,
     splits: int, families: Families | None = None,
 ) -> Tensor:  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda.kernels import launch
-from windfall.engine.cuda.state import Pool, State
+from windfall.engine.cuda.state import DeviceState, Pool
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ROWS", "LAST", "LENGTH"])
@@ -28,7 +28,7 @@ def _begin(ROWS, LAST, LENGTH, IDS, POSITIONS, count, BLOCK: tl.constexpr, EARLY
     tl.store(POSITIONS + i, tl.load(LENGTH + slot, mask=i < count, other=0), mask=i < count)
 
 
-def begin(state: State, rows: Tensor) -> tuple[Tensor, Tensor]:
+def begin(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens (B,) int64 and positions (B,) int32 of a decode step."""
     count = rows.numel()
     ids = torch.empty(count, dtype=torch.int64, device=rows.device)
@@ -136,7 +136,7 @@ def _place(
 
 
 def place(
-    qkv: Tensor, slots: Tensor, positions: Tensor, state: State, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
+    qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
     """Norm (where there are weights) and rotate queries and keys, and put keys and values into the pool. Returns the

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.kernels.parts import absorb
-from windfall.engine.cuda.state import Pool, Spans, State
+from windfall.engine.cuda.state import DeviceState, Pool, Spans
 
 _LOG2E = 1.4426950408889634
 
@@ -81,7 +81,9 @@ def tiling(longest: int, itemsize: int, head: int) -> tuple[int, int, int, int]:
     return tile, block, warps, stages
 
 
-def attend(q: Tensor, spans: Spans, state: State, pool: Pool, layer: int, scale: float, window: int | None) -> Tensor:
+def attend(
+    q: Tensor, spans: Spans, state: DeviceState, pool: Pool, layer: int, scale: float, window: int | None
+) -> Tensor:
     """Causal attention of every chunk over its sequence so far. Rows outside all chunks: anything."""
     count, heads, head = q.shape
     kv_heads = pool.shape[3]

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda import reference
 from windfall.engine.cuda.kernels import launch
-from windfall.engine.cuda.state import STOPS, State
+from windfall.engine.cuda.state import STOPS, DeviceState
 
 _BLOCK, _WARPS = 4096, 4
 _CUT_ROWS = 32
@@ -120,7 +120,7 @@ def _pick(
     tl.store(LEFT + slot, tl.where(stopped, 0, left - 1))
 
 
-def draw(logits: Tensor, rows: Tensor, state: State, tokens_out: Tensor, logprobs_out: Tensor, cut: bool) -> None:
+def draw(logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, cut: bool) -> None:
     """The next token of every active row and its log-prob (inactive: -1 and 0), and the state after it."""
     count, size = logits.shape
     if cut:

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.kernels.parts import absorb, extent, tiling, turned
 from windfall.engine.cuda.splits import TILE, part_tokens
-from windfall.engine.cuda.state import Families, Pool, State
+from windfall.engine.cuda.state import DeviceState, Families, Pool
 
 WHOLE = 128
 """Shared parts have a multiple of so many tokens, whatever the blocks used here: the rows' programs count them, too."""
@@ -86,7 +86,7 @@ def least_of(families: Families, kv_heads: int) -> int:
 
 
 def share(
-    q: Tensor, heads: int, rows: Tensor, state: State, pool: Pool, layer: int, scale: float, families: Families,
+    q: Tensor, heads: int, rows: Tensor, state: DeviceState, pool: Pool, layer: int, scale: float, families: Families,
     positions: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, fused: bool,
 ) -> Tensor:  # fmt: skip
     """Parts of (row, kv head): `families.parts` of each, as many written as there are. `fused`: `q` is the row of all

@@ -33,8 +33,8 @@ from typing import Any
 from windfall import config
 from windfall.link import messages as m
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Members
 from windfall.rollout.seeding import Seeding
+from windfall.scheduling.members import Members
 from windfall.sim.core import run
 from windfall.sim.core.scenario import build
 from windfall.sim.machines.network import Network

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from windfall import config
+from windfall import run_folder as folders
 from windfall.events import log
 from windfall.fleet import process, trace
 from windfall.fleet.trace_provider import TraceProvider
-from windfall.launch import run_folder as folders
 from windfall.link import auth
 from windfall.models.load import TINY
 from windfall.sim.core.service import Lengths, Service

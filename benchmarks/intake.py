@@ -35,7 +35,7 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Dialler, Port, Route
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Patience
+from windfall.scheduling.members import Patience
 from windfall.types import Lease, Sampling
 
 VOCABULARY = 50_000

@@ -23,8 +23,8 @@ import msgspec
 from windfall import config
 from windfall.cost.bill import Totals
 from windfall.events import log as events
-from windfall.launch.run_folder import new_folder
 from windfall.launch.start import train
+from windfall.run_folder import new_folder
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2-chain-sum.toml"
 SHARE_USD_PER_H = 3.29 / 5

@@ -9,8 +9,8 @@ import pytest
 
 from windfall import config
 from windfall.events.log import read
-from windfall.launch.run_folder import new_folder
 from windfall.launch.start import train
+from windfall.run_folder import new_folder
 
 ROOT = Path(__file__).parent.parent
 

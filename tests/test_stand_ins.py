@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from windfall import config
+from windfall import run_folder as folders
 from windfall.events import log
 from windfall.events.log import EventLog
-from windfall.launch import run_folder as folders
 from windfall.launch.processes import controller as controls
 from windfall.link import auth
 from windfall.link.memory import pair

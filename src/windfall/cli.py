@@ -69,7 +69,7 @@ def train(
 ) -> None:
     """Train by a recipe: starts controller, trainer and workers. Ctrl-C saves and says how to go on."""
     from windfall.launch import invitation, start, supervisor
-    from windfall.launch.run_folder import new_folder
+    from windfall.run_folder import new_folder
 
     parsed = config.load(recipe, [*(set or []), *_tls(tls_cert, tls_key)])
     known = invitation.token(token) if token is not None else None

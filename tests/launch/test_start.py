@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from windfall import config
+from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
-from windfall.launch import run_folder as folders
 from windfall.launch import start
 
 

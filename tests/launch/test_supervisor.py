@@ -19,10 +19,10 @@ from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
 from windfall import config, unhandled
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
 from windfall.launch import invitation, liveness, supervisor
-from windfall.launch import run_folder as folders
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
 from windfall.views.console import Console

@@ -23,7 +23,7 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Patience, WorkerState
+from windfall.scheduling.members import Patience, WorkerState
 from windfall.types import Chunk, Lease, Sampling
 from windfall.worker.agent import Agent
 

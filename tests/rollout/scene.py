@@ -26,7 +26,7 @@ from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.types import Chunk, Request, Sampling
 from windfall.worker.in_process import has_it, inside
 from windfall.worker.session import Session

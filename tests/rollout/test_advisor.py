@@ -12,7 +12,7 @@ from windfall.events.log import EventLog
 from windfall.rollout import advisor
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import Measured
 from windfall.types import LOCAL, Lease
 

@@ -20,7 +20,7 @@ from hashing import STOP
 
 from windfall.ledger.journal import Journal, Judged, Past, Stretch
 from windfall.rollout.groups import seed_of
-from windfall.rollout.members import Patience
+from windfall.scheduling.members import Patience
 from windfall.types import Response
 
 WAL = "000000.wal"

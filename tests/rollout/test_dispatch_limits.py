@@ -19,7 +19,7 @@ from windfall.link.memory import MemoryLink, pair
 from windfall.rollout import loading
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.types import Sampling
 
 OFFER = Offer(version=1, digest="one", url="http://_:1")

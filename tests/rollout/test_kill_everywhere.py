@@ -17,8 +17,8 @@ import pytest
 from crew import SIZE, TASKS, Crew, Hand, Once, at, later, relieve, roll, state_of
 
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import WorkerState
 from windfall.scheduling import placement
+from windfall.scheduling.members import WorkerState
 from windfall.types import Response
 
 ENGINE_STEP = len(TASKS) * SIZE

@@ -15,8 +15,8 @@ from scene import IDS, LONGEST, STOPS, Scene, clone, drained, engine, model, req
 
 from windfall.ledger.episode import Episode
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import WorkerState
 from windfall.scheduling import placement
+from windfall.scheduling.members import WorkerState
 from windfall.types import Sampling
 from windfall.worker.session import PulledWeights
 

@@ -11,8 +11,8 @@ from test_dispatch_limits import OFFER, World, play, take
 
 from windfall.events.log import read
 from windfall.link import messages as m
-from windfall.rollout import members as membership
-from windfall.rollout.members import Members, Patience, WorkerState
+from windfall.scheduling import members as membership
+from windfall.scheduling.members import Members, Patience, WorkerState
 from windfall.types import LOCAL, Lease
 
 STALLED_S = 10.0

@@ -21,8 +21,8 @@ from windfall.link.memory import pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import WorkerState
 from windfall.rollout.seeding import Seeding
+from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import Measured, Others, SeedPlan
 from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn

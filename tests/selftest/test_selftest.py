@@ -141,7 +141,7 @@ def test_a_model_that_knows_its_own_attention_only_is_refused(tmp_path: Path, wi
 
 
 def test_a_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> None:
-    from windfall.launch import run_folder as folders
+    from windfall import run_folder as folders
 
     (here / "run").mkdir()
     recipe = config.load(here / "small.toml", [f"model.path={json.dumps(str(bloom))}"])

@@ -12,7 +12,7 @@ from hostile.files import DAMAGES, damage
 from rich.console import Console
 
 from windfall.errors import WindfallError
-from windfall.launch.run_folder import owned
+from windfall.run_folder import owned
 from windfall.views import top
 
 

@@ -12,7 +12,7 @@ from doorway import SPEC, Site, episode, expected, opened
 
 from windfall.errors import WindfallError
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 
 
 def test_joins_pulls_and_works(tmp_path: Path) -> None:

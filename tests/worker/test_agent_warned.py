@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doorway import episode, expected, opened
 
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.worker import agent as agents
 from windfall.worker.preemption import PreemptionNotice
 

@@ -17,7 +17,7 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.memory import pair
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.worker import session, startup
 from windfall.worker.engine_thread import EngineThread
 from windfall.worker.preemption import PreemptionNotice

@@ -35,9 +35,9 @@ from windfall.models.text import Text
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout, Stopped
-from windfall.rollout.members import Patience
 from windfall.rollout.seeding import Seeding
 from windfall.scheduling import seed_time
+from windfall.scheduling.members import Patience
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.train.remote import RemoteTrainer

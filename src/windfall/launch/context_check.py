@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs.base import EnvHost
 from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
-from windfall.launch import run_folder as folders
 from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task

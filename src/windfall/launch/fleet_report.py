@@ -16,7 +16,7 @@ from windfall.cost import prices
 from windfall.events.log import EventLog, Foreign, scan
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import WorkerState as Stage
+from windfall.scheduling.members import WorkerState as Stage
 from windfall.scheduling.seed_time import Measured
 from windfall.types import LOCAL
 

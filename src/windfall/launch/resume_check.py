@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 from windfall import config
+from windfall import run_folder as folders
 from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
 from windfall.events import log
-from windfall.launch import run_folder as folders
 from windfall.train import checkpoint, checksums
 
 FILES = (

@@ -7,12 +7,12 @@ import contextlib
 from pathlib import Path
 
 from windfall import config, unhandled
+from windfall import run_folder as folders
 from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
 from windfall.events import log as events
 from windfall.events.log import EventLog
 from windfall.launch import resume_check, supervisor
-from windfall.launch import run_folder as folders
 from windfall.link import auth
 from windfall.views.console import Console
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from windfall import algorithms, unhandled
+from windfall import run_folder as folders
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.envs.hosting import hosted
 from windfall.envs.scoring.gold_answers import check_answers
@@ -35,7 +36,6 @@ from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
 from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import context_check, invitation, tls
-from windfall.launch import run_folder as folders
 from windfall.launch.autoscale import Following
 from windfall.launch.liveness import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, WorkerTroubles
 from windfall.launch.liveness import how as ended

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from windfall.cost import prices
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import Measured
 from windfall.scheduling.worker_speed import Profile
 from windfall.scheduling.worker_value import Advice, RunMeasurements, WorkerKind, advise

@@ -27,9 +27,9 @@ from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.rollout.assignment import Offer, frames
 from windfall.rollout.loading import WORDS, Loading
-from windfall.rollout.members import Member, Members, Patience, WorkerState
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
+from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.scheduling.placement import Giving
 from windfall.scheduling.room import Room
 from windfall.types import LOCAL

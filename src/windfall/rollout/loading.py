@@ -17,7 +17,7 @@ from windfall.events.log import EventLog
 from windfall.ledger.ends import Malformed
 from windfall.link import messages as m
 from windfall.rollout.assignment import Offer
-from windfall.rollout.members import Member, Members, WorkerState
+from windfall.scheduling.members import Member, Members, WorkerState
 
 LOAD_TRIES = 12
 WORDS = 300

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from windfall.errors import WindfallError
-from windfall.rollout.members import Member
+from windfall.scheduling.members import Member
 
 REFUSED_S = 120.0
 REFUSALS = 8

@@ -15,8 +15,8 @@ import math
 
 from windfall.events.log import EventLog
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.members import Member, WorkerState
 from windfall.scheduling.fleet_speed import FleetSpeed
+from windfall.scheduling.members import Member, WorkerState
 from windfall.scheduling.seed_time import Measured, Offload, Others, SeedPlan
 from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL

@@ -17,10 +17,10 @@ from typing import Literal
 import msgspec
 
 from windfall.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.rollout.members import Member
 from windfall.scheduling import rlboost
 from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.fleet_speed import FleetSpeed
+from windfall.scheduling.members import Member
 from windfall.scheduling.rebalance import Running, rebalance
 from windfall.scheduling.worker_speed import Speeds
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from windfall.ledger.ledger import Ledger, LedgerEntry, room
-from windfall.rollout.members import Member, WorkerState
+from windfall.scheduling.members import Member, WorkerState
 
 NO_ROOM_S = 60.0
 

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.launch import run_folder as folders
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "made", "moved", "age", "why")

@@ -17,14 +17,14 @@ import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 
 from windfall import config, unhandled
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.launch import run_folder as folders
 from windfall.launch.fleet_report import look_back
 from windfall.launch.processes import controller
 from windfall.launch.processes.controller import Control
 from windfall.link import auth
-from windfall.rollout.members import CheckpointState as Stage
+from windfall.scheduling.members import CheckpointState as Stage
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.types import Lease

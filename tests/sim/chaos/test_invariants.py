@@ -20,7 +20,7 @@ from windfall.ledger.ledger import Ledger
 from windfall.rollout import groups as manager
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import Members, WorkerState
+from windfall.scheduling.members import Members, WorkerState
 from windfall.scheduling.placement import Giving
 from windfall.sim.chaos.trial import trial
 from windfall.train.base import TrainerLost

@@ -30,12 +30,12 @@ from typing import Any
 import xxhash
 
 from windfall import config, unhandled
+from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
 from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
-from windfall.launch import run_folder as folders
 from windfall.launch import tls
 from windfall.launch.assembly import ControllerLife, first
 from windfall.launch.fleet_report import Ended

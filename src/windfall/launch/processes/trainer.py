@@ -18,11 +18,11 @@ import msgspec
 import xxhash
 
 from windfall import algorithms, config, devices, unhandled
+from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.fleet import process
-from windfall.launch import run_folder as folders
 from windfall.launch import tls
 from windfall.launch.context_check import fit, prompt_lengths
 from windfall.link import auth, listener

@@ -31,7 +31,7 @@ from windfall.ledger.ledger import LedgerEntry
 from windfall.link import messages as m
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
-from windfall.rollout.members import WorkerState
+from windfall.scheduling.members import WorkerState
 from windfall.sim.chaos.broken import InvariantBroken
 from windfall.sim.chaos.inject import Chaos, FaultyWire
 from windfall.sim.core import loop as loops

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.link.messages import Stats
-from windfall.rollout.members import Member, Members, Patience, WorkerState
+from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.types import Lease
 
 PATIENCE = Patience(suspect_s=3.0, gone_s=8.0, stalled_s=60.0, tick_s=0.25)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from windfall import config
+from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.launch import run_folder as folders
 
 
 def test_a_run_never_writes_into_another(tmp_path: Path) -> None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+
+from windfall.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -53,3 +62,48 @@ def test_links_and_named_files_exist(page: Path) -> None:
 def test_every_make_target_in_the_readme_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z0-9]+)", (ROOT / "README.md").read_text())) <= targets
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Every `windfall ...` command line of a page: lines of code blocks, and code within a sentence."""
+    fenced, prose = False, list[str]()
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("    "):
+            prose.append(line)
+        elif found := re.match(r"\s*(?:\w+=\S+ )*(windfall \S.*)", line):
+            yield shlex.split(re.split(r"\s{3,}", found[1])[0], comments=True)
+    for code in re.findall(r"`((?:\w+=\S+ )?windfall [^`]*)`", " ".join(prose)):
+        yield shlex.split(code[code.index("windfall ") :])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for words in commands(page.read_text()):
+        command: Any = typer.main.get_command(app)
+        rest = words[1:]
+        while rest and rest[0] in getattr(command, "commands", {}):
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
+        options = [word.strip("[]").partition("=")[0] for word in rest if re.match(r"\[?--\w", word)]
+        unknown = [option for option in options if option not in known]
+        assert not unknown, f"{' '.join(words)}: {command.name} has no {', '.join(unknown)}"
+        is_group = bool(getattr(command, "commands", {})) and not getattr(command, "invoke_without_command", False)
+        assert not is_group or not rest or rest[0].isupper() or rest[0] == "...", f"{' '.join(words)}: no such command"
+
+
+def test_own_task_of_the_readme_runs(tmp_path: Path) -> None:
+    """The files exactly as the README prints them, checked by --dry-run; a task is created and graded."""
+    readme = (ROOT / "README.md").read_text()
+    for name, kind in (("my_task.py", "python"), ("my_task.toml", "toml")):
+        block = re.search(rf"`{re.escape(name)}`:\n\n```{kind}\n(.*?)```", readme, re.DOTALL)
+        assert block, name
+        (tmp_path / name).write_text(block[1])
+    command = [sys.executable, "-m", "windfall.cli", "train", "my_task.toml", "--dry-run"]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Sums: task 'sums/0'" in done.stdout + done.stderr

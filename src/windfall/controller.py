@@ -173,9 +173,9 @@ class Controller:
         self.pace.begin(step)
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect(self.state.next_task)
-            span["tokens"] = self.rollout.made
+            span["tokens"] = self.rollout.sampled_tokens
             if not batch.rewards:
-                raise self.rollout.failures.nothing(f"step {step}")
+                raise self.rollout.failures.no_rewards(f"step {step}")
         self.pace.generated()
         training = _now()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
@@ -184,7 +184,7 @@ class Controller:
             self.state = state
             span["update_s"] = batch.update_s
         train_s = batch.early_s + _now() - training
-        self.pace.end(tokens=self.rollout.made, train_s=train_s, train_wait_s=batch.wait_s)
+        self.pace.end(tokens=self.rollout.sampled_tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._tell(step, batch, reports, train_s, _now() - started)
 
     async def _collect(self, first: int) -> StepBatch:
@@ -201,7 +201,7 @@ class Controller:
             async with aclosing(self._arrivals(made, batch)) as arrivals:
                 async for group in arrivals:
                     batch.rewards += group.rewards
-                    batch.lengths[group.index] = [r.made for r in group.responses]
+                    batch.lengths[group.index] = [r.sampled_count for r in group.responses]
                     if self.algorithm.informative(outcomes(group, o.max_tokens)):
                         batch.add(group, self.micro_tokens)
                         if self._early and batch.whole:
@@ -298,9 +298,9 @@ class Controller:
             async with aclosing(made):
                 async for group in made:
                     rewards += group.rewards
-                    lengths[group.index] = group.responses[0].made
+                    lengths[group.index] = group.responses[0].sampled_count
         if not rewards:
-            raise self.rollout.failures.nothing(f"the evaluation after step {step}")
+            raise self.rollout.failures.no_rewards(f"the evaluation after step {step}")
         in_order = [lengths.get(index, 0) for index in tasks]
         self.events.scalar(
             "eval", step=step, reward=_mean(rewards), tasks=len(rewards), on=held_out.what, lengths=in_order
@@ -317,7 +317,7 @@ class Controller:
 
     def _tell(self, step: int, batch: StepBatch, reports: list[Report], train_s: float, took_s: float) -> None:
         responses = [r for g in batch.kept for r in g.responses]
-        lengths = [r.made for r in responses]
+        lengths = [r.sampled_count for r in responses]
         drawn = range(self.state.next_task - batch.drawn, self.state.next_task)
         last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
         skipped = [r.skipped for r in reports if r.skipped]
@@ -343,14 +343,14 @@ class Controller:
             prompt_tokens=_mean([len(r.prompt) for r in responses]),
             lengths=[batch.lengths.get(index, []) for index in drawn],
             replaced=sorted(set(batch.lengths) - {g.index for g in batch.kept}),
-            reward_s=self.rollout.grading_s / max(1, self.rollout.graded),
+            reward_s=self.rollout.grading_s / max(1, self.rollout.graded_turns),
             cut=sum(r.finish == "length" for r in responses) / max(1, len(responses)),
-            made=self.rollout.made,
-            restored=self.rollout.restored,
+            made=self.rollout.sampled_tokens,
+            restored=self.rollout.restored_tokens,
             s=took_s,
             train_s=train_s,
             train_wait_s=batch.wait_s,
-            tok_per_s=(self.rollout.made - self.rollout.restored) / took_s,
+            tok_per_s=(self.rollout.sampled_tokens - self.rollout.restored_tokens) / took_s,
             **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
             trained=sum(r.tokens for r in reports),
             updates_skipped=len(skipped),
@@ -363,7 +363,7 @@ async def _pump(made: AsyncGenerator[Group], into: asyncio.Queue[Group | None], 
     """Also while training is under way: turns are judged, and responses go on."""
     try:
         async for group in made:
-            pace.arrived(sum(r.made for r in group.responses))
+            pace.arrived(sum(r.sampled_count for r in group.responses))
             into.put_nowait(group)
     finally:
         into.put_nowait(None)

@@ -26,14 +26,14 @@ from hypothesis import strategies as st
 
 from windfall.ledger import ledger as ledgers
 from windfall.ledger.episode import Episode
-from windfall.ledger.ledger import Counts, Ledger, Malformed
+from windfall.ledger.ledger import Ledger, LedgerCounts, Malformed
 from windfall.link.messages import Tokens
 from windfall.types import Sampling
 
 STOP, VOCABULARY, MAX_TOKENS = 0, 1000, 24
 WORKERS = ["a", "b", "c"]
 ACTIONS = ["open", "assign", "assign", "send", "send", "send", "send", "deliver", "deliver", "judge", "judge",
-           "lose", "recall", "withdraw", "spoil", "lie"]  # fmt: skip
+           "lose", "requeue", "withdraw", "spoil", "lie"]  # fmt: skip
 
 
 def _hash(*of: object) -> int:
@@ -126,7 +126,7 @@ def _spoiled(said: Tokens, how: int, at: int) -> Tokens:
 def _everything(ledger: Ledger) -> Any:
     """All that the ledger is, to compare."""
     entries = {
-        id: (e.place, e.handle, e.worker, e.version, e.marked, e.moves, asdict(e.episode))
+        id: (e.state, e.handle, e.worker, e.version, e.recorded, e.moves, asdict(e.episode))
         for id, e in ledger.entries.items()
     }
     held = {worker: list(handles) for worker, handles in ledger._by_worker.items()}
@@ -137,7 +137,7 @@ def _everything(ledger: Ledger) -> Any:
             asdict(ledger.counts),
             held,
             list(ledger._running),
-            ledger._over,
+            ledger._ended,
             ledger._next_handle,
         )
     )
@@ -156,7 +156,7 @@ class World:
         self.truth: dict[str, Truth] = {}
         self.live: dict[int, Work] = {}
         self.over: dict[int, str] = {}
-        self.expected = Counts()
+        self.expected = LedgerCounts()
         self.offered = self.restored = self.in_gaps = 0
         """Tokens: in all frames, known before it was opened, in rows that began behind a gap."""
         self.closed = self.withdrawn = 0
@@ -164,7 +164,7 @@ class World:
     def step(self) -> None:
         action = self.choose(ACTIONS)
         needs = {
-            "assign": self.ledger.queue, "judge": self._turns(), "withdraw": self.ledger.entries, "recall": self.live,
+            "assign": self.ledger.queue, "judge": self._turns(), "withdraw": self.ledger.entries, "requeue": self.live,
             "send": self.works, "deliver": self.sent, "spoil": self.sent, "lie": self.live,
         }  # fmt: skip
         getattr(self, action if needs.get(action, True) else "open")()
@@ -204,7 +204,7 @@ class World:
         return work
 
     def _turns(self) -> list[str]:
-        return sorted(i for i, e in self.ledger.entries.items() if e.place == "turn")
+        return sorted(i for i, e in self.ledger.entries.items() if e.state == "turn")
 
     def judge(self) -> None:
         """The environment answers: another turn, or the end."""
@@ -218,7 +218,7 @@ class World:
             at = len(entry.episode.tokens)
             if entry.episode.observe([token(id, at), token(id, at + 1)]):
                 known.versions += [-1, -1]
-                self.ledger.go_on(id)
+                self.ledger.next_turn(id)
                 return
         self.ledger.close(id)
         self._is_true(entry.episode)
@@ -268,9 +268,9 @@ class World:
             self._end(handle, "moved")
         assert self.ledger.running(worker) == 0
 
-    def recall(self) -> None:
+    def requeue(self) -> None:
         handle = self.choose(sorted(self.live))
-        assert self.ledger.recall(self.live[handle].id) == handle
+        self.ledger.requeue(self.ledger.entries[self.live[handle].id])
         self._end(handle, "moved")
 
     def send(self) -> None:
@@ -301,10 +301,10 @@ class World:
             new = self._expect(worker, said.version, handle, position, count, row in said.finished, ended, dropped)
             fresh += new
             rows += [row] if new else []
-        taken = self.ledger.take(worker, said)
-        assert (taken.accepted, taken.turns, taken.dropped) == (fresh, ended, dropped)
-        assert taken.whole == (fresh == sum(lengths))
-        assert taken.whole or taken.rows == rows
+        taken = self.ledger.accept(worker, said)
+        assert (taken.tokens, taken.ended_turns, taken.dropped) == (fresh, ended, dropped)
+        assert taken.complete == (fresh == sum(lengths))
+        assert taken.complete or taken.rows == rows
 
     def _expect(
         self, worker: str, version: int, handle: int, position: int, count: int, finished: bool, ended: list[str],
@@ -362,7 +362,7 @@ class World:
         """What no right worker sends changes nothing at all."""
         before = _everything(self.ledger)
         with pytest.raises(Malformed):
-            self.ledger.take(worker, bad)
+            self.ledger.accept(worker, bad)
         assert _everything(self.ledger) == before
 
     # what always holds
@@ -374,7 +374,7 @@ class World:
             assert getattr(counts, name) == getattr(e, name), name
         seen = counts.repeated + counts.late + counts.unwanted + counts.stale + self.in_gaps
         assert self.offered == counts.accepted - self.restored + seen, "a token is unaccounted for"
-        assert self.ledger.lost() == 0
+        assert self.ledger.lost_tokens() == 0
         assert self.opened == len(self.ledger) + self.closed + self.withdrawn
         begun = [bool(self.ledger.entries[i].episode.tokens) for i in self.ledger.queue]
         assert begun == sorted(begun, reverse=True), "what has begun is queued first"
@@ -418,7 +418,7 @@ def test_every_response_ends_true_in_a_long_run(seed: int) -> None:
 
 def test_late_frames_are_late_when_nobody_remembers_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of handles that are over is bounded."""
-    monkeypatch.setattr(ledgers, "REMEMBERED", 2)
+    monkeypatch.setattr(ledgers, "MAX_ENDED_HANDLES", 2)
     ledger = Ledger()
     works = []
     for n in range(4):
@@ -427,16 +427,16 @@ def test_late_frames_are_late_when_nobody_remembers_why(monkeypatch: pytest.Monk
         works.append(Work(f"{n}/0", entry.handle, "a", 1, 0))
     ledger.withdraw([w.id for w in works])
     for work in works:
-        ledger.take("a", frame(1, [work.row(0, 1)]))
+        ledger.accept("a", frame(1, [work.row(0, 1)]))
     assert (ledger.counts.late, ledger.counts.unwanted) == (2, 2)
-    assert len(ledger._over) == 2
+    assert len(ledger._ended) == 2
     ledger.check()
 
 
 def test_a_response_is_opened_once_and_given_out_once() -> None:
     ledger = Ledger()
     ledger.open(episode("1/0"))
-    with pytest.raises(ValueError, match="open already"):
+    with pytest.raises(ValueError, match="already open"):
         ledger.open(episode("1/0"))
     ledger.assign(ledger.queue.popleft(), "a", 1)
     with pytest.raises(AssertionError):
@@ -453,7 +453,7 @@ def test_check_finds_what_is_broken() -> None:
         for n in (2, 3):
             ledger.open(episode(f"{n}/0"))
         entry = ledger.assign(ledger.queue.popleft(), "a", 1)
-        ledger.take("a", frame(1, [Work("2/0", entry.handle, "a", 1, 0).row(0, 2)]))
+        ledger.accept("a", frame(1, [Work("2/0", entry.handle, "a", 1, 0).row(0, 2)]))
         ledger.check()
         how(ledger)
         with pytest.raises(AssertionError):
@@ -467,6 +467,6 @@ def test_check_finds_what_is_broken() -> None:
     broken(lambda x: x.queue.clear())
     broken(lambda x: x._by_worker.clear())
     broken(lambda x: x._running.clear())
-    broken(lambda x: x._over.update(dict.fromkeys(x._running, "moved")))
+    broken(lambda x: x._ended.update(dict.fromkeys(x._running, "moved")))
     broken(lambda x: setattr(x.entries["2/0"].episode, "finish", "stop"))
-    broken(lambda x: x.entries["2/0"].episode.made_by(1, 1))
+    broken(lambda x: x.entries["2/0"].episode.record_version(1, 1))

@@ -167,7 +167,7 @@ class Crew:
     def check(self) -> None:
         self.dispatch.ledger.check()
         self.dispatch.members.check()
-        held = {e.worker for e in self.dispatch.ledger.entries.values() if e.place == "running"}
+        held = {e.worker for e in self.dispatch.ledger.entries.values() if e.state == "running"}
         here = {w.id for w in self.dispatch.members.here()}
         assert held <= here, f"{held - here} are gone and hold responses"
 
@@ -214,7 +214,7 @@ def roll(
             crew = Crew(dispatch=dispatch, rollout=rollout, env=env, loop=loop)
             text.stop = stop
             if written is not None:
-                rollout.past = written.begin(0)
+                rollout.history = written.open(0)
             dispatch.set_offer(Offer(version=0, digest="d0", url=""))
 
             def between() -> None:

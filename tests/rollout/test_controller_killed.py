@@ -18,7 +18,9 @@ import pytest
 from crew import SIZE, TASKS, Crew, roll
 from hashing import STOP
 
-from windfall.ledger.journal import Journal, Judged, Past, Stretch
+from windfall.ledger.journal import Journal
+from windfall.ledger.journal_format import TurnGraded
+from windfall.ledger.journal_reader import History, TokenRun
 from windfall.rollout.groups import seed_of
 from windfall.scheduling.members import Patience
 from windfall.types import Response
@@ -52,37 +54,37 @@ def first_life() -> tuple[dict[str, Response], bytes, list[Left]]:
     return crew.responses, data, list(left.values())
 
 
-def begin_with(data: bytes, folder: Path) -> tuple[Path, Past]:
+def begin_with(data: bytes, folder: Path) -> tuple[Path, History]:
     """A journal's folder with these bytes in it, and what they say."""
     journal = folder / "journal"
     journal.mkdir(exist_ok=True)
     (journal / WAL).write_bytes(data)
     reading = Journal(journal, "settings")
-    past = reading.begin(0)
+    past = reading.open(0)
     reading.close()
     (journal / WAL).write_bytes(data)
     return journal, past
 
 
-def positions(past: Past) -> set[tuple[int, int]]:
+def positions(past: History) -> set[tuple[int, int]]:
     """(seed, position) of every token that the journal knows."""
     out = set()
     for id, events in past.items():
         task, _, sibling = id.partition("/")
         seed = seed_of(3, int(task), int(sibling))
         for e in events:
-            if isinstance(e, Stretch):
+            if isinstance(e, TokenRun):
                 out |= {(seed, p) for p in range(e.position, e.position + len(e.tokens))}
     return out
 
 
-def judged(past: Past) -> Counter[str]:
+def judged(past: History) -> Counter[str]:
     """How many turns of each task have a verdict. A reward that was missing is asked for again."""
     return Counter(
         f"n/{id.partition('/')[0]}"
         for id, events in past.items()
         for e in events
-        if isinstance(e, Judged) and (e.reward, e.observation) != (None, None)
+        if isinstance(e, TurnGraded) and (e.reward, e.observation) != (None, None)
     )
 
 
@@ -93,8 +95,9 @@ def live_again(data: bytes, folder: Path) -> Crew:
     crew = roll(folder, journal=journal, check_from=1)
     assert crew.responses == expected
     assert not positions(past) & set(crew.made), "made again, though the journal has it"
-    assert crew.rollout.restored == len(positions(past))
-    assert sum(crew.made.values()) == len(crew.made) == sum(r.made for r in expected.values()) - len(positions(past))
+    assert crew.rollout.restored_tokens == len(positions(past))
+    tokens = sum(r.sampled_count for r in expected.values())
+    assert sum(crew.made.values()) == len(crew.made) == tokens - len(positions(past))
     turns = {f"n/{i}": sum(r.turns for r in expected.values() if r.id.startswith(f"{i}/")) for i in TASKS}
     asked = Counter(task for task, _ in crew.env.asked)
     assert all(asked[task] <= turns[task] - judged(past)[task] for task in turns), "judged again"
@@ -106,9 +109,9 @@ def test_the_journal_says_what_came_out() -> None:
     assert len(left) > 15
     with TemporaryDirectory() as folder:
         _, past = begin_with(data, Path(folder))
-    assert len(positions(past)) == sum(r.made for r in expected.values())
+    assert len(positions(past)) == sum(r.sampled_count for r in expected.values())
     for id, response in expected.items():
-        stretches = [e for e in past[id] if isinstance(e, Stretch)]
+        stretches = [e for e in past[id] if isinstance(e, TokenRun)]
         said = [t for e in stretches for t in e.tokens]
         assert said == [t for t, made in zip(response.tokens, response.sampled, strict=True) if made]
         assert stretches[-1].finish == response.finish or response.finish == "length"
@@ -131,7 +134,7 @@ def test_group_that_came_out_is_on_disk_with_its_rewards(tmp_path: Path) -> None
         for index in moment.groups:
             for sibling in range(2):
                 last = past[f"{index}/{sibling}"][-1]
-                assert isinstance(last, Judged), f"{index}/{sibling} at callback {moment.callback}"
+                assert isinstance(last, TurnGraded), f"{index}/{sibling} at callback {moment.callback}"
                 assert last.reward == expected[f"{index}/{sibling}"].reward
 
 

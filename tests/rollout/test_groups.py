@@ -52,7 +52,7 @@ def test_every_episode_comes_out_once(
         assert [r.tokens for r in g.responses] == [(ord("x"),) * n + (STOP,) for n in lengths[g.index - first]]
         assert g.rewards == tuple(map(float, lengths[g.index - first]))
         assert g.task == env.task(g.index)
-    assert rollout.made == sum(n + 1 for row in lengths for n in row)
+    assert rollout.sampled_tokens == sum(n + 1 for row in lengths for n in row)
     assert len({r.seed for r in engine.requests}) == len(env.heard) == 2 * len(lengths)
     assert (rollout.failures.missing, len(engine), engine.cancelled) == (0, 0, [])
 
@@ -120,7 +120,7 @@ def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
     assert r.sampled == (True, True, True, False, False, True, True)
     assert r.logprobs == (-ord("a") / 256, -ord("b") / 256, 0.0, 0.0, 0.0, -ord("c") / 256, 0.0)
     assert r.versions == (0, 0, 0, -1, -1, 0, 0)
-    assert (r.reward, r.turns, r.finish, r.made, rollout.made) == (0.75, 2, "stop", 5, 5)
+    assert (r.reward, r.turns, r.finish, r.sampled_count, rollout.sampled_tokens) == (0.75, 2, "stop", 5, 5)
     assert env.heard[-1][1] == (Turn(text="ab", observation="no"), Turn(text="c"))
 
 

@@ -102,7 +102,7 @@ def test_repeats_of_a_cause_are_folded(tmp_path: Path, capfd: pytest.CaptureFixt
     ]  # fmt: skip
     assert [e["count"] for e in events if "traceback" in e] == [1]  # garbage has none
     assert capfd.readouterr().err.count("Traceback") == 1
-    said = str(rollout.failures.nothing("step 1"))
+    said = str(rollout.failures.no_rewards("step 1"))
     assert "environment Asks: no response of step 1 got a reward; 60 are missing" in said
     assert "(30 times in all)" in said
 

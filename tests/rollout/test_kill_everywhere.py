@@ -43,8 +43,8 @@ def assert_same(crew: Crew, *, again: int) -> None:
     expected, _ = undisturbed()
     assert crew.responses == expected
     ledger = crew.dispatch.ledger
-    assert (len(ledger), ledger.lost(), list(ledger.queue)) == (0, 0, [])
-    tokens = sum(r.made for r in expected.values())
+    assert (len(ledger), ledger.lost_tokens(), list(ledger.queue)) == (0, 0, [])
+    tokens = sum(r.sampled_count for r in expected.values())
     assert ledger.counts.accepted == ledger.counts.closed == tokens == len(crew.made)
     assert sum(crew.made.values()) - tokens <= again
     assert max(crew.env.asked.values()) <= 2, "a turn is graded once (and again where that failed)"
@@ -173,7 +173,7 @@ def test_new_weights_at_any_moment(again_s: float, tmp_path: Path) -> None:
             versions = [v for v in response.versions if v >= 0]
             assert versions == sorted(versions)
             mixed += len(set(versions)) > 1
-        assert crew.dispatch.ledger.lost() == 0
+        assert crew.dispatch.ledger.lost_tokens() == 0
     assert mixed > 10, "responses should have been under way"
 
 
@@ -261,8 +261,8 @@ def test_giving_back_goes_on_after_one_who_never_did(tmp_path: Path) -> None:
 
     def ask(crew: Crew) -> None:
         entry = next(e for e in crew.dispatch.ledger.held("a") if e.episode.tokens)
-        crew.dispatch._give_back("a", [entry])
-        crew.dispatch.ledger.recall(entry.episode.id)
+        crew.dispatch._request_release("a", [entry])
+        crew.dispatch.ledger.requeue(entry)
         crew.hands[0].freeze()
 
     crew = roll(tmp_path, Once(_busy, ask))

@@ -30,9 +30,9 @@ def assert_uninterrupted(s: Scene, *, exact: bool = True) -> None:
         else:
             assert e.logprobs.tolist() == pytest.approx(logprobs, abs=1e-4), id
         assert e.finish == ("stop" if tokens[-1] in STOPS else "length")
-        assert e.runs == [(0, len(tokens))]
+        assert e.version_runs == [(0, len(tokens))]
     s.dispatch.ledger.check()
-    assert s.dispatch.ledger.lost() == 0
+    assert s.dispatch.ledger.lost_tokens() == 0
 
 
 def assert_went_on(s: Scene, before: dict[str, int]) -> None:
@@ -190,11 +190,11 @@ def test_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
             s.first.go.set()
             await s.until(lambda: "9/0" in s.ended, "the new one has ended")
             s.ended.discard("9/0")
-        before = {id: sum(n for v, n in e.runs if v == 0) for id, e in s.episodes.items()}
+        before = {id: sum(n for v, n in e.version_runs if v == 0) for id, e in s.episodes.items()}
         assert max(before.values()) == cut + 1, "the step under way was of the old weights"
         assert_two_versions(s, before)
-        assert extra.runs == [(1, 4)]
-        assert s.dispatch.ledger.lost() == 0
+        assert extra.version_runs == [(1, 4)]
+        assert s.dispatch.ledger.lost_tokens() == 0
 
     asyncio.run(main())
 
@@ -206,12 +206,12 @@ def assert_two_versions(s: Scene, before: dict[str, int]) -> None:
         assert e.tokens[:n].tolist() == old[:n]
         assert e.logprobs[:n].tolist() == old_logprobs[:n]
         if n == len(old):
-            assert e.runs == [(0, n)]
+            assert e.version_runs == [(0, n)]
             continue
         tokens, logprobs = drained(engine(weights=model(1)), request(id, tuple(old[:n])))[id]
         assert e.tokens[n:].tolist() == tokens
         assert e.logprobs[n:].tolist() == logprobs
-        assert e.runs == [(v, count) for v, count in ((0, n), (1, len(tokens))) if count]
+        assert e.version_runs == [(v, count) for v, count in ((0, n), (1, len(tokens))) if count]
         changed += old[n:] != tokens
     assert changed, "the new weights should say something else"
 

@@ -68,7 +68,7 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
             else:
                 assert "Worker b says: fleet.worker_memory: the KV cache may have" in said
                 assert "Raise it, run fewer workers" in said
-            assert said.endswith("Then go on with `windfall resume`.")
+            assert said.endswith("Then continue with `windfall resume`.")
 
     asyncio.run(main())
 
@@ -117,7 +117,7 @@ class Fleet:
         self.refusals.gone(member, now_s)
 
     def ends(self, now_s: float) -> bool:
-        return self.refusals.look(self.members.here(), now_s) is not None
+        return self.refusals.check(self.members.here(), now_s) is not None
 
 
 def test_replacement_of_a_lost_worker_is_waited_for() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from windfall import config, unhandled
+from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
@@ -79,7 +79,7 @@ def _run(recipe: Recipe, folder: Path, console: Console | None) -> None:
     auth.make_token(folder / "trainer.secret")
     with console or contextlib.nullcontext():
         try:
-            done = asyncio.run(unhandled.guard(supervisor.Supervisor(recipe, folder, console).run()))
+            done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
         except asyncio.CancelledError:  # by a second Ctrl-C
             raise KeyboardInterrupt from None
     if console is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from windfall import unhandled
+from windfall import errors
 from windfall.errors import WindfallError
 from windfall.launch.processes import worker
 
@@ -43,7 +43,7 @@ def lost() -> None:
 
 def kept() -> None:
     KEPT.append(asyncio.get_running_loop().create_task(fails()))
-    KEPT[-1].add_done_callback(unhandled.report)
+    KEPT[-1].add_done_callback(errors.report_failure)
 
 
 KEPT: list[asyncio.Task[None]] = []
@@ -58,7 +58,7 @@ def test_the_first_error_of_any_callback_is_raised(
         return await waits()
 
     with pytest.raises(KeyError, match="nobody expected it"):
-        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
     assert any(record.exc_info for record in caplog.records), "the traceback is logged"
 
 
@@ -71,7 +71,7 @@ def test_what_comes_up_while_it_is_taken_down_does_not_hide_the_cause() -> None:
             raise ValueError("a consequence")
 
     with pytest.raises(KeyError, match="nobody expected it"):
-        asyncio.run(unhandled.guard(main()))
+        asyncio.run(errors.guard(main()))
 
 
 @pytest.mark.parametrize("swallows", [False, True])
@@ -88,7 +88,7 @@ def test_what_fails_during_the_cleanup_does_not_hide_the_error_it_cleans_up_afte
             await cleanup()
 
     with pytest.raises(WindfallError, match="the disk is full"):
-        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
 
 
 def test_an_error_in_the_last_moment_counts() -> None:
@@ -97,7 +97,7 @@ def test_an_error_in_the_last_moment_counts() -> None:
         return "over"
 
     with pytest.raises(KeyError, match="late"):
-        asyncio.run(unhandled.guard(main()))
+        asyncio.run(errors.guard(main()))
 
 
 def test_trouble_of_one_socket_is_no_reason_to_end() -> None:
@@ -109,7 +109,7 @@ def test_trouble_of_one_socket_is_no_reason_to_end() -> None:
         await asyncio.sleep(0)
         return "over"
 
-    assert asyncio.run(unhandled.guard(main())) == "over"
+    assert asyncio.run(errors.guard(main())) == "over"
 
 
 def test_its_own_end_is_passed_on() -> None:
@@ -117,10 +117,10 @@ def test_its_own_end_is_passed_on() -> None:
         return 1
 
     async def main() -> None:
-        assert await unhandled.guard(one()) == 1
+        assert await errors.guard(one()) == 1
         with pytest.raises(KeyError):
-            await unhandled.guard(fails())
-        task = asyncio.create_task(unhandled.guard(waits()))
+            await errors.guard(fails())
+        task = asyncio.create_task(errors.guard(waits()))
         await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -148,7 +148,7 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
 
 HANGS = """
 import asyncio, time
-from windfall.launch import joining
+from windfall.launch.processes import worker
 from windfall.worker.agent import Agent
 
 async def run(self, clouds=()):
@@ -158,10 +158,10 @@ async def run(self, clouds=()):
     return 3
 
 Agent.run = run
-joining.Boot.__init__ = lambda self, device, threads: None
-joining.glance = lambda device: (1, "a device")
-joining.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
-             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
+worker.Boot.__init__ = lambda self, device, threads: None
+worker.glance = lambda device: (1, "a device")
+worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
+            price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
 """
 
 

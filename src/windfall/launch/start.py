@@ -35,7 +35,7 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
     console = Console(recipe, folder) if not quiet else None
     with folders.owned(folder):
         warnings = resume_check.check_files(folder)
-        recipe = folders.anchored(recipe)
+        recipe = folders.with_absolute_paths(recipe)
         changes = resume_check.check_changes(recipe, folder)
         steps = resume_check.finished(recipe, folder)
         if steps is not None:
@@ -53,7 +53,7 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
 
 def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     """What this life goes by: with what the run began with, the log knows the recipe of every life."""
-    began = folders.began(folder)
+    began = folders.initial_recipe(folder)
     try:
         folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
         if not (folder / folders.BEGAN).exists():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import SEED, Asks, Scripted, Words
+from scripted import SEED, Asks, CharacterText, Scripted
 
 from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
@@ -63,7 +63,7 @@ class World:
         self.dispatch = Dispatch(events=self.events)
         self.policy = Fixed(seed_s)
         self.seeding = Seeding(self.dispatch, self.policy, self.events, responses=12)
-        text: Any = Words()
+        text: Any = CharacterText()
         options = Options(max_tokens=40, reward_tries=1)
         self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)
 

@@ -24,16 +24,7 @@ from typing import BinaryIO
 import msgspec
 
 from windfall.errors import WindfallError
-from windfall.ledger.journal_format import (
-    Accepted,
-    Assigned,
-    Record,
-    Started,
-    TurnGraded,
-    encode_record,
-    file_path,
-    list_files,
-)
+from windfall.ledger.journal_format import Accepted, Assigned, Started, TurnGraded, encode_record, file_path, list_files
 from windfall.ledger.journal_reader import History, JournalContents, read_journal
 from windfall.link.messages import Tokens
 
@@ -138,7 +129,7 @@ class Journal:
         self._write(Started(settings=self._settings))
         self.flush()  # from now on an empty file means that its contents were lost
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: msgspec.Struct) -> None:
         assert self._file is not None, "the journal is not open"
         payload = self._encode(record)
         if self._error is not None:

@@ -18,15 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from windfall.ledger.journal_format import (
-    HEAD,
-    MAX_RECORD_BYTES,
-    Accepted,
-    Assigned,
-    Record,
-    Started,
-    TurnGraded,
-)
+from windfall.ledger.journal_format import HEAD, MAX_RECORD_BYTES, Accepted, Assigned, Record, Started, TurnGraded
 
 UNKNOWN = "?"
 """Stands for responses whose tokens can be read, but not their ids."""

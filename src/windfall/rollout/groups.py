@@ -124,7 +124,7 @@ class Rollout:
         graded."""
         self.grading_s = 0.0
         """Seconds that grading these turns took in total."""
-        self._seed, self._events = seed, events
+        self._seed = seed
         self._inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._stopped = False
         self.failures = EnvFailures(env.name, events)

@@ -78,7 +78,7 @@ def install(watch: Watch) -> None:
             setattr(kind, name, watch.over("sim", getattr(kind, name)))
     hear = lambda _self, _member, message: {m.Tokens: "frame", m.Stats: "beat"}.get(type(message), "other")  # noqa: E731
     for kind, name, key in (
-        (Dispatch, "_hear", hear), (Dispatch, "_settle", "settle"), (Dispatch, "_lose", "lose"),
+        (Dispatch, "_handle", hear), (Dispatch, "_schedule", "settle"), (Dispatch, "_lose", "lose"),
         (Members, "join", "join"), (Members, "tick", "tick"), (Seeding, "tick", "tick"),
     ):  # fmt: skip
         setattr(kind, name, watch.over(key, getattr(kind, name)))

@@ -76,7 +76,7 @@ def frame(handles: tuple[int, ...], position: int, count: int) -> bytes:
 def dispatch(folder: Path, journaled: bool) -> Dispatch:
     journal = Journal(folder / "journal", "benchmark") if journaled else None
     if journal is not None:
-        journal.begin(0)
+        journal.open(0)
     patience = Patience(suspect_s=60.0, gone_s=120.0)
     return Dispatch(events=EventLog(folder / "events.jsonl"), journal=journal, patience=patience, vocabulary=VOCABULARY)
 
@@ -99,7 +99,7 @@ async def in_process(
             d.ledger.queue.popleft()
             names[d.ledger.assign(f"{w}/{r}", member.id, 0).handle] = f"{w}/{r}"
         if d.journal is not None:
-            d.journal.assigned(names)
+            d.journal.write_assigned(names)
         frames.append([frame(tuple(names), k * count, count) for k in range(rounds)])
     decode = msgspec.msgpack.Decoder(m.FromWorker).decode
     gc.collect()
@@ -110,7 +110,7 @@ async def in_process(
             profiler.enable()
         started, wall = time.process_time(), time.perf_counter()
         for w, member in enumerate(members):
-            d._hear(member, decode(frames[w][k]))
+            d._handle(member, decode(frames[w][k]))
         if d.journal is not None:
             d.journal.flush()
         took.append(time.process_time() - started)

@@ -1,4 +1,4 @@
-"""The command line, for every test that types one."""
+"""Fixtures for tests that run the command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def windfall(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """A command line in this process, through the real entry point: exit status, output and errors."""
+    """Runs a command in this process through the real entry point; returns exit status, output and errors."""
 
     def command(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["windfall", *args])

@@ -1,4 +1,4 @@
-"""The loop: which tasks a step draws, when it saves and evaluates, and what a stop leaves. No model, no torch."""
+"""The controller: which tasks a step draws, when it saves and evaluates, and what a stop leaves. No model, no torch."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from windfall.types import Group, Response, Sampling, Task
 
 
 class World:
-    """Fleet, trainer and rollout in one, writing down in `done` what it was asked for."""
+    """Fleet, trainer and rollout in one. It records in `done` what was requested."""
 
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
-        self.made = self.restored = self.graded = 0
+        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
         self.grading_s = 0.0
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
         self.over = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000
-        """Checkpoints."""
+        """Number of checkpoints written; number of tokens of a full micro-batch."""
         self.gap = 0.0
-        """Between engine and trainer, in every report."""
+        """Engine gap in every report."""
         self.gaps: dict[int, float] = {}
-        """The same in one update, counted from 0."""
+        """Engine gap by number of the update, counted from 0."""
         self.skip: set[int] = set()
-        """Which updates, counted from 0, find a gradient that is not finite."""
+        """Numbers of the updates, counted from 0, whose gradient is not finite."""
         self.skipped: set[int] = set()
-        """Tasks that the environment cannot make."""
+        """Tasks that the environment cannot produce."""
         self.deaths: list[str] = []
-        """At which requests the trainer dies, in this order."""
+        """Requests at which the trainer dies, in this order."""
         self.kept = CheckpointState(step=0, next_task=0)
-        """What a new trainer starts from."""
+        """The state that a new trainer starts from."""
         self._rewards, self._stop_at, self._updates = rewards, stop_at, 0
 
     async def groups(
@@ -94,7 +94,7 @@ class World:
         values |= {"engine_gap": gap, "engine_gap_max": 9 * gap}
         return Report(**values), state.step if state else None  # pyright: ignore
 
-    # of the pace: nobody generates here, so training may begin at once
+    # Pace: the trainer does not generate here, so training may begin at once.
 
     def begin(self, step: int) -> None:
         self.over.set()
@@ -146,7 +146,7 @@ def mixed(index: int) -> list[float | None]:
     return [0.0, 1.0]
 
 
-def test_what_is_done_when(tmp_path: Path) -> None:
+def test_order_of_steps_checkpoints_and_evaluations(tmp_path: Path) -> None:
     world = World(mixed)
     reached = world.run(tmp_path, run={"steps": 5}, eval={"tasks": 4, "every": 2}, checkpoint={"every": 2})
     step = lambda first, n: [("draw", first, 2), ("accumulate", 4), ("update",), ("offer", n)]  # noqa: E731
@@ -158,8 +158,8 @@ def test_what_is_done_when(tmp_path: Path) -> None:
     assert reached == CheckpointState(step=5, next_task=10)
 
 
-def test_an_evaluation_says_what_it_is_on(tmp_path: Path) -> None:
-    """A file with fewer rows than tasks: each is used once."""
+def test_evaluation_event_names_its_tasks(tmp_path: Path) -> None:
+    """The file has fewer rows than `eval.tasks`: each is used once."""
     world = World(mixed)
     world.held_out = HeldOut(tasks=3, what="3 rows of test.jsonl")
     world.run(tmp_path, run={"steps": 1}, eval={"tasks": 9})
@@ -169,8 +169,8 @@ def test_an_evaluation_says_what_it_is_on(tmp_path: Path) -> None:
     }
 
 
-def test_groups_go_on_being_made_while_one_is_trained_on(tmp_path: Path) -> None:
-    """Else turns would not be judged meanwhile, and their responses stand still."""
+def test_groups_are_generated_while_one_is_trained_on(tmp_path: Path) -> None:
+    """Otherwise turns would not be graded meanwhile, and their responses would wait."""
     world = World(mixed)
     second, made = asyncio.Event(), World.groups
 
@@ -191,24 +191,24 @@ def test_groups_go_on_being_made_while_one_is_trained_on(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("gap", "alarms"), [(0.04, 0), (0.06, 3)])
-def test_a_gap_between_engine_and_trainer_is_told(tmp_path: Path, gap: float, alarms: int) -> None:
+def test_gap_between_engine_and_trainer_is_logged(tmp_path: Path, gap: float, alarms: int) -> None:
     world = World(mixed)
     world.gap = gap
     world.run(tmp_path)
-    told = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
-    assert [(e["step"], e["mean"], e["alarm"]) for e in told] == [(n + 1, gap, 0.05) for n in range(alarms)]
+    events = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
+    assert [(e["step"], e["mean"], e["alarm"]) for e in events] == [(n + 1, gap, 0.05) for n in range(alarms)]
 
 
-@pytest.mark.parametrize(("gap", "told"), [(0.06, 0.06), (float("nan"), None)])
-def test_a_gap_in_any_update_of_a_step_is_told(tmp_path: Path, gap: float, told: float | None) -> None:
+@pytest.mark.parametrize(("gap", "mean"), [(0.06, 0.06), (float("nan"), None)])
+def test_gap_in_any_update_of_a_step_is_logged(tmp_path: Path, gap: float, mean: float | None) -> None:
     world = World(mixed)
     world.gaps = {0: gap}
     world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2})
-    (said,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
-    assert said["mean"] == told
+    (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "engine_gap"]
+    assert event["mean"] == mean
 
 
-def test_resumed_run_goes_on_with_the_next_task(tmp_path: Path) -> None:
+def test_resumed_run_continues_with_the_next_task(tmp_path: Path) -> None:
     world = World(mixed)
     world.run(tmp_path, start=CheckpointState(step=2, next_task=9))
     assert world.only("draw", "eval", "save") == [("draw", 9, 2), ("save", 3, 11), ("eval", 4)]
@@ -224,7 +224,7 @@ def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tup
     world = World(mixed, stop_at)
     reached = world.run(tmp_path)
     assert world.writes == 1
-    assert world.only("save") == []  # the journal stays: it has what was made of the step under way
+    assert world.only("save") == []  # the journal stays: it has the tokens of the step under way
     assert world.only("offer") == [("offer", n) for n in range(1, saved[0] + 1)]
     assert world.only("eval") == [("eval", 4)]
     assert reached == CheckpointState(step=saved[0], next_task=saved[1])
@@ -234,14 +234,16 @@ def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tup
 @pytest.mark.parametrize(
     ("groups", "max_draws", "drawn"),
     [
-        (2, 3, [(0, 2), (2, 2), (4, 1), (5, 1)]),  # after 3 times 2 tasks the step goes on with what it has
+        (2, 3, [(0, 2), (2, 2), (4, 1), (5, 1)]),  # after 3 times 2 tasks the step trains on what it has
         (2, 4, [(0, 2), (2, 2), (4, 1), (5, 1), (6, 1), (7, 1)]),
         (5, 2, [(0, 5), (5, 4), (9, 1)]),  # never more than 2 times 5
         (3, 9, [(0, 3), (3, 3), (6, 2), (8, 1), (9, 1), (10, 1), (11, 1)]),
     ],
 )
-def test_dynamic_sampling(tmp_path: Path, groups: int, max_draws: int, drawn: list[tuple[int, int]]) -> None:
-    """Tasks 3, 7, 11, ... teach something, the others do not."""
+def test_dynamic_sampling_draws_until_enough_groups_are_informative(
+    tmp_path: Path, groups: int, max_draws: int, drawn: list[tuple[int, int]]
+) -> None:
+    """Only the groups of tasks 3, 7, 11, ... are informative."""
     world = World(lambda index: [0.0, 1.0] if index % 4 == 3 else [1.0, 1.0])
     rollout = {"groups": groups, "group_size": 2, "max_draws": max_draws}
     world.run(tmp_path, run={"steps": 1}, rollout=rollout, algorithm={"name": "dapo"}, eval={"tasks": 0})
@@ -251,7 +253,7 @@ def test_dynamic_sampling(tmp_path: Path, groups: int, max_draws: int, drawn: li
     assert world.done[-1] == ("save", 1, end)
 
 
-def test_several_updates_of_one_step(tmp_path: Path) -> None:
+def test_step_with_several_updates(tmp_path: Path) -> None:
     world = World(mixed)
     world.skip = {0}
     world.run(tmp_path, run={"steps": 1}, train={"minibatches": 2}, eval={"tasks": 0})
@@ -276,7 +278,7 @@ def test_run_without_a_finite_gradient_ends_with_an_error(tmp_path: Path) -> Non
     assert world.run(tmp_path).step == 3
 
 
-def test_evaluation_without_a_reward_counts_only_its_own(tmp_path: Path) -> None:
+def test_evaluation_without_a_reward_counts_only_its_own_responses(tmp_path: Path) -> None:
     """Step 1 leaves a response without a reward; the evaluation after it has four."""
     world = World(lambda index: [None] if index >= HELD_OUT and world.only("update") else [0.0, 1.0])
     begin = world.begin
@@ -307,7 +309,7 @@ def test_response_without_a_reward_is_not_trained_on(tmp_path: Path) -> None:
     assert (step["reward"], step["responses"], step["mean_length"]) == (1.0, 4, 1.5)
 
 
-def test_lost_trainer_is_waited_for_and_its_steps_are_done_again(tmp_path: Path) -> None:
+def test_run_waits_for_a_lost_trainer_and_trains_its_steps_again(tmp_path: Path) -> None:
     world = World(mixed)
     world.deaths = ["accumulate"]
     reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": 1})
@@ -319,7 +321,7 @@ def test_lost_trainer_is_waited_for_and_its_steps_are_done_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("death", ["accumulate", "update", "save", "prepare"])
-def test_steps_since_the_checkpoint_are_done_again(tmp_path: Path, death: str) -> None:
+def test_steps_since_the_checkpoint_are_trained_again(tmp_path: Path, death: str) -> None:
     world = World(mixed)
     end = world.run(tmp_path, run={"steps": 3}, checkpoint={"every": 2}, train={"minibatches": 2})
     again = World(mixed)
@@ -327,14 +329,14 @@ def test_steps_since_the_checkpoint_are_done_again(tmp_path: Path, death: str) -
     assert again.run(tmp_path / "again", run={"steps": 3}, checkpoint={"every": 2}, train={"minibatches": 2}) == end
     assert len(again.only("died")) == 2
     assert again.only("save")[-1] == world.only("save")[-1]
-    assert again.only("eval") == world.only("eval")  # none is made twice
+    assert again.only("eval") == world.only("eval")  # no evaluation runs twice
     lost = [e["name"] for e in read(tmp_path / "again" / "events.jsonl")].count("trainer_lost")
     assert lost == 2
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_step_whose_end_was_not_heard_of_is_saved(tmp_path: Path, every: int) -> None:
-    """The link ended during the last Update: the trainer dials again, and has the step."""
+def test_step_is_saved_although_the_answer_to_its_update_was_lost(tmp_path: Path, every: int) -> None:
+    """The link ended during the last Update: the trainer reconnects, and has the step."""
     world = World(mixed)
     world.deaths = ["update"]
     at = world.connect
@@ -345,20 +347,20 @@ def test_step_whose_end_was_not_heard_of_is_saved(tmp_path: Path, every: int) ->
         return await at()
 
     world.connect = connect
-    reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": every}, start=CheckpointState(
-        step=1, next_task=2))  # fmt: skip
+    start = CheckpointState(step=1, next_task=2)
+    reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": every}, start=start)
     assert reached == CheckpointState(step=2, next_task=4)
     assert world.done[-3:] == [("connect", 2), ("save", 2, 4), ("eval", 4)]
 
 
-def test_evaluation_of_a_step_that_was_lost_is_made_again(tmp_path: Path) -> None:
-    """A resume makes void what was said of later steps."""
+def test_evaluation_of_a_lost_step_runs_again(tmp_path: Path) -> None:
+    """After a fall back, evaluations of later steps no longer count."""
     world = World(mixed)
     world.deaths = ["accumulate", "accumulate"]
     first, calls = world.accumulate, [0]
 
     async def accumulate(samples: Sequence[Any]) -> float:
-        calls[0] += 1  # it dies in steps 2 (of the first life) and 1 (of the second) only
+        calls[0] += 1  # it dies in step 2 of the first trainer and in step 1 of the second
         if calls[0] in (2, 3):
             return await first(samples)
         deaths, world.deaths = world.deaths, []
@@ -375,7 +377,7 @@ def test_evaluation_of_a_step_that_was_lost_is_made_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["step 2", "the evaluation after step 0"])
-def test_run_ends_when_nothing_got_a_reward(tmp_path: Path, where: str) -> None:
+def test_run_ends_when_no_response_got_a_reward(tmp_path: Path, where: str) -> None:
     def rewards(index: int) -> list[float | None]:
         broken = index >= HELD_OUT if where.startswith("the eval") else 2 <= index < HELD_OUT
         return [None, None] if broken else [0.0, 1.0]
@@ -383,10 +385,10 @@ def test_run_ends_when_nothing_got_a_reward(tmp_path: Path, where: str) -> None:
     world = World(rewards)
     with pytest.raises(WindfallError, match=f"environment Scripted: no response of {where} got a reward"):
         world.run(tmp_path)
-    assert len(world.only("update")) == (1 if where == "step 2" else 0), "it was trained on nothing"
+    assert len(world.only("update")) == (1 if where == "step 2" else 0), "a step without rewards must not be trained on"
 
 
-def test_one_reward_is_enough(tmp_path: Path) -> None:
+def test_one_reward_is_enough_to_continue(tmp_path: Path) -> None:
     world = World(lambda index: [None, 1.0] if index % 2 else [None, None])
     assert world.run(tmp_path, eval={"tasks": 0}).step == 3
 

@@ -1,5 +1,5 @@
-"""The demo teaches: its reward on held-out tasks rises by at least 0.3, whatever the seed, on workers that die and come
-back, and as far as on one that stays. Minutes long, hence slow."""
+"""The demo learns: its reward on held-out tasks rises by at least 0.3, whatever the seed, on workers that die and come
+back, and as far as on a worker that stays. It takes minutes, so it is marked slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_demo_rises_by_a_third_of_the_range(tmp_path: Path, seed: int) -> None:
+def test_demo_reward_rises_by_a_third_of_the_range(tmp_path: Path, seed: int) -> None:
     rewards, lost = learn(tmp_path, f"run.seed={seed}")
     assert rewards[-1] - rewards[0] >= 0.3
     assert lost > 0
@@ -29,7 +29,7 @@ def test_the_demo_rises_by_a_third_of_the_range(tmp_path: Path, seed: int) -> No
 
 
 def learn(folder: Path, *changes: str) -> tuple[list[float], int]:
-    """Rewards on held-out tasks, and how many workers were lost."""
+    """Rewards on held-out tasks, and number of lost workers."""
     recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={folder}", *changes])
     run = new_folder(recipe)
     train(recipe, run, quiet=True)
@@ -40,8 +40,8 @@ def learn(folder: Path, *changes: str) -> tuple[list[float], int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_workers_that_pay_are_started(tmp_path: Path) -> None:
-    """A trainer that costs 40 times what a worker does, and one slow worker: more are worth having, and come."""
+def test_autoscaling_starts_workers_that_pay(tmp_path: Path) -> None:
+    """The trainer costs 40 times as much as a worker, and one slow worker runs: more workers pay and are started."""
     changes = ["trace.nodes=0", "fleet.workers=1", "fleet.workers_max=3", "fleet.price_usd_per_h=0.5", "run.steps=14",
                "fleet.trainer_price_usd_per_h=20.0", "eval.tasks=0", "rollout.groups=8"]  # fmt: skip
     recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={tmp_path}", *changes])

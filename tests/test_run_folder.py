@@ -1,4 +1,4 @@
-"""Locks, logs and words left behind in a run's folder."""
+"""Locks, logs and recorded errors in a run's folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from windfall import run_folder as folders
 from windfall.errors import WindfallError
 
 
-def test_a_run_never_writes_into_another(tmp_path: Path) -> None:
+def test_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     run = config.RunSection(name="small", folder=tmp_path / "runs")
-    made = [folders.new_folder(config.Recipe(run=run)) for _ in range(3)]
-    assert [path.name for path in made] == ["small", "small-2", "small-3"]
-    assert all(config.load(path / "recipe.toml").run.name == "small" for path in made)
+    created = [folders.new_folder(config.Recipe(run=run)) for _ in range(3)]
+    assert [path.name for path in created] == ["small", "small-2", "small-3"]
+    assert all(config.load(path / "recipe.toml").run.name == "small" for path in created)
 
 
-def test_looking_does_not_get_in_the_way(tmp_path: Path) -> None:
+def test_checking_a_lock_does_not_take_it(tmp_path: Path) -> None:
     assert not folders.held(tmp_path)
     assert list(tmp_path.iterdir()) == []
     with folders.owned(tmp_path):
@@ -31,20 +31,20 @@ def test_looking_does_not_get_in_the_way(tmp_path: Path) -> None:
         assert not folders.held(tmp_path, "trainer")
     assert not folders.held(tmp_path)
     with (tmp_path / ".run.lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # somebody else is looking: that is nobody who runs it
+        fcntl.flock(lock, fcntl.LOCK_SH)  # another process checks the lock: it does not run the run
         assert not folders.held(tmp_path)
 
 
-def test_a_run_that_somebody_looks_at_can_be_owned(tmp_path: Path) -> None:
+def test_lock_can_be_taken_while_another_process_checks_it(tmp_path: Path) -> None:
     (tmp_path / ".run.lock").touch()
-    looking = (tmp_path / ".run.lock").open("rb")
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    threading.Timer(0.1, looking.close).start()
+    checking = (tmp_path / ".run.lock").open("rb")
+    fcntl.flock(checking, fcntl.LOCK_SH)
+    threading.Timer(0.1, checking.close).start()
     with folders.owned(tmp_path):
         pass
 
 
-def test_second_owner_is_refused_soon(tmp_path: Path) -> None:
+def test_second_owner_is_refused_quickly(tmp_path: Path) -> None:
     began = time.monotonic()
     with folders.owned(tmp_path), pytest.raises(WindfallError, match="another process"), folders.owned(tmp_path):
         pass
@@ -61,7 +61,7 @@ def test_newest_logs_are_kept(tmp_path: Path) -> None:
     assert {int(p.stem[1:]) for p in tmp_path.iterdir()} == set(range(10, 60))
 
 
-def test_word_that_finds_no_room_goes_to_the_log(
+def test_error_that_cannot_be_recorded_goes_to_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object) -> None:

@@ -1,6 +1,6 @@
 """Runs from end to end on the tiny model: train, stop, resume, evaluate, generate.
 
-Not covered here: what a kill -9 in the middle of a write leaves behind (test_checkpoint.py, test_events.py).
+Not covered here: what a kill -9 in the middle of a write leaves behind (tests/train/test_checkpoint.py, tests/events).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def weights(run: Path, step: int) -> bytes:
     return (run / "checkpoints" / f"step-{step:06d}" / "model.safetensors").read_bytes()
 
 
-def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: Path) -> None:
+def test_train_evaluate_and_resume(windfall: Windfall, here: Path) -> None:
     code, out, err = windfall("train", "small.toml")
     assert (code, err) == (0, "")
     run = Path("runs/small")
@@ -44,7 +44,7 @@ def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: P
     assert [e["step"] for e in events if e["name"] == "eval" and e["kind"] == "scalar"] == [0, 2]
     assert all(e["made"] > 0 and e["responses"] == 4 for e in events if e["name"] == "step")
     assert events[-1]["finished"] is True
-    # Every second of the trainer's machine, from its process's start until it is sent away, is in a bill.
+    # Every second of the trainer's machine, from the start of its process until it leaves, is billed.
     billed = sum((msgspec.convert(e["bill"], Totals) for e in events if "bill" in e), Totals()).all.total_s
     joined, left = (next(e["t"] for e in events if e["name"] == n) for n in ("worker_joined", "worker_left"))
     started = next(e["age_s"] for e in events if e["name"] == "start")
@@ -60,7 +60,7 @@ def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: P
     code, out, _ = windfall("resume", "runs/small", "--set", "run.steps=3")
     assert code == 0
     assert steps_of(run) == [1, 2, 3]
-    assert config.load(run / "recipe.toml").run.steps == 3  # and so the next resume has nothing left to do
+    assert config.load(run / "recipe.toml").run.steps == 3  # so the next resume has nothing left to do
     was = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"}
     code, out, err = windfall("resume", "runs/small")
     assert (code, err) == (0, "")
@@ -72,7 +72,7 @@ def test_train_then_everything_one_can_do_with_a_run(windfall: Windfall, here: P
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"} == was  # nothing was touched
 
 
-def test_recipe_edited_between_two_lives_and_damaged_files(windfall: Windfall, here: Path) -> None:
+def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, here: Path) -> None:
     assert windfall("train", "small.toml", "--set", "run.steps=1", "--set", "eval.tasks=0")[0] == 0
     run = Path("runs/small")
     recipe = (run / "recipe.toml").read_text()
@@ -96,20 +96,20 @@ def test_recipe_edited_between_two_lives_and_damaged_files(windfall: Windfall, h
     assert f"{len(FOREIGN_LINES)} lines are not windfall's" in out
     assert "no summary can be made of this log" in out
     events = read(run / "events.jsonl")
-    (life,) = [e for e in events if e["name"] == "recipe"]
-    assert life["changed"] == {"run.steps": [1, 2], "rollout.temperature": [1.0, 0.5], "fleet.workers": [0, 1]}
+    (event,) = [e for e in events if e["name"] == "recipe"]
+    assert event["changed"] == {"run.steps": [1, 2], "rollout.temperature": [1.0, 0.5], "fleet.workers": [0, 1]}
     assert events[-1]["finished"] is True
 
 
-def test_same_seed_same_words(windfall: Windfall) -> None:
-    said = ["generate", "tiny", "--prompt", "12+34-5+8=", "--prompt", "7+8-9=", "--n", "3", "--max-tokens", "40"]
-    code, out, _ = windfall(*said, "--seed", "5")
+def test_same_seed_gives_the_same_text(windfall: Windfall) -> None:
+    command = ["generate", "tiny", "--prompt", "12+34-5+8=", "--prompt", "7+8-9=", "--n", "3", "--max-tokens", "40"]
+    code, out, _ = windfall(*command, "--seed", "5")
     assert code == 0
     assert len(out.splitlines()) == 6
-    assert windfall(*said, "--seed", "5")[1] == out
-    assert windfall(*said, "--seed", "6")[1] != out
+    assert windfall(*command, "--seed", "5")[1] == out
+    assert windfall(*command, "--seed", "6")[1] != out
     alone = windfall("generate", "tiny", "--prompt", "12+34-5+8=", "--max-tokens", "40", "--seed", "5")[1]
-    assert f"[0/0] {alone}" == out.splitlines(keepends=True)[0]  # streamed, and beside nobody: the same words
+    assert f"[0/0] {alone}" == out.splitlines(keepends=True)[0]  # streamed, and alone in its batch: the same text
 
 
 def test_resume_gives_the_same_weights_bit_for_bit(windfall: Windfall) -> None:
@@ -119,7 +119,7 @@ def test_resume_gives_the_same_weights_bit_for_bit(windfall: Windfall) -> None:
     whole, cut = Path("runs/small"), Path("runs/cut")
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "checkpoints" / "step-000002")
-    shutil.rmtree(cut / "journal")  # nothing is left of step 2: its responses are made again
+    shutil.rmtree(cut / "journal")  # nothing is left of step 2: its responses are generated again
     assert windfall("resume", "runs/cut")[0] == 0
     assert steps_of(cut) == [1, 2]
     assert weights(cut, 2) == weights(whole, 2)
@@ -129,7 +129,7 @@ def test_resume_gives_the_same_weights_bit_for_bit(windfall: Windfall) -> None:
     assert last[0]["grad_norm"] == last[1]["grad_norm"] > 0
 
 
-def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None:
+def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> None:
     command = [sys.executable, "-m", "windfall.cli", "train", "small.toml", "--set", "run.steps=100000"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -153,9 +153,9 @@ def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None
     assert "Traceback" not in err
     assert "windfall resume runs/small" in out
     assert "press Ctrl-C again" in out
-    said = windfall("top", "runs/small")[1]
-    assert ", stopped, as of " in said
-    assert "go on with: windfall resume runs/small" in said
+    out = windfall("top", "runs/small")[1]
+    assert ", stopped, as of " in out
+    assert "go on with: windfall resume runs/small" in out
     reached = steps_of(run)[-1]
     (saved,) = sorted((run / "checkpoints").iterdir())[-1:]
     assert saved.name == f"step-{reached:06d}"
@@ -165,7 +165,7 @@ def test_ctrl_c_saves_and_resume_goes_on(windfall: Windfall, here: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["run.device=cuda", "rollout.max_tokens=600", "engine.kv_tokens=16"])
-def test_run_that_cannot_be_says_so(windfall: Windfall, where: str) -> None:
+def test_impossible_run_fails_with_a_clear_error(windfall: Windfall, where: str) -> None:
     import torch
 
     if where == "run.device=cuda" and torch.cuda.is_available():
@@ -176,4 +176,4 @@ def test_run_that_cannot_be_says_so(windfall: Windfall, where: str) -> None:
     assert where.partition("=")[0] in err
     assert "Ctrl-C" not in out
     assert "join" not in out
-    assert not Path("runs").exists()  # nothing was learned: the next try gets the same folder
+    assert not Path("runs").exists()  # nothing was trained, so the next try gets the same folder

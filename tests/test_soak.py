@@ -1,7 +1,7 @@
-"""A run under fire, with real processes and real signals: `benchmarks/soak.py`, in its short form and its long one.
+"""A run under many faults, with real processes and real signals: `benchmarks/soak.py`, short and long.
 
-The rules under far more faults: tests/sim/chaos/test_chaos.py. Not covered: a machine that loses its memory or disk, and a
-network that loses packets; everything here is one machine.
+tests/sim/chaos/test_chaos.py checks the rules under far more faults. Not covered: a machine that loses its memory or
+disk, and a network that loses packets; everything here runs on one machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
 
 def soak(folder: Path, *options: str, timeout_s: float) -> str:
-    """Its output. It dies with us, and the runs with it."""
+    """Run the soak and return its output. It and its runs end when this process ends."""
     command = [sys.executable, str(SOAK), "--keep", str(folder), *options]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
     done = subprocess.run(guarded, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -32,21 +32,21 @@ def _tail(path: Path) -> str:
     return "\n".join(path.read_text().splitlines()[-40:]) if path.is_file() else ""
 
 
-def test_killed_and_frozen_it_ends_as_if_left_alone(tmp_path: Path) -> None:
-    said = soak(
+def test_killed_and_frozen_run_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    output = soak(
         tmp_path, "--kills", "4", "--controller", "1", "--trainer", "1", "--steps", "4", "--seed", "0", timeout_s=280
     )
-    assert "1 controller kill" in said
-    assert "1 trainer kill" in said
-    assert "bit for bit the same" in said
+    assert "1 controller kill" in output
+    assert "1 trainer kill" in output
+    assert "bit for bit the same" in output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_hundred_signals(tmp_path: Path) -> None:
-    said = soak(
+def test_run_survives_a_hundred_signals(tmp_path: Path) -> None:
+    output = soak(
         tmp_path, "--kills", "100", "--controller", "5", "--trainer", "5", "--nursery", "1", "--seed", "0",
         timeout_s=1400,
     )  # fmt: skip
-    assert "5 controller kill" in said
-    assert "5 trainer kill" in said
+    assert "5 controller kill" in output
+    assert "5 trainer kill" in output

@@ -1,4 +1,4 @@
-"""What the run does about a trainer or a worker that is there and is not: another takes its place, or it is frozen."""
+"""What the run does about a trainer that is lost, replaced or frozen."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lines(run: Path) -> list[str]:
 
 
 class Interrupted:
-    """A rollout that writes down what it was interrupted with."""
+    """A rollout that records the errors it was interrupted with."""
 
     def __init__(self) -> None:
         self.by: list[BaseException | None] = []
@@ -42,14 +42,14 @@ class Interrupted:
 
 
 def dead() -> int:
-    """The number of a process that was."""
+    """The pid of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
 
 
 def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -> None:
-    """A trainer dials in, and its link ends at once."""
+    """A trainer connects, and its link ends at once."""
 
     async def story() -> None:
         monkeypatch.setattr(controls, "TRAINER_BEAT_S", 0.01)
@@ -63,30 +63,30 @@ def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -
     asyncio.run(asyncio.wait_for(story(), 10))
 
 
-def test_rollout_of_a_lost_trainers_version_ends_when_the_next_one_comes(
+def test_rollout_of_a_lost_trainers_version_ends_when_the_next_one_connects(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody can pull that version any more: waiting for workers that have it could be for ever."""
+    """No worker can pull that version any more: waiting for one that has it could take forever."""
     rollout = Interrupted()
     attend(run, dead(), monkeypatch, rollout)
     assert [type(e) for e in rollout.by] == [TrainerLost]
 
 
-def test_the_first_trainer_interrupts_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_trainer_interrupts_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attend(run, dead(), monkeypatch, None)
     assert lines(run) == []
 
 
-def test_a_dead_trainer_is_not_called_frozen_while_the_next_one_starts(
+def test_dead_trainer_is_not_reported_as_frozen_while_the_next_one_starts(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with folders.owned(run, "trainer"):  # as its successor holds it
+    with folders.owned(run, "trainer"):  # the lock of its successor
         attend(run, dead(), monkeypatch, None)
     assert lines(run) == []
 
 
-def test_of_a_frozen_trainer_the_supervisor_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller itself kills nobody: the number came over a link."""
+def test_frozen_trainer_is_reported_to_the_supervisor(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller itself kills no process: the pid came over a link."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with folders.owned(run, "trainer"):

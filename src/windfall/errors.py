@@ -1,13 +1,33 @@
-"""One error type for everything a person can put right: what happened, where, and what to do."""
+"""The error that a person can put right, and how an unexpected exception ends the process.
+
+    raise WindfallError(what, where=..., fix=...)    shown without a traceback: what happened, where, what to do
+    asyncio.run(guard(main()))                       every process of a run starts like this
+
+asyncio only logs an exception that is raised in a callback or in a task that is never awaited. `guard` turns such an
+exception into the end of the process:
+
+- The first unexpected exception of a callback (`call_soon`, `call_later`), of a task that is never awaited, or reported
+  with `call_exception_handler`, cancels `main` and is raised in its place. Its traceback is logged at once.
+- If `main` was already failing and such an exception only disturbs its cleanup, the error of `main` itself is raised.
+- A failure of one socket (a peer, too many open files) is only logged: the code that uses the socket gets an error too.
+
+The simulator's virtual event loop follows the same rule (sim/core/loop.py).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+SOCKET_KEYS = ("socket", "transport", "protocol", "server")
+"""Keys of an asyncio exception context that belong to an error of one connection."""
 
 
 class WindfallError(Exception):
-    """Shown without a traceback. `fix` is a sentence that says what to do."""
+    """An error that a person can put right, shown without a traceback. `fix` is a sentence that says what to do."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix
@@ -15,7 +35,7 @@ class WindfallError(Exception):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`Did you mean 'x'?`, or the list of what is known when nothing is near.
+    """Return `Did you mean 'x'?`, or the list of known names if none is close.
 
     >>> nearest("temprature", ["temperature", "top_p"])
     "Did you mean 'temperature'?"
@@ -25,3 +45,58 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean '{close[0]}'?"
     return f"Known: {', '.join(names)}." if names else ""
+
+
+async def guard(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main`; raise the first exception that asyncio would otherwise only log."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(main)
+    errors: list[BaseException] = []
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if error is None or (isinstance(error, OSError) and any(key in context for key in SOCKET_KEYS)):
+            return
+        errors.append(error)
+        task.cancel()
+
+    previous_handler = loop.get_exception_handler()
+    loop.set_exception_handler(handle)
+    try:
+        result = await task
+    except BaseException as e:  # raised again, unless it is only a consequence of the cancellation above
+        if not errors:
+            raise
+        raise (_error_before_cancellation(e) or errors[0]) from None
+    finally:
+        loop.set_exception_handler(previous_handler)
+    if errors:
+        raise errors[0]
+    return result
+
+
+def _error_before_cancellation(error: BaseException) -> BaseException | None:
+    """The exception that a coroutine had raised before it was canceled. None if it had not failed by then."""
+    chain = [error]
+    while (cause := chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    last = max((i for i, e in enumerate(chain) if isinstance(e, asyncio.CancelledError)), default=-1)
+    return chain[last + 1] if last + 1 < len(chain) else None
+
+
+def report_failure(task: asyncio.Task[Any]) -> None:
+    """A done callback. It reports the task's exception at once, not when the task is garbage collected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": f"task {task.get_name()} failed", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(context)
+
+
+def last_line(error: BaseException, max_chars: int = 300) -> str:
+    """The last line of the exception's traceback.
+
+    >>> last_line(KeyError("x")), last_line(ValueError("two\\nlines"))
+    ("KeyError: 'x'", 'ValueError: two')
+    """
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:max_chars] if text else type(error).__name__

@@ -1,11 +1,11 @@
-"""A run's folder: who may write to it, and what is where.
+"""A run's folder: its files, and the locks that say which process may write to it.
 
 runs/NAME/
-  recipe.toml  events.jsonl  checkpoints/  journal/       what the run is, and all it knows
-  recipe.began.toml  data.began.json                      the recipe and the data files that the run began with
-  token  trainer.secret                                   for joining, as a worker or as the trainer; for its owner only
-  address.json  fleet.json                                where the controller listens; the fleet as it was last
-  controller.log  trainer.log  nursery.log  workers/*.log what the processes said
+  recipe.toml  events.jsonl  checkpoints/  journal/        the recipe and the state of the run
+  recipe.began.toml  data.began.json                       the recipe and the data files that the run began with
+  token  trainer.secret                                    secrets for joining as a worker or as the trainer; owner only
+  address.json  fleet.json                                 where the controller listens; the last state of the fleet
+  controller.log  trainer.log  nursery.log  workers/*.log  logs of the processes
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from windfall.errors import WindfallError
 BEGAN = "recipe.began.toml"
 DATA_BEGAN = "data.began.json"
 DATA_BLOCK = 1 << 20
-LOOK_S = 0.3
-"""A lock is tried for so long at least: somebody may just be looking whether it is held, which takes microseconds."""
+LOCK_TRY_S = 0.3
+"""Shortest time, in seconds, to try for a lock. Another process may hold it for microseconds to check whether it is
+free."""
 
 
 def new_folder(recipe: Recipe) -> Path:
-    """runs/name, or runs/name-2, -3, ... when that is taken: a run never writes into another."""
-    recipe = anchored(recipe)
+    """Create runs/name, or runs/name-2, -3, ... if that exists: a run never writes into another run's folder."""
+    recipe = with_absolute_paths(recipe)
     data = json.dumps(_data(recipe))
     wanted = recipe.run.folder / recipe.run.name
     for n in range(1, 10_000):
@@ -46,41 +47,41 @@ def new_folder(recipe: Recipe) -> Path:
         except FileExistsError:
             continue
         except OSError as e:
-            raise WindfallError(f"cannot make the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
+            raise WindfallError(f"cannot create the run's folder: {e}", where=str(folder), fix="Set run.folder.") from e
         try:
             write_recipe(recipe, folder)
             replace(folder / BEGAN, config.dump(recipe))
             replace(folder / DATA_BEGAN, data)
         except OSError as e:
             remove(folder)
-            fix = "Make room, or set run.folder."
+            fix = "Free disk space, or set run.folder."
             raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder), fix=fix) from e
         return folder
-    raise WindfallError("ten thousand runs of this name exist", where=str(wanted), fix="Set run.name.")
+    raise WindfallError("ten thousand runs with this name exist", where=str(wanted), fix="Set run.name.")
 
 
 def remove(folder: Path) -> None:
-    """Take back what `new_folder` made."""
+    """Remove what `new_folder` created."""
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other runs are in it
+    with contextlib.suppress(OSError):  # it holds other runs
         folder.parent.rmdir()
 
 
-def began(folder: Path) -> Recipe:
-    """The recipe that the run began with. A run that is older than this record has the one of its last life."""
+def initial_recipe(folder: Path) -> Recipe:
+    """The recipe that the run began with. For a run older than this record: its current recipe."""
     path = folder / BEGAN
     if not path.exists():
         return config.load(folder / "recipe.toml")
     try:
         return config.load(path)
     except WindfallError as e:
-        fix = "This is the recipe that the run began with. Put it back; without this file, recipe.toml is taken for it."
+        fix = "This is the recipe that the run began with. Restore it, or remove it to use recipe.toml instead."
         raise WindfallError(e.what, where=e.where, fix=fix) from e
 
 
 def check_data(recipe: Recipe, folder: Path) -> None:
-    """Refuses data files that do not hold what they held when the run began: the task of every index follows from
-    their rows. A run that is older than this record gets one of the files as they are now."""
+    """Raise WindfallError if the data files have changed since the run began: the task of every index depends on their
+    rows. For a run older than this record, record the files as they are now."""
     now, path = _data(recipe), folder / DATA_BEGAN
     if not path.exists():
         try:
@@ -88,35 +89,39 @@ def check_data(recipe: Recipe, folder: Path) -> None:
         except OSError as e:
             raise WindfallError(f"cannot record the data files: {e.strerror or e}", where=str(path)) from e
         return
-    began = read_json(path)
-    if began is None or not all(
-        isinstance(was, dict) and {*was} >= {"file", "bytes", "xxh3"} for was in began.values()
+    before = read_json(path)
+    if before is None or not all(
+        isinstance(was, dict) and {*was} >= {"file", "bytes", "xxh3"} for was in before.values()
     ):
-        fix = "Put it back, or remove it: the data files as they are now are then taken for those of the run."
+        fix = "Restore it, or remove it to accept the data files as they are now."
         raise WindfallError("the record of the run's data files is damaged", where=str(path), fix=fix)
-    changed = [_data_change(key, began[key], now[key]) for key in began if key in now and _differ(began[key], now[key])]
+    changed = [
+        _describe_change(key, before[key], now[key]) for key in before if key in now and _differ(before[key], now[key])
+    ]
     if changed:
-        what = "\n  ".join(["the data is not what this run began with:", *changed])
+        what = "\n  ".join(["the data has changed since this run began:", *changed])
         fix = "Restore the file as it was and resume, or start a new run with it: windfall train RECIPE.toml"
         raise WindfallError(what, where=str(folder), fix=fix)
 
 
 def data_warnings(folder: Path) -> list[str]:
-    """For a run that has data files and no record of what they held when it began."""
-    if (folder / DATA_BEGAN).exists() or not isinstance(began(folder).env, config.JsonLinesEnv):
+    """Warnings for a run that has data files, but no record of their contents when it began."""
+    if (folder / DATA_BEGAN).exists() or not isinstance(initial_recipe(folder).env, config.JsonLinesEnv):
         return []
-    return [f"{folder / DATA_BEGAN}: missing; the data files as they are now are taken for those the run began with"]
+    return [
+        f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files have not changed since the run began"
+    ]
 
 
 def _differ(was: dict[str, Any], now: dict[str, Any]) -> bool:
     return (was["bytes"], was["xxh3"]) != (now["bytes"], now["xxh3"])
 
 
-def _data_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
+def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
     path = Path(now["file"])
     how = f"{was['bytes']:,} bytes before, {now['bytes']:,} now"
     if now["bytes"] == was["bytes"]:
-        how = "as long as before, with other contents"
+        how = "same length as before, but other contents"
     elif now["bytes"] > was["bytes"] and _digest(key, path, was["bytes"])["xxh3"] == was["xxh3"]:
         how = f"{now['bytes'] - was['bytes']:,} bytes were added at its end, which changes the order of its rows"
     place = f"{path} instead of {was['file']}" if now["file"] != was["file"] else str(path)
@@ -124,19 +129,19 @@ def _data_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _data(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """What is in each data file that the recipe names, by its key."""
+    """Size and digest of each data file that the recipe names, by recipe key."""
     if not isinstance(recipe.env, config.JsonLinesEnv):
         return {}
     files = {"env.path": recipe.env.path, "env.eval_path": recipe.env.eval_path}
     return {key: _digest(key, path) for key, path in files.items() if path is not None}
 
 
-def _digest(key: str, path: Path, most: int | None = None) -> dict[str, Any]:
-    """Of the file, or of its first so many bytes."""
+def _digest(key: str, path: Path, max_bytes: int | None = None) -> dict[str, Any]:
+    """Size and digest of the file, or of its first `max_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     try:
         with path.open("rb") as file:
-            while block := file.read(DATA_BLOCK if most is None else min(DATA_BLOCK, most - size)):
+            while block := file.read(DATA_BLOCK if max_bytes is None else min(DATA_BLOCK, max_bytes - size)):
                 digest.update(block)
                 size += len(block)
     except OSError as e:
@@ -146,25 +151,25 @@ def _digest(key: str, path: Path, most: int | None = None) -> dict[str, Any]:
 
 
 def write_recipe(recipe: Recipe, folder: Path) -> None:
-    """What the run goes by from now on."""
+    """Write the recipe that the run uses from now on."""
     replace(folder / "recipe.toml", config.dump(recipe))
 
 
 def replace(path: Path, text: str) -> None:
-    """Written whole or not at all."""
-    work = path.with_name(f".{path.name}")
-    work.write_text(text, encoding="utf-8")
-    work.replace(path)
+    """Write a file atomically: completely or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
-def anchored(recipe: Recipe) -> Recipe:
-    """Paths that exist made absolute: a run is resumed from any folder."""
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Make existing paths absolute, so that the run can be resumed from any folder."""
     changes: dict[str, Any] = {}
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
     if isinstance(recipe.env, config.JsonLinesEnv):
-        own = recipe.env.eval_path.resolve() if recipe.env.eval_path is not None else None
-        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve(), "eval_path": own})
+        eval_path = recipe.env.eval_path.resolve() if recipe.env.eval_path is not None else None
+        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve(), "eval_path": eval_path})
     if recipe.trace.file is not None:
         changes["trace"] = recipe.trace.model_copy(update={"file": recipe.trace.file.resolve()})
     if recipe.fleet.tls_cert is not None and recipe.fleet.tls_key is not None:
@@ -175,20 +180,21 @@ def anchored(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None]:
-    """Only one process at a time may be this role of a run. The lock ends with the process, however it ends."""
+    """Hold the lock for a role of the run (default: the process that runs it). Only one process at a time can hold it,
+    and it ends with the process, however that ends."""
     try:
-        opened = _lock(folder, role).open("w")
+        opened = _lock_file(folder, role).open("w")
     except OSError as e:
-        fix = "A run writes to its folder: make it writable, and move away what is in the way."
+        fix = "A run writes to its folder. Make it writable, and remove what is in the way."
         raise WindfallError(f"cannot lock the run: {e.strerror or e}", where=str(e.filename), fix=fix) from e
     with opened as lock:
-        give_up = time.monotonic() + max(LOOK_S, timeout_s)
+        deadline = time.monotonic() + max(LOCK_TRY_S, timeout_s)
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if time.monotonic() >= give_up:
+                if time.monotonic() >= deadline:
                     what = f"another process is this run's {role}" if role else "another process is running this"
                     raise WindfallError(what, where=str(folder), fix="Stop it first.") from None
                 time.sleep(0.05)
@@ -196,10 +202,10 @@ def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None
 
 
 def held(folder: Path, role: str = "") -> bool:
-    """Is there a process that is this role of the run; by default, that runs it?"""
+    """Whether a process holds the lock for this role of the run (default: the process that runs it)."""
     try:
-        with _lock(folder, role).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: those who look do not see each other
+        with _lock_file(folder, role).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two processes that check do not see each other
             return False
     except FileNotFoundError:
         return False
@@ -207,50 +213,50 @@ def held(folder: Path, role: str = "") -> bool:
         return True
 
 
-def _lock(folder: Path, role: str) -> Path:
+def _lock_file(folder: Path, role: str) -> Path:
     return folder / f".{role or 'run'}.lock"
 
 
-def keep_newest(folder: Path, most: int, spare: set[str]) -> None:
-    """Of the files in it, without those to be spared, only the newest so many are kept."""
+def keep_newest(folder: Path, count: int, spare: set[str]) -> None:
+    """Remove all files but the newest `count` and those in `spare`, which do not count."""
     files = [p for p in folder.iterdir() if p.name not in spare and p.is_file()]
     files.sort(key=lambda p: p.stat().st_mtime)
-    for path in files[: max(0, len(files) - most)]:
+    for path in files[: max(0, len(files) - count)]:
         path.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None: it is not there, or not yet; or it is no JSON object."""
+    """Read a JSON object. None if the file is missing or holds something else."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def address(folder: Path) -> dict[str, Any] | None:
-    """Where the controller listens, or listened last: `url`, `port` and `pid`. None: nothing that can be used."""
-    said = read_json(folder / "address.json") or {}
-    url, port = said.get("url"), said.get("port")
-    right = isinstance(url, str) and url.startswith(("http://", "https://"))
-    return said if right and type(port) is int and 0 < port < 1 << 16 else None
+    """Where the controller listens, or listened last: `url`, `port` and `pid`. None if the file is not usable."""
+    value = read_json(folder / "address.json") or {}
+    url, port = value.get("url"), value.get("port")
+    valid_url = isinstance(url, str) and url.startswith(("http://", "https://"))
+    return value if valid_url and type(port) is int and 0 < port < 1 << 16 else None
 
 
 def fail(folder: Path, role: str, error: WindfallError) -> None:
-    """Leave word of what a person can put right; the supervisor shows it."""
-    said = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
+    """Write down the error that ends this process; the supervisor shows it."""
+    fields = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
     try:
-        replace(folder / f".{role}.failure", json.dumps(said))
-    except OSError:  # no room even for this: the process's log may have some left
+        replace(folder / f".{role}.failure", json.dumps(fields))
+    except OSError:  # the disk is full; there may be room left in the process's log
         print(f"error: {error}", file=sys.stderr)
 
 
 def failure(folder: Path, role: str, code: int) -> WindfallError:
-    """What a process that ended with this status left word of; else the end of its log."""
+    """The error that a process wrote down before it ended with this status; else the end of its log."""
     log = folder / f"{role}.log"
-    said = read_json(folder / f".{role}.failure")
-    if said is not None and said.get("what"):
-        return WindfallError(str(said["what"]), where=str(said.get("where", "")), fix=str(said.get("fix", "")))
+    fields = read_json(folder / f".{role}.failure")
+    if fields is not None and fields.get("what"):
+        return WindfallError(str(fields["what"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))
     try:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
     except OSError:

@@ -1,4 +1,4 @@
-"""The nouns. Frozen, keyword-only, no behaviour beyond what follows from their own fields, no heavy imports.
+"""The nouns. They are frozen and keyword-only, compute only from their own fields, and need no heavy imports.
 
 The life of a token in these words:
 
@@ -14,14 +14,14 @@ from typing import Any, Literal
 Finish = Literal["stop", "length"]
 Terms = Literal["reserved", "spot", "borrowed"]
 Prompt = str | Sequence[Mapping[str, str]]
-"""Text, or a conversation: messages with "role" and "content", for the model's chat template."""
+"""Text, or a conversation: messages with "role" and "content" for the model's chat template."""
 LOCAL = "local"
-"""The worker that is the trainer's own engine, and nobody else."""
+"""Name of the worker that is the trainer's own engine. No other worker has this name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """On what terms we hold a worker."""
+    """The terms on which the run holds a worker."""
 
     kind: Terms = "spot"
     device: str = "cpu"
@@ -30,7 +30,7 @@ class Lease:
 
 
 def prompt_key(prompt: Prompt) -> bytes:
-    """The same for prompts that ask the same.
+    """A key that is equal for equal prompts.
 
     >>> prompt_key([{"role": "user", "content": "3+4="}]) == prompt_key(({"content": "3+4=", "role": "user"},))
     True
@@ -42,7 +42,7 @@ def prompt_key(prompt: Prompt) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What an environment asks.
+    """What an environment asks the policy.
 
     >>> Task(id="arithmetic/7", prompt="3+4=", answer=7).prompt
     '3+4='
@@ -51,12 +51,12 @@ class Task:
     id: str
     prompt: Prompt
     answer: Any = None
-    """Whatever the environment needs to judge a response. It stays in the environment's own processes."""
+    """What the environment needs to grade a response. It stays in the environment's own processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One exchange of an episode: what the policy said, and what the environment said back (None: it ended there)."""
+    """One exchange of an episode: the policy's text, and the environment's observation (None: the episode ended)."""
 
     text: str
     observation: str | None = None
@@ -64,8 +64,8 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """An environment's answer to a turn: the end with a reward, or the next observation. A reward beside an observation
-    counts only if the response has no tokens left for another turn."""
+    """An environment's answer to a turn: a reward, which ends the episode, or the next observation. A reward beside an
+    observation counts only if the response has no tokens left for another turn."""
 
     reward: float | None = None
     observation: str | None = None
@@ -73,7 +73,7 @@ class Feedback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How a token is drawn. Temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
+    """How a token is sampled. Temperature 0 is greedy; top_k 0 and top_p 1 cut nothing off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -84,9 +84,9 @@ class Sampling:
 class Request:
     """What an engine is asked to generate.
 
-    `position` is the index, within its response, of the first token to make. A response that was cut after 5 tokens
-    goes on as `prompt + those 5, position=5`: sampling depends on (seed, position) and the logits alone, so it
-    continues exactly as it would have.
+    `position` is the index, within its response, of the first token to generate. A response that was interrupted after
+    5 tokens continues with `prompt + those 5, position=5`. Sampling depends only on (seed, position) and the logits, so
+    the response continues exactly as it would have without the interruption.
     """
 
     id: str
@@ -100,7 +100,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """New tokens of one response, the first of them at `position`. A stop token is part of the response.
+    """New tokens of one response; the first is at `position`. A stop token is part of the response.
 
     `logprobs` are natural logs under softmax(logits / temperature), before top-p and top-k cut anything off (at
     temperature 0, under softmax(logits)): the number a trainer can compute again.
@@ -116,8 +116,8 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """A finished trajectory. `tokens` holds every token after the prompt; `sampled` says which of them the policy made
-    (the others are observations); `logprobs` and `versions` are 0.0 and -1 where it did not."""
+    """A finished trajectory. `tokens` holds every token after the prompt. `sampled` says which of them the policy
+    sampled; the others are observations, for which `logprobs` is 0.0 and `versions` is -1."""
 
     id: str
     prompt: tuple[int, ...]
@@ -127,12 +127,12 @@ class Response:
     versions: tuple[int, ...]
     finish: Finish
     reward: float | None = None
-    """None: the reward is missing (its environment failed every try). Such a response is counted, not trained on."""
+    """None: the reward is missing (the environment failed every try). Such a response is counted, not trained on."""
     turns: int = 1
 
     @property
-    def made(self) -> int:
-        """How many tokens the policy made."""
+    def sampled_count(self) -> int:
+        """Number of tokens that the policy sampled."""
         return self.sampled.count(True)
 
 

@@ -18,7 +18,7 @@ import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
-from windfall import config, unhandled
+from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
@@ -365,7 +365,7 @@ def test_event_that_the_reader_cannot_take_ends_the_run(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(it, "_take", fails)
     with pytest.raises(RuntimeError, match="nobody expected"):
-        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
 
 
 def test_event_log_that_cannot_be_read_for_a_moment(
@@ -389,5 +389,5 @@ def test_event_log_that_cannot_be_read_for_a_moment(
                     await asyncio.sleep(0.01)
 
     monkeypatch.setattr(it._console, "show", lambda event: None)
-    asyncio.run(unhandled.guard(main()))
+    asyncio.run(errors.guard(main()))
     assert said.getvalue().count("the event log cannot be read: [Errno 5]") == 1

@@ -1,4 +1,4 @@
-"""One response: every position once and in order, whatever the chunks and turns."""
+"""An episode accepts every position once and in order, however its tokens are split into chunks and turns."""
 
 from __future__ import annotations
 
@@ -22,19 +22,8 @@ def take(e: Episode, position: int, *tokens: int, finish: Finish | None = None, 
     e.take(position, tokens, [-0.5 * t for t in tokens], version, finish)
 
 
-def test_goes_on_from_the_last_token() -> None:
-    e = episode()
-    first = e.request()
-    assert (first.prompt, first.position, first.max_tokens) == ((7, 8), 0, 10)
-    take(e, 0, 4, 5)
-    take(e, 2, 6)
-    then = e.request()
-    assert (then.prompt, then.position, then.max_tokens) == ((7, 8, 4, 5, 6), 3, 7)
-    assert (then.id, then.seed, then.sampling, then.stop) == (first.id, first.seed, first.sampling, first.stop)
-
-
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_repeat_and_gap_are_refused(position: int) -> None:
+def test_repeat_and_gap_raise(position: int) -> None:
     e = episode()
     take(e, 0, 4, 5)
     with pytest.raises(ValueError, match=f"3/1: expected position 2, got {position}"):
@@ -42,7 +31,7 @@ def test_repeat_and_gap_are_refused(position: int) -> None:
     assert e.tokens.tolist() == [4, 5]
 
 
-def test_nothing_is_taken_after_the_end() -> None:
+def test_tokens_after_the_end_raise() -> None:
     e = episode()
     take(e, 0, 4, STOP, finish="stop")
     with pytest.raises(ValueError, match="3/1: tokens came after its end"):
@@ -50,7 +39,7 @@ def test_nothing_is_taken_after_the_end() -> None:
     assert e.close(1.0).tokens == (4, STOP)
 
 
-def test_every_token_comes_with_its_logprob() -> None:
+def test_tokens_without_logprobs_raise() -> None:
     e = episode()
     with pytest.raises(ValueError, match="2 tokens came with 1 log-probs"):
         e.take(0, (4, 5), (-1.0,), 0, None)
@@ -64,13 +53,13 @@ def test_unfinished_response_cannot_be_closed() -> None:
         e.close(1.0)
 
 
-def test_turns() -> None:
+def test_observation_opens_the_next_turn() -> None:
     e = episode()
     take(e, 0, 4, STOP, finish="stop", version=2)
     assert e.turn_tokens == [4, STOP]
     assert e.observe([20, 21])
     assert e.turn_tokens == []
-    with pytest.raises(ValueError, match="expected position 4, got 2"):  # an engine that did not see the observation
+    with pytest.raises(ValueError, match="expected position 4, got 2"):  # an engine that has not seen the observation
         take(e, 2, 5)
     take(e, 4, 5, STOP, finish="stop", version=3)
     assert e.turn_tokens == [5, STOP]
@@ -79,16 +68,16 @@ def test_turns() -> None:
     assert r.sampled == (True, True, False, False, True, True)
     assert r.logprobs == (-2.0, 0.0, 0.0, 0.0, -2.5, 0.0)
     assert r.versions == (2, 2, -1, -1, 3, 3)
-    assert (r.made, r.reward, r.finish, r.prompt) == (4, None, "stop", (7, 8))
+    assert (r.sampled_count, r.reward, r.finish, r.prompt) == (4, None, "stop", (7, 8))
 
 
-@pytest.mark.parametrize(("words", "fits"), [(6, True), (7, True), (8, False), (20, False)])
-def test_observation_needs_room_for_an_answer(words: int, fits: bool) -> None:
+@pytest.mark.parametrize(("length", "fits"), [(6, True), (7, True), (8, False), (20, False)])
+def test_observation_needs_room_for_an_answer(length: int, fits: bool) -> None:
     e = episode(max_tokens=10)
     take(e, 0, 4, STOP, finish="stop")
-    assert e.observe([20] * words) is fits
+    assert e.observe([20] * length) is fits
     if fits:
-        assert e.request().max_tokens == 8 - words >= 1
+        assert e.max_tokens - len(e.tokens) == 8 - length >= 1
     else:
         assert e.close(0.0).finish == "length"
         assert e.tokens.tolist() == [4, STOP]
@@ -99,17 +88,19 @@ def test_observation_needs_room_for_an_answer(words: int, fits: bool) -> None:
     turns=st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1), st.lists(st.integers(10, 19))), min_size=1),
     data=st.data(),
 )
-def test_chunks_make_no_difference(turns: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
+def test_splitting_into_chunks_makes_no_difference(
+    turns: list[tuple[list[int], list[int]]], data: st.DataObject
+) -> None:
     e, want, mask = episode(max_tokens=10_000), [], []
-    for said, heard in turns:
-        said = [*said, STOP]
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(said) - 1))))
-        for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True):
-            take(e, len(want) + start, *said[start:end], finish="stop" if end == len(said) else None)
-            assert len(e.tokens) == len(e.logprobs) == sum(count for _, count in e.runs)
-        e.observe(heard)
-        want += [*said, *heard]
-        mask += [True] * len(said) + [False] * len(heard)
+    for sampled, observation in turns:
+        sampled = [*sampled, STOP]
+        cuts = sorted(data.draw(st.sets(st.integers(1, len(sampled) - 1))))
+        for start, end in zip([0, *cuts], [*cuts, len(sampled)], strict=True):
+            take(e, len(want) + start, *sampled[start:end], finish="stop" if end == len(sampled) else None)
+            assert len(e.tokens) == len(e.logprobs) == sum(count for _, count in e.version_runs)
+        e.observe(observation)
+        want += [*sampled, *observation]
+        mask += [True] * len(sampled) + [False] * len(observation)
     e.finish = "stop"
     r = e.close(None)
     assert r.tokens == tuple(want)

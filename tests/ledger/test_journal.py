@@ -1,6 +1,6 @@
-"""What was accepted is read back, wherever the writer was killed, however often, and nothing else.
+"""Reading returns exactly what was accepted, wherever and however often the writer was killed.
 
-Not covered: a machine that goes down (what the operating system had not written by then is lost; the checkpoint holds).
+Not covered: a machine that crashes (what the operating system had not written by then is lost; the checkpoint remains).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Any
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.ledger import journal_reader as past_
+from windfall.ledger import journal_reader
 from windfall.ledger.episode import Episode
-from windfall.ledger.journal import Journal, Judged, Past, Stretch, records
+from windfall.ledger.journal import Journal
+from windfall.ledger.journal_format import TurnGraded, read_records
+from windfall.ledger.journal_reader import History, TokenRun
 from windfall.ledger.ledger import Ledger
 from windfall.link.messages import Tokens
 from windfall.rollout.groups import Rollout
@@ -44,23 +46,23 @@ def frame(*rows: Row, version: int = 1, finished: Any = None) -> Tokens:
     )  # fmt: skip
 
 
-def plain(past: Past) -> dict[str, list[Any]]:
-    """To compare: (position, tokens, version, finish) of a stretch, (reward, observation, error) of a judgement."""
-    for said in past.values():
-        for e in said:
-            assert isinstance(e, Judged) or e.logprobs.tolist() == [-t / 8 for t in e.tokens]
+def plain(past: History) -> dict[str, list[Any]]:
+    """For comparison: (position, tokens, version, finish) of a run, (reward, observation, error) of a grade."""
+    for items in past.values():
+        for e in items:
+            assert isinstance(e, TurnGraded) or e.logprobs.tolist() == [-t / 8 for t in e.tokens]
     return {
         id: [
-            (e.position, e.tokens.tolist(), e.version, e.finish) if isinstance(e, Stretch)
+            (e.position, e.tokens.tolist(), e.version, e.finish) if isinstance(e, TokenRun)
             else (e.reward, e.observation, e.error)
-            for e in said
+            for e in items
         ]
-        for id, said in past.items()
+        for id, items in past.items()
     }  # fmt: skip
 
 
 def read(folder: Path, settings: str = "s", step: int = 0) -> dict[str, list[Any]]:
-    """In a copy: reading also opens a file for more."""
+    """Read a copy: opening a journal also writes to it."""
     copy = folder.with_name(f"{folder.name}-copy")
     copy.mkdir(exist_ok=True)
     for path in copy.iterdir():
@@ -68,22 +70,22 @@ def read(folder: Path, settings: str = "s", step: int = 0) -> dict[str, list[Any
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     journal = Journal(copy, settings)
-    past = plain(journal.begin(step))
+    past = plain(journal.open(step))
     journal.close()
     return past
 
 
 def story(journal: Journal) -> None:
-    """Two responses, one of two turns, one that moves to another version."""
-    journal.assigned({1: "1/0", 2: "1/1"})
-    journal.made(frame((1, 0, [5]), (2, 0, [6])))
-    journal.made(frame((1, 1, [7, 8]), (2, 1, [9, 3]), finished={1: "stop"}))
-    journal.judged("1/1", None, "go on", "")
-    journal.assigned({3: "1/0", 4: "1/1"})
-    journal.made(frame((3, 3, [4]), version=2, finished={0: "length"}))
-    journal.made(frame((4, 5, [2, 3]), version=2, finished={0: "stop"}))
-    journal.judged("1/0", 0.5, None, "")
-    journal.judged("1/1", None, None, "timed out")
+    """Write two responses: one has two turns, one moves to another version."""
+    journal.write_assigned({1: "1/0", 2: "1/1"})
+    journal.write_tokens(frame((1, 0, [5]), (2, 0, [6])))
+    journal.write_tokens(frame((1, 1, [7, 8]), (2, 1, [9, 3]), finished={1: "stop"}))
+    journal.write_grade("1/1", None, "go on", "")
+    journal.write_assigned({3: "1/0", 4: "1/1"})
+    journal.write_tokens(frame((3, 3, [4]), version=2, finished={0: "length"}))
+    journal.write_tokens(frame((4, 5, [2, 3]), version=2, finished={0: "stop"}))
+    journal.write_grade("1/0", 0.5, None, "")
+    journal.write_grade("1/1", None, None, "timed out")
 
 
 STORY = {
@@ -94,7 +96,7 @@ STORY = {
 
 def written(folder: Path) -> Path:
     journal = Journal(folder, "s")
-    assert journal.begin(0) == {}
+    assert journal.open(0) == {}
     story(journal)
     journal.close()
     return folder / "000000.wal"
@@ -105,10 +107,10 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read(tmp_path / "j") == STORY
 
 
-def test_what_was_flushed_outlives_kill_9(tmp_path: Path) -> None:
+def test_flushed_records_outlive_kill_9(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from windfall.ledger.journal import Journal\n"
-        "j = Journal(Path(sys.argv[1]), 's'); j.begin(0); j.judged('1/0', 1.0, None, ''); j.flush()\n"
+        "j = Journal(Path(sys.argv[1]), 's'); j.open(0); j.write_grade('1/0', 1.0, None, ''); j.flush()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "j")], timeout=60, check=False)
@@ -117,9 +119,9 @@ def test_what_was_flushed_outlives_kill_9(tmp_path: Path) -> None:
 
 
 def prefixes(path: Path) -> list[tuple[int, dict[str, list[Any]]]]:
-    """(offset behind a whole record, what is known then)."""
+    """(offset after an intact record, history up to there)."""
     whole, out = path.read_bytes(), []
-    for end in [0, *(end for end, _ in records(path))]:
+    for end in [0, *(end for end, _ in read_records(path))]:
         folder = path.parent.with_name("prefix")
         folder.mkdir(exist_ok=True)
         (folder / path.name).write_bytes(whole[:end])
@@ -127,8 +129,8 @@ def prefixes(path: Path) -> list[tuple[int, dict[str, list[Any]]]]:
     return out
 
 
-def test_killed_at_any_byte(tmp_path: Path) -> None:
-    """Cut off anywhere: the records before are there, and after opening it again one can write on."""
+def test_writer_killed_at_any_byte(tmp_path: Path) -> None:
+    """Wherever the file is cut off, the records before are there, and writing continues after it is opened again."""
     path = written(tmp_path / "j")
     whole, known = path.read_bytes(), prefixes(path)
     assert known[-1] == (len(whole), STORY)
@@ -136,16 +138,16 @@ def test_killed_at_any_byte(tmp_path: Path) -> None:
         path.write_bytes(whole[:cut])
         good, past = max((k for k in known if k[0] <= cut), key=lambda k: k[0])
         journal = Journal(tmp_path / "j", "s")
-        assert plain(journal.begin(0)) == past
-        journal.assigned({1: "new"})
-        journal.made(frame((1, 0, [1])))
+        assert plain(journal.open(0)) == past
+        journal.write_assigned({1: "new"})
+        journal.write_tokens(frame((1, 0, [1])))
         journal.close()
         assert path.read_bytes()[:good] == whole[:good]
         assert read(tmp_path / "j") == past | {"new": [(0, [1], 1, None)]}
 
 
-def test_a_byte_that_changed_is_found(tmp_path: Path) -> None:
-    """Wherever it is: nothing from that record on is believed, and nothing before it is lost."""
+def test_changed_byte_is_found(tmp_path: Path) -> None:
+    """Wherever it is, nothing from that record on is used, and nothing before it is lost."""
     path = written(tmp_path / "j")
     whole, known = path.read_bytes(), prefixes(path)
     for at in range(len(whole)):
@@ -155,67 +157,67 @@ def test_a_byte_that_changed_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 4096, b"\xff" * 4096, b"\x08\0\0\0" + b"\0" * 4])
-def test_a_tail_of_nothing_is_cut_off(tmp_path: Path, tail: bytes) -> None:
+def test_tail_without_a_record_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     path = written(tmp_path / "j")
     with path.open("ab") as file:
         file.write(tail)
     assert read(tmp_path / "j") == STORY
 
 
-def test_a_length_beyond_reason_is_not_read(tmp_path: Path) -> None:
+def test_record_with_an_impossible_length_is_not_read(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     with path.open("ab") as file:
         file.write(b"\xff\xff\xff\x7f" + b"\0" * 4)
-        file.truncate(4 << 30)  # sparse: a length that the file could hold
+        file.truncate(4 << 30)  # a sparse file that is long enough for this length
     tracemalloc.start()
     try:
-        assert len(list(records(path))) == 10
+        assert len(list(read_records(path))) == 10
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_rotate_forgets_what_the_checkpoint_holds(tmp_path: Path) -> None:
+def test_rotate_removes_what_the_checkpoint_covers(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", "s")
-    journal.begin(0)
+    journal.open(0)
     story(journal)
     journal.rotate(10)
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000010.wal"]
-    journal.assigned({9: "2/0"})
-    journal.made(frame((9, 0, [1])))
-    journal.rotate(10)  # the same checkpoint once more, as at a stop: nothing is lost
+    journal.write_assigned({9: "2/0"})
+    journal.write_tokens(frame((9, 0, [1])))
+    journal.rotate(10)  # the same checkpoint again, as at a stop: nothing is lost
     journal.close()
     assert read(tmp_path / "j", step=10) == {"2/0": [(0, [1], 1, None)]}
 
 
-def test_a_kill_between_checkpoint_and_rotate(tmp_path: Path) -> None:
-    """The file of the checkpoint before is still there, and goes on."""
+def test_kill_between_checkpoint_and_rotate(tmp_path: Path) -> None:
+    """The file of the previous checkpoint is still there, and is continued."""
     journal = Journal(tmp_path / "j", "s")
-    journal.begin(0)
-    journal.assigned({1: "1/0"})
-    journal.made(frame((1, 0, [1, 2])))
+    journal.open(0)
+    journal.write_assigned({1: "1/0"})
+    journal.write_tokens(frame((1, 0, [1, 2])))
     again = Journal(tmp_path / "j", "s")
     journal.close()
-    again.begin(10)
-    again.assigned({1: "1/0"})
-    again.made(frame((1, 2, [3])))
+    again.open(10)
+    again.write_assigned({1: "1/0"})
+    again.write_tokens(frame((1, 2, [3])))
     again.close()
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000000.wal"]
     assert read(tmp_path / "j", step=10) == {"1/0": [(0, [1, 2, 3], 1, None)]}
 
 
-def test_a_kill_in_the_middle_of_rotate(tmp_path: Path) -> None:
-    """The old file is still there beside the new one: it is not needed, unless the new checkpoint is lost."""
+def test_kill_in_the_middle_of_rotate(tmp_path: Path) -> None:
+    """The old file is still there beside the new one. It is not needed, unless the new checkpoint is lost."""
     journal = Journal(tmp_path / "j", "s")
-    journal.begin(0)
-    journal.assigned({1: "1/0", 2: "2/0"})
-    journal.made(frame((1, 0, [1]), (2, 0, [2])))
+    journal.open(0)
+    journal.write_assigned({1: "1/0", 2: "2/0"})
+    journal.write_tokens(frame((1, 0, [1]), (2, 0, [2])))
     journal.close()
     old = (tmp_path / "j" / "000000.wal").read_bytes()
-    journal.begin(0)
+    journal.open(0)
     journal.rotate(10)
-    journal.assigned({1: "3/0"})
-    journal.made(frame((1, 0, [3])))
+    journal.write_assigned({1: "3/0"})
+    journal.write_tokens(frame((1, 0, [3])))
     journal.close()
     (tmp_path / "j" / "000000.wal").write_bytes(old)
     assert set(read(tmp_path / "j", step=10)) == {"3/0"}
@@ -223,36 +225,36 @@ def test_a_kill_in_the_middle_of_rotate(tmp_path: Path) -> None:
 
 
 def test_order_is_kept_when_the_trainer_falls_back(tmp_path: Path) -> None:
-    """The controller died at step 25 (its trainer lived on), then the trainer (back at checkpoint 20), then both."""
+    """The controller died at step 25 (its trainer survived), then the trainer (back at checkpoint 20), then both."""
     for life, step in enumerate([20, 25, 20, 20, 25]):
         journal = Journal(tmp_path / "j", "s")
-        past = plain(journal.begin(step))
+        past = plain(journal.open(step))
         assert past == ({"26/0": [(0, list(range(life)), 1, None)]} if life else {})
-        journal.assigned({1: "26/0"})
-        journal.made(frame((1, life, [life])))
+        journal.write_assigned({1: "26/0"})
+        journal.write_tokens(frame((1, life, [life])))
         journal.close()
     assert read(tmp_path / "j", step=20) == {"26/0": [(0, [0, 1, 2, 3, 4], 1, None)]}
 
 
-def test_responses_of_other_settings_are_not_ours(tmp_path: Path) -> None:
+def test_responses_of_other_settings_are_ignored(tmp_path: Path) -> None:
     written(tmp_path / "j")
     assert read(tmp_path / "j", "other") == {}
     other = Journal(tmp_path / "j", "other")
-    assert other.begin(0) == {}
-    other.assigned({1: "1/0"})
-    other.made(frame((1, 0, [4])))
+    assert other.open(0) == {}
+    other.write_assigned({1: "1/0"})
+    other.write_tokens(frame((1, 0, [4])))
     other.close()
     assert read(tmp_path / "j", "other") == {"1/0": [(0, [4], 1, None)]}
-    assert read(tmp_path / "j") == STORY, "and ours are there when the settings are as before"
+    assert read(tmp_path / "j") == STORY, "with the earlier settings they are there again"
 
 
-def test_several_lives_in_one_file(tmp_path: Path) -> None:
-    """Handles begin from 1 again in each: they mean what that life said."""
+def test_several_controller_processes_write_to_one_file(tmp_path: Path) -> None:
+    """Handles start from 1 in each process and have the meaning which that process wrote."""
     for life in range(3):
         journal = Journal(tmp_path / "j", "s")
-        journal.begin(0)
-        journal.assigned({1: f"{life}/0", 2: "9/0"})
-        journal.made(frame((1, 0, [life]), (2, life, [7])))
+        journal.open(0)
+        journal.write_assigned({1: f"{life}/0", 2: "9/0"})
+        journal.write_tokens(frame((1, 0, [life]), (2, life, [7])))
         journal.close()
     assert read(tmp_path / "j") == {
         "0/0": [(0, [0], 1, None)], "1/0": [(0, [1], 1, None)], "2/0": [(0, [2], 1, None)],
@@ -260,60 +262,60 @@ def test_several_lives_in_one_file(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_only_the_rows_that_were_accepted(tmp_path: Path) -> None:
+def test_only_accepted_rows_are_written(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", "s")
-    journal.begin(0)
-    journal.assigned({1: "1/0", 2: "1/1", 3: "1/2"})
-    journal.made(frame((1, 0, [1, 2]), (2, 0, [3]), (3, 0, [4, 5]), finished={0: "stop", 2: "length"}), [0, 2])
-    journal.made(frame((1, 9, [1]), (2, 0, [6]), (3, 9, [4])), [1])
-    journal.made(frame((2, 0, [6, 7, 8])), [0])  # overlaps: the first was known
+    journal.open(0)
+    journal.write_assigned({1: "1/0", 2: "1/1", 3: "1/2"})
+    journal.write_tokens(frame((1, 0, [1, 2]), (2, 0, [3]), (3, 0, [4, 5]), finished={0: "stop", 2: "length"}), [0, 2])
+    journal.write_tokens(frame((1, 9, [1]), (2, 0, [6]), (3, 9, [4])), [1])
+    journal.write_tokens(frame((2, 0, [6, 7, 8])), [0])  # overlaps: its first token is known
     journal.close()
     assert read(tmp_path / "j") == {
         "1/0": [(0, [1, 2], 1, "stop")], "1/1": [(0, [6, 7, 8], 1, None)], "1/2": [(0, [4, 5], 1, "length")],
     }  # fmt: skip
 
 
-def test_a_long_journal_is_small_in_memory(tmp_path: Path) -> None:
-    """One token per frame and response, as engines make them: stretches are merged as they are read."""
+def test_long_journal_needs_little_memory(tmp_path: Path) -> None:
+    """One token per frame and response, as engines generate them: runs are merged while they are read."""
     journal, steps, handles = Journal(tmp_path / "j", "s"), 2000, range(1, 33)
-    journal.begin(0)
-    journal.assigned({h: f"1/{h}" for h in handles})
+    journal.open(0)
+    journal.write_assigned({h: f"1/{h}" for h in handles})
     for position in range(steps):
-        journal.made(frame(*((h, position, [h]) for h in handles)))
+        journal.write_tokens(frame(*((h, position, [h]) for h in handles)))
     journal.close()
     again = Journal(tmp_path / "j", "s")
     tracemalloc.start()
     try:
-        past = again.begin(0)
+        past = again.open(0)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     again.close()
-    assert [len(said) for said in past.values()] == [1] * len(handles)
+    assert [len(items) for items in past.values()] == [1] * len(handles)
     need = steps * len(handles) * 8
     assert held < 2 * need
-    assert peak < 2 * need + (1 << 20), "it must not hold the file"
+    assert peak < 2 * need + (1 << 20), "it must not hold the file in memory"
 
 
-def test_nothing_is_written_before_it_is_open(tmp_path: Path) -> None:
+def test_writing_to_a_closed_journal_raises(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not open"):
-        Journal(tmp_path / "j", "s").judged("1/0", 1.0, None, "")
+        Journal(tmp_path / "j", "s").write_grade("1/0", 1.0, None, "")
 
 
 def episode(id: str) -> Episode:
     return Episode(id, prompt=(1,), seed=0, max_tokens=1000, sampling=Sampling(), stop=frozenset())
 
 
-def restore(past: Past, ids: list[str]) -> dict[str, Episode]:
-    """As the rollout does it."""
+def restore(past: History, ids: list[str]) -> dict[str, Episode]:
+    """Restore episodes as Rollout does."""
     opened: dict[str, Episode] = {}
     dispatch: Any = SimpleNamespace(open=lambda e: opened.update({e.id: e}))
-    nobody: Any = None
-    env: Any = SimpleNamespace(name="nobody")
-    rollout = Rollout(dispatch, env, nobody, nobody, seed=0, events=nobody)
-    rollout.past = past
+    unused: Any = None
+    env: Any = SimpleNamespace(name="unused")
+    rollout = Rollout(dispatch, env, unused, unused, seed=0, events=unused)
+    rollout.history = past
     for id in ids:
-        rollout._begin(episode(id), nobody, nobody)
+        rollout._open_episode(episode(id), unused, unused)
     return opened
 
 
@@ -326,7 +328,7 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
         path = tmp_path / "000000.wal"
         if path.exists() and rng.random() < 0.5:
             path.write_bytes(path.read_bytes() + rng.randbytes(rng.randint(1, 20)))
-        ledger, before = Ledger(), restore(journal.begin(0), ids)
+        ledger, before = Ledger(), restore(journal.open(0), ids)
         for one in before.values():
             ledger.open(one)
         for _ in range(25):
@@ -334,14 +336,14 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
             ledger.check()
         journal.close()
         now = {id: e.episode for id, e in ledger.entries.items()}
-        for e in ledger.entries.values():  # the versions of what is running are written down at its end
-            e.episode.made_by(e.version, len(e.episode.tokens) - e.marked)
-        back = restore(journal.begin(0), ids)
+        for e in ledger.entries.values():  # the version of a running response is recorded when its assignment ends
+            e.episode.record_version(e.version, len(e.episode.tokens) - e.recorded)
+        back = restore(journal.open(0), ids)
         for id in ids:
-            assert (back[id].tokens, back[id].logprobs, back[id].runs) == (
+            assert (back[id].tokens, back[id].logprobs, back[id].version_runs) == (
                 now[id].tokens,
                 now[id].logprobs,
-                now[id].runs,
+                now[id].version_runs,
             )
     assert all(len(e.tokens) > 30 for e in now.values())
     journal.close()
@@ -350,7 +352,7 @@ def test_ledger_and_journal_agree_over_many_lives(tmp_path: Path, seed: int) -> 
 def _something(rng: random.Random, ledger: Ledger, journal: Journal) -> None:
     if ledger.queue:
         entry = ledger.assign(ledger.queue.popleft(), rng.choice("ab"), rng.choice([1, 2]))
-        journal.assigned({entry.handle: entry.episode.id})
+        journal.write_assigned({entry.handle: entry.episode.id})
         return
     worker = rng.choice("ab")
     if rng.random() < 0.1:
@@ -364,44 +366,44 @@ def _something(rng: random.Random, ledger: Ledger, journal: Journal) -> None:
         rows.append((entry.handle, position, [rng.randrange(100) for _ in range(rng.randint(1, 4))]))
     if not rows:
         return
-    said = frame(*rows, (999, 0, [1]), version=held[0].version if rng.random() < 0.9 else 7)
-    taken = ledger.take(worker, said)
-    if taken.accepted:
-        journal.made(said, None if taken.whole else taken.rows)
+    sent = frame(*rows, (999, 0, [1]), version=held[0].version if rng.random() < 0.9 else 7)
+    accepted = ledger.accept(worker, sent)
+    if accepted.tokens:
+        journal.write_tokens(sent, None if accepted.complete else accepted.rows)
 
 
-def test_what_comes_behind_a_gap_is_made_again(tmp_path: Path) -> None:
-    """A damaged file, and a later one that goes on: only what is known without a gap is taken."""
+def test_tokens_after_a_gap_are_generated_again(tmp_path: Path) -> None:
+    """If a file is damaged and a later one continues, only the tokens before the gap are used."""
     journal = Journal(tmp_path / "j", "s")
-    journal.begin(0)
-    journal.assigned({1: "1/0"})
-    journal.made(frame((1, 0, [1, 2])))
-    journal.made(frame((1, 5, [6, 7])))
+    journal.open(0)
+    journal.write_assigned({1: "1/0"})
+    journal.write_tokens(frame((1, 0, [1, 2])))
+    journal.write_tokens(frame((1, 5, [6, 7])))
     journal.close()
     again = Journal(tmp_path / "j", "s")
-    assert restore(again.begin(0), ["1/0"])["1/0"].tokens.tolist() == [1, 2]
+    assert restore(again.open(0), ["1/0"])["1/0"].tokens.tolist() == [1, 2]
     again.close()
 
 
-def test_the_folder_is_made_and_files_are_named_by_step(tmp_path: Path) -> None:
+def test_folder_is_created_and_files_are_named_by_step(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "a" / "b", "s")
-    journal.begin(7)
+    journal.open(7)
     journal.flush()
     assert os.listdir(tmp_path / "a" / "b") == ["000007.wal"]
     journal.close()
     journal.flush()  # harmless
 
 
-def test_fall_back_keeps_what_is_known_of_later_steps(tmp_path: Path) -> None:
-    """A controller that was started again at step 15, a trainer back at checkpoint 10, which is saved already."""
+def test_fall_back_keeps_responses_of_later_steps(tmp_path: Path) -> None:
+    """The controller was restarted at step 15, the trainer is back at checkpoint 10, which is already saved."""
     for step, id in ((10, "a"), (15, "b")):
         journal = Journal(tmp_path / "j", "s")
-        journal.begin(step)
-        journal.assigned({1: id})
-        journal.made(frame((1, 0, [1])))
+        journal.open(step)
+        journal.write_assigned({1: id})
+        journal.write_tokens(frame((1, 0, [1])))
         journal.close()
     journal = Journal(tmp_path / "j", "s")
-    assert set(journal.begin(10)) == {"a", "b"}
+    assert set(journal.open(10)) == {"a", "b"}
     journal.rotate(20)
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000020.wal"]
     journal.close()
@@ -410,23 +412,25 @@ def test_fall_back_keeps_what_is_known_of_later_steps(tmp_path: Path) -> None:
 def test_every_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "j")
     read_files: list[Path] = []
-    monkeypatch.setattr(past_, "records", lambda path, real=records: read_files.append(path) or real(path))
+    monkeypatch.setattr(
+        journal_reader, "read_records", lambda path, real=read_records: read_files.append(path) or real(path)
+    )
     journal = Journal(tmp_path / "j", "s")
-    found = journal.find()
-    assert plain(journal.begin(0, found)) == STORY
+    found = journal.read(0)
+    assert plain(journal.open(0, found)) == STORY
     journal.close()
     assert read_files == [tmp_path / "j" / "000000.wal"]
 
 
-def test_rows_are_put_together_whatever_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of any size give the same: responses that take turns, move, change version, and are judged between."""
+def test_rows_are_merged_whatever_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merging any number of rows at once gives the same: responses alternate, move, change version and are graded."""
     rng, journal = random.Random(3), Journal(tmp_path / "j", "s")
-    journal.begin(0)
+    journal.open(0)
     have = dict.fromkeys([f"1/{n}" for n in range(7)], 0)
     expected: dict[str, list[Any]] = {id: [] for id in have}
     for handle in range(1, 400, 7):
         names = {handle + n: id for n, id in enumerate(have)}
-        journal.assigned(names)
+        journal.write_assigned(names)
         version = rng.choice([1, 2])
         rows, finished = [], {}
         for n, (h, id) in enumerate(names.items()):
@@ -436,24 +440,24 @@ def test_rows_are_put_together_whatever_their_number(tmp_path: Path, monkeypatch
                 finished[n] = "stop"
             have[id] += len(tokens)
             expected[id].append((tokens, version, finished.get(n)))
-        journal.made(frame(*rows, version=version, finished=finished))
+        journal.write_tokens(frame(*rows, version=version, finished=finished))
         for n in finished:
             for _ in range(rng.randint(0, 2)):
-                journal.judged(list(have)[n], 0.5, None, "")
-                expected[list(have)[n]].append("judged")
+                journal.write_grade(list(have)[n], 0.5, None, "")
+                expected[list(have)[n]].append("graded")
     journal.close()
-    told = []
+    results = []
     for size in (1, 10, 1 << 18):
-        monkeypatch.setattr(past_, "_FEWEST_ROWS", size)
-        monkeypatch.setattr(past_, "_MOST_ROWS", size)
-        told.append(read(tmp_path / "j"))
-    assert told[0] == told[1] == told[2]
-    for id, said in expected.items():
-        flat = [t for s in said if s != "judged" for t in s[0]]
-        assert [t for s in told[0][id] if len(s) == 4 for t in s[1]] == flat
-        kinds = "".join("j" if s == "judged" else "." if s[2] else "" for s in said)
-        assert "".join("j" if len(s) == 3 else "." if s[3] else "" for s in told[0][id]) == kinds
-        assert all(a[0] + len(a[1]) == b[0] for a, b in pairwise([s for s in told[0][id] if len(s) == 4]))
+        monkeypatch.setattr(journal_reader, "_MIN_ROWS", size)
+        monkeypatch.setattr(journal_reader, "_MAX_ROWS", size)
+        results.append(read(tmp_path / "j"))
+    assert results[0] == results[1] == results[2]
+    for id, items in expected.items():
+        flat = [t for s in items if s != "graded" for t in s[0]]
+        assert [t for s in results[0][id] if len(s) == 4 for t in s[1]] == flat
+        kinds = "".join("j" if s == "graded" else "." if s[2] else "" for s in items)
+        assert "".join("j" if len(s) == 3 else "." if s[3] else "" for s in results[0][id]) == kinds
+        assert all(a[0] + len(a[1]) == b[0] for a, b in pairwise([s for s in results[0][id] if len(s) == 4]))
 
 
 class FullDisk(io.BytesIO):
@@ -461,23 +465,23 @@ class FullDisk(io.BytesIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_full_disk_ends_it_and_what_was_written_is_there(tmp_path: Path) -> None:
-    journal, told = Journal(tmp_path / "j", "s"), []
-    journal.failed = told.append
-    journal.begin(0)
-    journal.judged("1/0", 1.0, None, "")
+def test_full_disk_fails_every_later_write_and_keeps_what_was_flushed(tmp_path: Path) -> None:
+    journal, results = Journal(tmp_path / "j", "s"), []
+    journal.failed = results.append
+    journal.open(0)
+    journal.write_grade("1/0", 1.0, None, "")
     journal.flush()
     file, journal._file = journal._file, FullDisk()
     assert file is not None
     file.close()
-    journal.judged("1/1", 1.0, None, "")
+    journal.write_grade("1/1", 1.0, None, "")
     with pytest.raises(WindfallError, match="No space left on device") as caught:
         journal.flush()
     assert caught.value.where == str(tmp_path / "j" / "000000.wal")
-    journal._file = io.BytesIO()  # there is room again: but what came between is missing
-    for again in (journal.flush, lambda: journal.judged("1/2", 1.0, None, ""), lambda: journal.rotate(1)):
+    journal._file = io.BytesIO()  # there is room again, but a record is missing
+    for again in (journal.flush, lambda: journal.write_grade("1/2", 1.0, None, ""), lambda: journal.rotate(1)):
         with pytest.raises(WindfallError):
             again()
-    assert told == [caught.value]
+    assert results == [caught.value]
     journal.close()
     assert read(tmp_path / "j") == {"1/0": [(1.0, None, "")]}

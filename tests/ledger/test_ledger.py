@@ -1,10 +1,10 @@
-"""Whatever happens to frames and workers, every response ends with its true tokens, each position once.
+"""Whatever happens to frames and workers, every response ends with its correct tokens, each position once.
 
-A worker here makes the token that is true for (response, position); what it sends may be lost, doubled, delayed,
-reordered, of another version, overlapping, or no right frame at all. The machine's own account of what must happen to
-every token is compared with the ledger's after every step.
+A worker here generates the one token that is correct for (response, position). What it sends may be lost, duplicated,
+delayed, reordered, of another version, overlapping, or malformed. After every action the ledger's counts are compared
+with the test's own account of what must have happened to every token.
 
-Not covered: a worker that sends wrong tokens in right frames; nobody can tell those from right ones.
+Not covered: a worker that sends wrong tokens in valid frames; they cannot be told from correct ones.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hypothesis import strategies as st
 
 from windfall.ledger import ledger as ledgers
 from windfall.ledger.episode import Episode
-from windfall.ledger.ledger import Counts, Ledger, Malformed
+from windfall.ledger.ledger import Ledger, LedgerCounts, Malformed
 from windfall.link.messages import Tokens
 from windfall.types import Sampling
 
 STOP, VOCABULARY, MAX_TOKENS = 0, 1000, 24
 WORKERS = ["a", "b", "c"]
-ACTIONS = ["open", "assign", "assign", "send", "send", "send", "send", "deliver", "deliver", "judge", "judge",
-           "lose", "recall", "withdraw", "spoil", "lie"]  # fmt: skip
+ACTIONS = ["open", "assign", "assign", "send", "send", "send", "send", "deliver", "deliver", "grade", "grade",
+           "lose", "requeue", "withdraw", "spoil", "lie"]  # fmt: skip
 
 
-def _hash(*of: object) -> int:
-    return xxhash.xxh32_intdigest(repr(of).encode())
+def _hash(*values: object) -> int:
+    return xxhash.xxh32_intdigest(repr(values).encode())
 
 
 def token(id: str, position: int) -> int:
-    """The one token that is right there; STOP now and then, so that there are turns."""
+    """The one correct token. Some are STOP, so that there are turns."""
     return STOP if _hash(id, position, "stop") % 7 == 0 else 1 + _hash(id, position) % (VOCABULARY - 1)
 
 
@@ -55,7 +55,7 @@ def turns(id: str) -> int:
 
 @dataclass
 class Work:
-    """One assignment, as its worker knows it."""
+    """One assignment, as its worker sees it."""
 
     id: str
     handle: int
@@ -63,10 +63,10 @@ class Work:
     version: int
     start: int
     turn: int = 0
-    """Where its turn began."""
+    """Position at which its turn began."""
 
     def end(self) -> int:
-        """Where this turn ends."""
+        """Position after the last token of this turn."""
         at = self.start
         while at + 1 < MAX_TOKENS and token(self.id, at) != STOP:
             at += 1
@@ -81,7 +81,7 @@ class Work:
 
 
 def frame(version: int, rows: list[Any]) -> Tokens:
-    """As worker.host makes it."""
+    """A frame as worker/engine_thread.py builds it."""
     counts = () if all(len(r[2]) == 1 for r in rows) else tuple(len(r[2]) for r in rows)
     return Tokens(
         version=version, handles=tuple(r[0] for r in rows), positions=tuple(r[1] for r in rows), counts=counts,
@@ -97,36 +97,36 @@ def episode(id: str) -> Episode:
 
 @dataclass
 class Truth:
-    """What the machine knows of an open response."""
+    """What the test knows of an open response."""
 
     versions: list[int] = field(default_factory=list)
     turns: int = 0
 
 
-def _spoiled(said: Tokens, how: int, at: int) -> Tokens:
-    """The frame with one thing wrong, wherever `at` says."""
-    row, counts = at % len(said.handles), said.counts or (1,) * len(said.handles)
+def _spoiled(sent: Tokens, how: int, at: int) -> Tokens:
+    """The frame with one error, at the place that `at` selects."""
+    row, counts = at % len(sent.handles), sent.counts or (1,) * len(sent.handles)
     where = at % sum(counts)
 
     def put(data: bytes, kind: str, value: float) -> bytes:
         return data[: 4 * where] + struct.pack(kind, value) + data[4 * where + 4 :]
 
     changes: list[dict[str, Any]] = [
-        {"positions": said.positions[1:]}, {"handles": (*said.handles, 1)}, {"counts": (*counts, 1)},
+        {"positions": sent.positions[1:]}, {"handles": (*sent.handles, 1)}, {"counts": (*counts, 1)},
         {"counts": (*counts[:row], 0, *counts[row + 1 :])}, {"counts": (*counts[:row], -1, *counts[row + 1 :])},
-        {"tokens": said.tokens[:-4]}, {"tokens": said.tokens[:-1]}, {"tokens": b""}, {"logprobs": said.logprobs[4:]},
-        {"logprobs": said.logprobs + b"\0\0\0\0"}, {"finished": {len(said.handles): "stop"}},
+        {"tokens": sent.tokens[:-4]}, {"tokens": sent.tokens[:-1]}, {"tokens": b""}, {"logprobs": sent.logprobs[4:]},
+        {"logprobs": sent.logprobs + b"\0\0\0\0"}, {"finished": {len(sent.handles): "stop"}},
         {"finished": {-1: "stop"}},
-        {"tokens": put(said.tokens, "I", VOCABULARY)}, {"tokens": put(said.tokens, "I", 2**32 - 1)},
-        *({"logprobs": put(said.logprobs, "f", x)} for x in (math.nan, math.inf, -math.inf, 0.5)),
+        {"tokens": put(sent.tokens, "I", VOCABULARY)}, {"tokens": put(sent.tokens, "I", 2**32 - 1)},
+        *({"logprobs": put(sent.logprobs, "f", x)} for x in (math.nan, math.inf, -math.inf, 0.5)),
     ]  # fmt: skip
-    return msgspec.structs.replace(said, **changes[how % len(changes)])
+    return msgspec.structs.replace(sent, **changes[how % len(changes)])
 
 
 def _everything(ledger: Ledger) -> Any:
-    """All that the ledger is, to compare."""
+    """The whole state of the ledger, for comparison."""
     entries = {
-        id: (e.place, e.handle, e.worker, e.version, e.marked, e.moves, asdict(e.episode))
+        id: (e.state, e.handle, e.worker, e.version, e.recorded, e.moves, asdict(e.episode))
         for id, e in ledger.entries.items()
     }
     held = {worker: list(handles) for worker, handles in ledger._by_worker.items()}
@@ -137,14 +137,14 @@ def _everything(ledger: Ledger) -> Any:
             asdict(ledger.counts),
             held,
             list(ledger._running),
-            ledger._over,
+            ledger._ended,
             ledger._next_handle,
         )
     )
 
 
 class World:
-    """A run, its workers and the network between them. `choose` picks one of a list: hypothesis, or chance."""
+    """A run, its workers and the network between them. `choose` picks an item of a list, by hypothesis or at random."""
 
     def __init__(self, choose: Callable[[Sequence[Any]], Any]) -> None:
         self.choose = choose
@@ -152,28 +152,28 @@ class World:
         self.opened = 0
         self.works: list[Work] = []
         self.sent: list[tuple[str, Tokens]] = []
-        """What is on the way, newest last. What was delivered stays there, to come again."""
+        """Frames on the way, newest last. Delivered frames stay in the list and may be delivered again."""
         self.truth: dict[str, Truth] = {}
         self.live: dict[int, Work] = {}
-        self.over: dict[int, str] = {}
-        self.expected = Counts()
+        self.ended: dict[int, str] = {}
+        self.expected = LedgerCounts()
         self.offered = self.restored = self.in_gaps = 0
-        """Tokens: in all frames, known before it was opened, in rows that began behind a gap."""
+        """Tokens in all frames; tokens that the journal had; tokens in rows that began after a gap."""
         self.closed = self.withdrawn = 0
 
     def step(self) -> None:
         action = self.choose(ACTIONS)
         needs = {
-            "assign": self.ledger.queue, "judge": self._turns(), "withdraw": self.ledger.entries, "recall": self.live,
+            "assign": self.ledger.queue, "grade": self._turns(), "withdraw": self.ledger.entries, "requeue": self.live,
             "send": self.works, "deliver": self.sent, "spoil": self.sent, "lie": self.live,
         }  # fmt: skip
         getattr(self, action if needs.get(action, True) else "open")()
         self.check()
 
-    # the run
+    # Actions of the run.
 
     def open(self) -> None:
-        """With `past`: the journal knew so many tokens of it."""
+        """Open a response. The journal may have `past` tokens of it."""
         past = self.choose([0, 0, 0, 1, 4, 20])
         id = f"{self.opened // 4}/{self.opened % 4}"
         self.opened += 1
@@ -197,20 +197,20 @@ class World:
         id = self.ledger.queue.popleft()
         entry = self.ledger.assign(id, worker, version)
         assert entry.handle not in self.live
-        assert entry.handle not in self.over
+        assert entry.handle not in self.ended
         start = len(entry.episode.tokens)
         work = self.live[entry.handle] = Work(id, entry.handle, worker, version, start, entry.episode.turn_start)
         self.works = [*self.works[-11:], work]
         return work
 
     def _turns(self) -> list[str]:
-        return sorted(i for i, e in self.ledger.entries.items() if e.place == "turn")
+        return sorted(i for i, e in self.ledger.entries.items() if e.state == "turn")
 
-    def judge(self) -> None:
+    def grade(self) -> None:
         """The environment answers: another turn, or the end."""
-        self._judge(self.choose(self._turns()))
+        self._grade(self.choose(self._turns()))
 
-    def _judge(self, id: str) -> None:
+    def _grade(self, id: str) -> None:
         entry, known = self.ledger.entries[id], self.truth[id]
         assert entry.episode.finish is not None
         known.turns += 1
@@ -218,16 +218,16 @@ class World:
             at = len(entry.episode.tokens)
             if entry.episode.observe([token(id, at), token(id, at + 1)]):
                 known.versions += [-1, -1]
-                self.ledger.go_on(id)
+                self.ledger.next_turn(id)
                 return
         self.ledger.close(id)
-        self._is_true(entry.episode)
+        self._check_tokens(entry.episode)
         self.closed += 1
         del self.truth[id]
         with pytest.raises(KeyError):
             self.ledger.close(id)
 
-    def _is_true(self, done: Episode) -> None:
+    def _check_tokens(self, done: Episode) -> None:
         known = self.truth[done.id]
         response = done.close(1.0)
         assert response.versions == tuple(known.versions)
@@ -243,16 +243,16 @@ class World:
         held = {h: w for h, w in self.live.items() if w.id in ids}
         assert {(w, h) for w, handles in cancel.items() for h in handles} == {(w.worker, h) for h, w in held.items()}
         for handle in held:
-            self._end(handle, "cancelled")
+            self._end(handle, "canceled")
         for id in set(ids):
             self.expected.withdrawn += sum(v >= 0 for v in self.truth.pop(id).versions)
             self.withdrawn += 1
 
-    # workers
+    # Actions of workers.
 
     def _end(self, handle: int, how: str) -> None:
         del self.live[handle]
-        self.over[handle] = how
+        self.ended[handle] = how
         if how == "moved":
             self.expected.moved += 1
 
@@ -263,18 +263,20 @@ class World:
         held = [h for h, w in self.live.items() if w.worker == worker]
         begun = [self.live[h].id for h in held if self.ledger.entries[self.live[h].id].episode.tokens]
         assert sorted(self.ledger.release(worker)) == sorted(self.live[h].id for h in held)
-        assert list(self.ledger.queue)[: len(begun)] == begun, "what has begun goes on first, in its order"
+        assert list(self.ledger.queue)[: len(begun)] == begun, (
+            "responses that have begun are queued first, in their order"
+        )
         for handle in held:
             self._end(handle, "moved")
         assert self.ledger.running(worker) == 0
 
-    def recall(self) -> None:
+    def requeue(self) -> None:
         handle = self.choose(sorted(self.live))
-        assert self.ledger.recall(self.live[handle].id) == handle
+        self.ledger.requeue(self.ledger.entries[self.live[handle].id])
         self._end(handle, "moved")
 
     def send(self) -> None:
-        """Some worker makes a frame, whether its work is still its own or not; it may begin anywhere in its turn."""
+        """A worker builds a frame, whether it still holds its work or not. The frame may begin anywhere in the turn."""
         works = [self.choose(self.works) for _ in range(self.choose([1, 2, 4]))]
         first, rows = works[0], []
         for work in [w for w in works if (w.worker, w.version) == (first.worker, first.version)]:
@@ -290,31 +292,31 @@ class World:
             self._deliver(*self.sent[-1])
 
     def deliver(self) -> None:
-        """Late, or once more, in any order; what is never chosen is lost."""
+        """Deliver a frame late or again, in any order. A frame that is never chosen is lost."""
         self._deliver(*self.choose(self.sent))
 
-    def _deliver(self, worker: str, said: Tokens) -> None:
-        lengths = said.counts or (1,) * len(said.handles)
+    def _deliver(self, worker: str, sent: Tokens) -> None:
+        lengths = sent.counts or (1,) * len(sent.handles)
         self.offered += sum(lengths)
         ended, dropped, fresh, rows = [], [], 0, []
-        for row, (handle, position, count) in enumerate(zip(said.handles, said.positions, lengths, strict=True)):
-            new = self._expect(worker, said.version, handle, position, count, row in said.finished, ended, dropped)
+        for row, (handle, position, count) in enumerate(zip(sent.handles, sent.positions, lengths, strict=True)):
+            new = self._expect(worker, sent.version, handle, position, count, row in sent.finished, ended, dropped)
             fresh += new
             rows += [row] if new else []
-        taken = self.ledger.take(worker, said)
-        assert (taken.accepted, taken.turns, taken.dropped) == (fresh, ended, dropped)
-        assert taken.whole == (fresh == sum(lengths))
-        assert taken.whole or taken.rows == rows
+        accepted = self.ledger.accept(worker, sent)
+        assert (accepted.tokens, accepted.ended_turns, accepted.dropped) == (fresh, ended, dropped)
+        assert accepted.complete == (fresh == sum(lengths))
+        assert accepted.complete or accepted.rows == rows
 
     def _expect(
         self, worker: str, version: int, handle: int, position: int, count: int, finished: bool, ended: list[str],
         dropped: list[int],
     ) -> int:  # fmt: skip
-        """What must become of one row; returns how many of its tokens are new."""
+        """Account for one row. Returns how many of its tokens are new."""
         e, work = self.expected, self.live.get(handle)
         if work is None or work.worker != worker:
-            how = self.over.get(handle)
-            name = {"cancelled": "unwanted", "finished": "repeated"}.get(how or "", "late")
+            how = self.ended.get(handle)
+            name = {"canceled": "unwanted", "finished": "repeated"}.get(how or "", "late")
             setattr(e, name, getattr(e, name) + count)
             return 0
         known = self.truth[work.id].versions
@@ -335,21 +337,21 @@ class World:
         return new
 
     def spoil(self) -> None:
-        worker, said = self.choose(self.sent)
-        self._refuse(worker, _spoiled(said, self.choose(range(18)), self.choose(range(32))))
+        worker, sent = self.choose(self.sent)
+        self._refuse(worker, _spoiled(sent, self.choose(range(18)), self.choose(range(32))))
 
     def lie(self) -> None:
-        """A right frame, but for one row that ends where it must not, or does not where it must."""
+        """Send a valid frame, except for one row that ends where it must not, or does not end where it must."""
         works = [self.live[h] for h in sorted(self.live)]
         bad = self.choose(works)
         have = len(self.ledger.entries[bad.id].episode.tokens)
         row = list(bad.row(have, self.choose(range(1, bad.end() - have + 1))))
-        match self.choose(["finish", "negative", "behind the stop", "too long"]):
+        match self.choose(["finish", "negative", "after the stop", "too long"]):
             case "finish":
                 row[4] = self.choose([f for f in (None, "stop", "length") if f != row[4]])
             case "negative":
                 row[1:] = -1, [7, 7], [-1.0, -1.0], None
-            case "behind the stop":
+            case "after the stop":
                 row[2:] = [7, STOP, 7], [-1.0] * 3, None
             case "too long":
                 count = MAX_TOKENS + 1 - have
@@ -359,13 +361,13 @@ class World:
         self._refuse(bad.worker, frame(bad.version, [*good, row]))
 
     def _refuse(self, worker: str, bad: Tokens) -> None:
-        """What no right worker sends changes nothing at all."""
+        """A malformed frame raises and changes nothing at all."""
         before = _everything(self.ledger)
         with pytest.raises(Malformed):
-            self.ledger.take(worker, bad)
+            self.ledger.accept(worker, bad)
         assert _everything(self.ledger) == before
 
-    # what always holds
+    # What always holds.
 
     def check(self) -> None:
         self.ledger.check()
@@ -374,16 +376,16 @@ class World:
             assert getattr(counts, name) == getattr(e, name), name
         seen = counts.repeated + counts.late + counts.unwanted + counts.stale + self.in_gaps
         assert self.offered == counts.accepted - self.restored + seen, "a token is unaccounted for"
-        assert self.ledger.lost() == 0
+        assert self.ledger.lost_tokens() == 0
         assert self.opened == len(self.ledger) + self.closed + self.withdrawn
         begun = [bool(self.ledger.entries[i].episode.tokens) for i in self.ledger.queue]
-        assert begun == sorted(begun, reverse=True), "what has begun is queued first"
+        assert begun == sorted(begun, reverse=True), "responses that have begun are queued first"
         assert {w: self.ledger.running(w) for w in WORKERS} == {
             w: sum(x.worker == w for x in self.live.values()) for w in WORKERS
         }
 
     def finish(self) -> None:
-        """Let an honest worker finish all that is open: each must come out true."""
+        """Let a correct worker finish all open responses: each must have its correct tokens."""
         for worker in WORKERS:
             self._lose(worker)
         while self.ledger.entries:
@@ -391,14 +393,14 @@ class World:
                 work = self._assign("a", 3)
                 self._deliver("a", frame(3, [work.row(work.start, work.end() - work.start)]))
             for id in self._turns():
-                self._judge(id)
+                self._grade(id)
             self.check()
         assert self.opened == self.closed + self.withdrawn
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_response_ends_true(data: st.DataObject) -> None:
+def test_every_response_ends_with_its_correct_tokens(data: st.DataObject) -> None:
     world = World(lambda options: data.draw(st.sampled_from(options)))
     for _ in range(data.draw(st.integers(1, 30))):
         world.step()
@@ -406,7 +408,7 @@ def test_every_response_ends_true(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_response_ends_true_in_a_long_run(seed: int) -> None:
+def test_long_random_run_ends_with_the_correct_tokens(seed: int) -> None:
     world = World(random.Random(seed).choice)
     for _ in range(1000):
         world.step()
@@ -416,9 +418,9 @@ def test_every_response_ends_true_in_a_long_run(seed: int) -> None:
     assert c.accepted == c.closed + c.withdrawn
 
 
-def test_late_frames_are_late_when_nobody_remembers_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of handles that are over is bounded."""
-    monkeypatch.setattr(ledgers, "REMEMBERED", 2)
+def test_frame_of_a_forgotten_handle_counts_as_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of ended handles that are remembered is bounded."""
+    monkeypatch.setattr(ledgers, "MAX_ENDED_HANDLES", 2)
     ledger = Ledger()
     works = []
     for n in range(4):
@@ -427,16 +429,16 @@ def test_late_frames_are_late_when_nobody_remembers_why(monkeypatch: pytest.Monk
         works.append(Work(f"{n}/0", entry.handle, "a", 1, 0))
     ledger.withdraw([w.id for w in works])
     for work in works:
-        ledger.take("a", frame(1, [work.row(0, 1)]))
+        ledger.accept("a", frame(1, [work.row(0, 1)]))
     assert (ledger.counts.late, ledger.counts.unwanted) == (2, 2)
-    assert len(ledger._over) == 2
+    assert len(ledger._ended) == 2
     ledger.check()
 
 
-def test_a_response_is_opened_once_and_given_out_once() -> None:
+def test_response_is_opened_once_and_assigned_once() -> None:
     ledger = Ledger()
     ledger.open(episode("1/0"))
-    with pytest.raises(ValueError, match="open already"):
+    with pytest.raises(ValueError, match="already open"):
         ledger.open(episode("1/0"))
     ledger.assign(ledger.queue.popleft(), "a", 1)
     with pytest.raises(AssertionError):
@@ -445,15 +447,15 @@ def test_a_response_is_opened_once_and_given_out_once() -> None:
         ledger.close("1/0")
 
 
-def test_check_finds_what_is_broken() -> None:
-    """The rules can fail: each of these is a ledger that somebody has broken."""
+def test_check_finds_every_broken_rule() -> None:
+    """The rules can fail: each of these changes breaks the ledger."""
 
     def broken(how: Callable[[Ledger], object]) -> None:
         ledger = Ledger()
         for n in (2, 3):
             ledger.open(episode(f"{n}/0"))
         entry = ledger.assign(ledger.queue.popleft(), "a", 1)
-        ledger.take("a", frame(1, [Work("2/0", entry.handle, "a", 1, 0).row(0, 2)]))
+        ledger.accept("a", frame(1, [Work("2/0", entry.handle, "a", 1, 0).row(0, 2)]))
         ledger.check()
         how(ledger)
         with pytest.raises(AssertionError):
@@ -467,6 +469,6 @@ def test_check_finds_what_is_broken() -> None:
     broken(lambda x: x.queue.clear())
     broken(lambda x: x._by_worker.clear())
     broken(lambda x: x._running.clear())
-    broken(lambda x: x._over.update(dict.fromkeys(x._running, "moved")))
+    broken(lambda x: x._ended.update(dict.fromkeys(x._running, "moved")))
     broken(lambda x: setattr(x.entries["2/0"].episode, "finish", "stop"))
-    broken(lambda x: x.entries["2/0"].episode.made_by(1, 1))
+    broken(lambda x: x.entries["2/0"].episode.record_version(1, 1))

@@ -1,8 +1,8 @@
-"""A whole fleet in one event loop that runs in virtual time and can be stopped between any two of its callbacks.
+"""A whole fleet in one event loop that runs in virtual time and can be interrupted between any two callbacks.
 
-Everything is the product's (Rollout, Dispatch, Journal, Session, Host, links in memory) except three things: the loop's
-clock, the engine (its tokens are a hash of seed and context), and the engine's thread, whose steps the loop takes
-itself. So a run is the same every time, callback by callback, and "lose a worker at callback k" means one moment.
+Everything is product code (Rollout, Dispatch, Journal, Session, EngineThread, links in memory) except three things: the
+loop's clock, the engine (its tokens are a hash of seed and context), and the engine's thread, whose steps run in the
+loop. Therefore a run is the same every time, callback by callback, and "lose a worker at callback k" is one moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hashing import Asking, Hashing, Words
+from hashing import CharacterText, Hashing, MultiTurnEnv
 from step_loop import StepLoop
 
 from windfall.config import RolloutSection as Options
@@ -38,42 +38,42 @@ from windfall.worker.session import Session
 
 TASKS = (0, 1, 2, 3)
 SIZE = 2
-MOST_CALLBACKS = 200_000
+MAX_CALLBACKS = 200_000
 
 
-class _Bell(queue.SimpleQueue[Any]):
-    """Orders for a host, and something that hears them."""
+class _NotifyingQueue(queue.SimpleQueue[Any]):
+    """Orders for an engine; `on_put` is called after each."""
 
-    heard: Callable[[], None] = staticmethod(lambda: None)
+    on_put: Callable[[], None] = staticmethod(lambda: None)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         super().put(item, block, timeout)
-        self.heard()
+        self.on_put()
 
 
 class LoopHost(EngineThread):
-    """The product's host without its thread."""
+    """EngineThread without its thread: the event loop runs the steps."""
 
     def __init__(self, engine: Any, slots: int, step_s: float) -> None:
         super().__init__(engine, slots)
         self._step_s, self._wake = step_s, asyncio.Event()
-        bell = self._orders = _Bell()
-        bell.heard = self._wake.set
+        orders = self._orders = _NotifyingQueue()
+        orders.on_put = self._wake.set
 
     async def live(self, awake: asyncio.Event) -> None:
         while True:
             await awake.wait()
-            self._obey()
+            self._run_orders()
             if self._paused or not len(self.engine):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
             await asyncio.sleep(self._step_s)
-            self._obey()
+            self._run_orders()
             if awake.is_set() and not self._paused and len(self.engine):
                 self._step()
 
-    def _obey(self) -> None:
+    def _run_orders(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 order = self._orders.get_nowait()
@@ -81,8 +81,8 @@ class LoopHost(EngineThread):
                 order()
 
 
-class _Valve:
-    """A link that stands still while the worker is frozen."""
+class _FreezableLink:
+    """A link that carries nothing while the worker is frozen."""
 
     def __init__(self, link: MemoryLink, awake: asyncio.Event) -> None:
         self.peer, self._link, self._awake = link.peer, link, awake
@@ -111,7 +111,7 @@ class Hand:
         self.awake.set()
         self.engine = Hashing(crew.made)
         host = LoopHost(self.engine, slots, crew.step_s)
-        session = Session(_Valve(self._theirs, self.awake), host, has_it, heartbeat_s=0.5)
+        session = Session(_FreezableLink(self._theirs, self.awake), host, has_it, heartbeat_s=0.5)
         hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease())
         self._before = set(crew.dispatch.members.all)
         self.attended = asyncio.create_task(crew.dispatch.attend(self._ours, hello))
@@ -119,14 +119,14 @@ class Hand:
 
     @property
     def member(self) -> Member | None:
-        """As the controller knows it."""
+        """The worker as the controller sees it."""
         return next(
             (w for id, w in self.crew.dispatch.members.all.items() if w.name == self.name and id not in self._before),
             None,
         )
 
     def kill(self, *, lossy: bool = False) -> None:
-        """As SIGKILL: nothing more is made or sent, and the link ends. `lossy`: what was on its way is gone, too."""
+        """Like SIGKILL: nothing more is generated or sent, and the link closes. `lossy`: frames on the way are lost."""
         for task in self.work:
             task.cancel()
         self._theirs._wire.why = "killed"
@@ -147,7 +147,7 @@ class Crew:
 
     dispatch: Dispatch
     rollout: Rollout
-    env: Asking
+    env: MultiTurnEnv
     loop: StepLoop
     made: Counter[tuple[int, int]] = field(default_factory=Counter)
     hands: list[Hand] = field(default_factory=list)
@@ -167,9 +167,9 @@ class Crew:
     def check(self) -> None:
         self.dispatch.ledger.check()
         self.dispatch.members.check()
-        held = {e.worker for e in self.dispatch.ledger.entries.values() if e.place == "running"}
+        held = {e.worker for e in self.dispatch.ledger.entries.values() if e.state == "running"}
         here = {w.id for w in self.dispatch.members.here()}
-        assert held <= here, f"{held - here} are gone and hold responses"
+        assert held <= here, f"{held - here} are gone but hold responses"
 
     async def roll(self) -> None:
         for name in ("a", "b", "c"):
@@ -193,35 +193,35 @@ class Crew:
 
 
 Moment = Callable[[Crew], object]
-"""Called between any two callbacks of the loop, once the workers are there."""
+"""Called between any two callbacks of the loop, once there are workers."""
 
 
 def roll(
     folder: Path, moment: Moment = lambda crew: None, *, journal: Path | None = None, check_from: int = 0,
-    max_tokens: int = 24, stop: frozenset[int] = Words.stop,
+    max_tokens: int = 24, stop: frozenset[int] = CharacterText.stop,
 ) -> Crew:  # fmt: skip
-    """One rollout, from its first callback to its last group; the rules are checked between any two callbacks
-    (`check_from` this one on: what comes before is the same in every run)."""
+    """Run one rollout, from its first callback to its last group. The rules are checked between any two callbacks,
+    beginning with `check_from`: what comes before is the same in every run."""
     with asyncio.Runner(loop_factory=StepLoop) as runner:
         loop: Any = runner.get_loop()
 
         async def main() -> Crew:
             events = EventLog(folder / "events.jsonl")
             written = Journal(journal, "settings") if journal else None
-            dispatch, env, text = Dispatch(events=events, journal=written), Asking(), Words()
+            dispatch, env, text = Dispatch(events=events, journal=written), MultiTurnEnv(), CharacterText()
             options = Options(max_tokens=max_tokens, reward_tries=2, reward_timeout_s=20.0)
             rollout = Rollout(dispatch, InProcess(env), text, options, seed=3, events=events)  # pyright: ignore
             crew = Crew(dispatch=dispatch, rollout=rollout, env=env, loop=loop)
             text.stop = stop
             if written is not None:
-                rollout.past = written.begin(0)
+                rollout.history = written.open(0)
             dispatch.set_offer(Offer(version=0, digest="d0", url=""))
 
             def between() -> None:
                 if not crew.hands:
                     return
                 crew.callbacks += 1
-                assert crew.callbacks < MOST_CALLBACKS, "the rollout does not come to an end"
+                assert crew.callbacks < MAX_CALLBACKS, "the rollout does not end"
                 if crew.callbacks >= check_from:
                     crew.check()
                 moment(crew)
@@ -249,7 +249,7 @@ def roll(
 
 @dataclass
 class Once:
-    """A Moment: does `then` the first time that `when` holds."""
+    """A Moment that calls `then` the first time `when` holds."""
 
     when: Callable[[Crew], object]
     then: Callable[[Crew], object]
@@ -274,7 +274,7 @@ def later(crew: Crew, delay_s: float, call: Callable[[], object]) -> None:
 
 
 def relieve(loads: Any, held: Any, **_: Any) -> list[Any]:
-    """In place of `rebalance`: whoever stands idle gets half of what the busiest has, whether that pays or not."""
+    """Replaces `rebalance`: an idle worker gets half of the busiest worker's responses, whether that pays or not."""
     idle = [load for load in loads if load.running == 0]
     busy = max(loads, key=lambda load: load.running)
     if not idle or busy.running < 2:

@@ -1,4 +1,4 @@
-"""The real door of a controller on loopback (port, gate, dispatch), and workers that dial it."""
+"""A controller that listens on loopback (port, gate, dispatch), and workers that connect to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPEC = m.EngineSpec(
 
 
 class Slow(Hashing):
-    """A step takes a moment, so that something can happen between two. Its weights are what was swapped in last."""
+    """Each step takes 2 ms, so that something can happen between two. `weights` are those that were swapped in last."""
 
     def __init__(self) -> None:
         super().__init__(Counter())
@@ -55,7 +55,7 @@ class Slow(Hashing):
 
 
 class Pulling:
-    """As weights.pull.Puller: what it holds need not be fetched again."""
+    """A stand-in for weights.pull.Puller: weights that it holds are not fetched again."""
 
     def __init__(self) -> None:
         self.bytes_received = 0
@@ -75,7 +75,7 @@ class Pulling:
 
 
 class Site:
-    """A controller, without a run around it."""
+    """A controller without a run."""
 
     def __init__(self, folder: Path) -> None:
         self.events = EventLog(folder / "events.jsonl")
@@ -152,7 +152,7 @@ class Worker:
 
 @asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[tuple[Site, Callable[..., Worker]]]:
-    """A controller that listens, and a way to start workers that dial it."""
+    """A listening controller, and a function that starts a worker which connects to it."""
     s, workers = Site(folder), []
     await s.port.open()
     watching = asyncio.create_task(s.dispatch.watch())

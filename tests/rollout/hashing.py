@@ -1,6 +1,6 @@
-"""An engine whose tokens are a hash of seed and context, and an environment whose feedback follows from what was said.
+"""An engine whose tokens are a hash of seed and context, and an environment whose feedback is a hash of the turns.
 
-Another context, however slightly, gives other tokens: a response that goes on from the wrong place is seen.
+The slightest change of the context changes the tokens, so a response that continues from the wrong place is noticed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ STOP = 0
 
 
 def said(seed: int, context: Sequence[int]) -> tuple[int, float]:
-    """The token that follows, and its log-prob. Another context, however slightly, gives another token."""
+    """The next token and its log-prob. The slightest change of the context changes the token."""
     bits = xxhash.xxh3_64_intdigest(f"{seed}/{list(context)}".encode())
     return STOP if bits % 9 == 0 else 65 + bits // 9 % 26, -(bits % 1024) / 1024
 
 
 class Hashing:
-    """Keeps to the Engine seam. Counts in `made` how often each (seed, position) was made, over all engines."""
+    """Implements Engine. Counts in `made` how often each (seed, position) was generated, over all engines."""
 
     def __init__(self, made: Counter[tuple[int, int]]) -> None:
         self.version, self.made = 0, made
@@ -60,13 +60,13 @@ class Hashing:
         self.version = version
 
 
-class Words:
-    """One character, one id."""
+class CharacterText:
+    """A stand-in for models.text.Text: each character is one token; a stop token is not part of the text."""
 
     stop = frozenset({STOP})
 
-    def prompt(self, words: str) -> tuple[int, ...]:
-        return tuple(map(ord, words))
+    def prompt(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
 
     observation = prompt
 
@@ -74,9 +74,8 @@ class Words:
         return "".join(chr(i) for i in ids if i != STOP)
 
 
-class Asking:
-    """Odd tasks take up to three turns; some rewards take their time, some never come. All that follows from what was
-    said."""
+class MultiTurnEnv:
+    """Odd tasks take up to three turns; some rewards are slow, some never arrive. It depends only on the turns."""
 
     def __init__(self) -> None:
         self.asked: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -92,5 +91,5 @@ class Asking:
         if task.answer % 2 and len(turns) < 3:
             return Feedback(observation=f"+{len(turns)}")
         if bits % 5 == 0:
-            raise ConnectionError("the judge is away")
+            raise ConnectionError("the grader is away")
         return Feedback(reward=float(len(texts[-1])))

@@ -1,7 +1,7 @@
 """Two workers in this process, each with its own engine and thread over the same small model, and responses for them.
 
-The first is held between two steps, so that what it has handed over is known to the token; the second comes when it is
-called.
+The first worker is held between two steps, so that the tokens it has sent are known exactly. The second joins when a
+test calls `join`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from windfall.worker.in_process import has_it, inside
 from windfall.worker.session import Session
 
 STOPS = frozenset(range(3, 9))
-"""Of 160 tokens: some siblings stop early, others at the limit."""
+"""Six of the 160 tokens stop a response: some siblings stop early, others at the limit."""
 LONGEST = 14
 IDS = ("4/0", "4/1", "4/2", "5/0", "5/1")
 WAIT_S = 30.0
 
 
 class Held:
-    """An engine that stands still before step `limit` + 1, and keeps what it was asked and what it made."""
+    """An engine that stops before step `limit` + 1, and records its requests and the number of tokens it generated."""
 
     def __init__(self, engine: Any, limit: int = 10**9) -> None:
         self._engine, self._limit = engine, limit
         self.requests: list[Request] = []
         self.made = 0
-        self.standing, self.go = threading.Event(), threading.Event()
+        self.stopped, self.go = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -59,8 +59,8 @@ class Held:
 
     def step(self) -> list[Chunk]:
         if self._limit == 0:
-            self.standing.set()
-            assert self.go.wait(WAIT_S), "nobody let the engine go on"
+            self.stopped.set()
+            assert self.go.wait(WAIT_S), "the engine was never released"
         self._limit -= 1
         chunks = self._engine.step()
         self.made += len(chunks)
@@ -81,7 +81,7 @@ def model(seed: int = 0) -> Any:
 
 
 def clone() -> Any:
-    """A model of its own, with the weights of version 0: what a swap may write to."""
+    """A separate model with the weights of version 0, which a swap may overwrite."""
     made = type(model())(model().config).eval()
     made.load_state_dict(model().state_dict())
     made.set_attn_implementation(attention.NAME)
@@ -112,7 +112,7 @@ def episodes() -> dict[str, Episode]:
 
 
 def drained(e: Any, *asked: Request) -> dict[str, tuple[list[int], list[float]]]:
-    """Tokens and log-probs, as a link carries them."""
+    """Tokens and log-probs of these requests, in the precision of a link."""
     out: dict[str, tuple[list[int], list[float]]] = {}
     for r in asked:
         e.add(r)
@@ -143,11 +143,11 @@ class Scene:
     first: Held
     second: Held
     worker: Session
-    """The first one."""
+    """The first worker."""
     join: Callable[[], Any]
-    """The second one comes."""
+    """Lets the second worker join."""
     lost: int = 0
-    """Workers, as long as it went on."""
+    """Number of workers that were lost when all responses had ended."""
     ended: set[str] = field(default_factory=set)
     episodes: dict[str, Episode] = field(default_factory=episodes)
 
@@ -165,7 +165,7 @@ class Scene:
         return self.dispatch.ledger.counts.accepted
 
     def state(self) -> WorkerState | None:
-        """Of the first worker."""
+        """State of the first worker."""
         member = self.dispatch.members.all.get("first")
         return member.state if member else None
 
@@ -174,7 +174,7 @@ class Scene:
 async def scene(
     folder: Path, cut: int, *, deterministic: bool = True, pull: Any = has_it, slots: int = 16, engines: Any = None
 ) -> AsyncIterator[Scene]:
-    """All responses are with the first worker, which has made `cut` steps, all of them heard of."""
+    """The first worker holds all responses and has run `cut` steps, whose tokens have all been accepted."""
     events = EventLog(folder / "events.jsonl")
     dispatch = Dispatch(events=events, vocabulary=VOCABULARY)
     dispatch.set_offer(Offer(version=0, digest="d0", url=""))
@@ -195,8 +195,8 @@ async def scene(
             await s.until(lambda: s.state() is WorkerState.READY, "the first worker is ready")
             for e in s.episodes.values():
                 dispatch.open(e)
-            await s.until(first.standing.is_set, "the first worker stands")
-            await s.until(lambda: s.accepted() == first.made, "all it made was heard of")
+            await s.until(first.stopped.is_set, "the first worker has stopped")
+            await s.until(lambda: s.accepted() == first.made, "all its tokens were accepted")
             yield s
             await s.until(lambda: len(s.ended) == len(IDS), "all responses have ended")
             s.lost = dispatch.members.lost

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, words that are their own token ids, and the environment around them."""
+"""An engine that generates a given text, and an environment whose feedback a test decides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hashing import STOP, CharacterText
+
 from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
@@ -18,29 +20,14 @@ from windfall.rollout.groups import Rollout, seed_of
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
 from windfall.worker.in_process import inside
 
-STOP = 0
 SEED = 3
 NAMES = {seed_of(SEED, task, sibling): f"{task}/{sibling}" for task in range(100) for sibling in range(8)}
-"""A worker knows a response by a handle only; a script goes by its name."""
-
-
-class Words:
-    """One character, one id; a stop token is not part of what was said."""
-
-    stop = frozenset({STOP})
-
-    def prompt(self, words: str) -> tuple[int, ...]:
-        return tuple(map(ord, words))
-
-    observation = prompt
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(i) for i in ids if i != STOP)
+"""Response ids by seed. A worker knows a response only by its handle; a script needs its id."""
 
 
 class Scripted:
-    """Keeps to the Engine seam. `script(request)` is all that a request will get if nothing cuts it. Requests have the
-    names of their responses here."""
+    """Implements Engine. `script(request)` is the whole text of a request, unless it is cut off. Requests carry the ids
+    of their responses here."""
 
     def __init__(self, script: Callable[[Request], str]) -> None:
         self.version = 0
@@ -61,9 +48,9 @@ class Scripted:
         self._running[handle] = (request, [*map(ord, self._script(request)), STOP][::-1])
 
     def cancel(self, id: str) -> None:
-        found = self._running.pop(id, None)
-        if found:
-            self.cancelled.append(found[0].id)
+        running = self._running.pop(id, None)
+        if running:
+            self.cancelled.append(running[0].id)
 
     def step(self) -> list[Chunk]:
         chunks = [self._next(handle, request, left) for handle, (request, left) in list(self._running.items())]
@@ -86,10 +73,11 @@ class Scripted:
 
 
 class Asks:
-    """Task number n asks "n="; what the environment says to an episode is up to `judge`."""
+    """An environment: task n asks "n="; `judge` decides the feedback."""
 
     def __init__(self, judge: Callable[[Task, Sequence[Turn]], Awaitable[Feedback]]) -> None:
         self.heard: list[tuple[str, tuple[Turn, ...]]] = []
+        """(task id, turns) of every request for feedback."""
         self._judge = judge
 
     def task(self, index: int) -> Task:
@@ -102,11 +90,11 @@ class Asks:
 
 @asynccontextmanager
 async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> AsyncIterator[Rollout]:
-    """A Rollout over these, with a single worker in this process."""
+    """A Rollout with this engine and environment, and a single worker in this process."""
     events = EventLog(folder / "events.jsonl")
     dispatch = Dispatch(events=events)
     options = {"max_tokens": 100, "reward_tries": 1, "reward_timeout_s": 20.0} | options
-    text: Any = Words()
+    text: Any = CharacterText()
     rollout = Rollout(dispatch, InProcess(env), text, Options(**options), seed=SEED, events=events)
     async with inside(dispatch, engine, slots=256, on_failure=rollout.interrupt):
         dispatch.set_offer(Offer(version=engine.version, digest="as it is", url=""))

@@ -1,7 +1,7 @@
-"""An event loop in virtual time that can be looked at, and disturbed, between any two of its callbacks.
+"""An event loop in virtual time. A test can inspect and disturb it between any two callbacks.
 
-Waiting takes no time, what belongs in a thread is done at once, and nothing depends on the clock or on chance: the same
-coroutines take the same callbacks every time.
+Waiting takes no time, work for a thread is done at once, and nothing depends on the clock or on chance: the same
+coroutines run the same callbacks every time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise RuntimeError("everybody waits and nothing is scheduled")
+            raise RuntimeError("deadlock: every task waits and nothing is scheduled")
         self.now_s += max(timeout, 0.0)
         return super().select(0)
 
 
 class _Ready(deque[Any]):
-    """The loop's callbacks that are due. `before` is called before each is taken."""
+    """Callbacks that are due. `before` is called before each of them is taken."""
 
     before: Callable[[], None] = staticmethod(lambda: None)
 
@@ -41,20 +41,23 @@ class StepLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jump)
         self._ready = _Ready()
         self.errors: list[str] = []
-        """What callbacks and forgotten tasks raised: an event loop only logs it."""
-        self.set_exception_handler(lambda _, said: self.errors.append(f"{said['message']}: {said.get('exception')!r}"))
+        """Exceptions of callbacks and of tasks that are never awaited: an event loop only logs them."""
+        self.set_exception_handler(self._record)
+
+    def _record(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.errors.append(f"{context['message']}: {context.get('exception')!r}")
 
     def time(self) -> float:
         return self._jump.now_s
 
     def between(self, call: Callable[[], None] | None) -> None:
-        """Call this between any two callbacks, from now on."""
+        """From now on, call this between any two callbacks."""
         self._ready.before = call or (lambda: None)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         done = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as e:  # it is for whoever waits, as from a thread
+        except Exception as e:  # raised where the result is awaited, as from a thread
             done.set_exception(e)
         return done

@@ -1,4 +1,4 @@
-"""Groups out of tasks: every episode once, rewards waited for beside the engine, turns and limits."""
+"""From tasks to groups: every episode comes out once, grading does not block generation, turns and limits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_episode_comes_out_once(
         assert [r.tokens for r in g.responses] == [(ord("x"),) * n + (STOP,) for n in lengths[g.index - first]]
         assert g.rewards == tuple(map(float, lengths[g.index - first]))
         assert g.task == env.task(g.index)
-    assert rollout.made == sum(n + 1 for row in lengths for n in row)
+    assert rollout.sampled_tokens == sum(n + 1 for row in lengths for n in row)
     assert len({r.seed for r in engine.requests}) == len(env.heard) == 2 * len(lengths)
     assert (rollout.failures.missing, len(engine), engine.cancelled) == (0, 0, [])
 
@@ -62,7 +62,7 @@ def test_seed_of_a_response_never_changes() -> None:
     assert len({seed_of(s, t, i) for s in range(3) for t in (1, 11, 111) for i in range(12)}) == 108
 
 
-def test_groups_come_as_they_complete_unless_asked_for_in_order(tmp_path: Path) -> None:
+def test_groups_come_out_as_they_complete_or_in_order(tmp_path: Path) -> None:
     def script(request: Request) -> str:
         return "x" * (30 - 10 * int(request.id[0]))
 
@@ -71,8 +71,8 @@ def test_groups_come_as_they_complete_unless_asked_for_in_order(tmp_path: Path) 
     assert [g.index for g in groups] == [1, 0, 2]
 
 
-def test_slow_reward_does_not_hold_up_tokens(tmp_path: Path) -> None:
-    """The reward of the short response comes only after the long one has got its last token."""
+def test_slow_reward_does_not_delay_tokens(tmp_path: Path) -> None:
+    """The reward of the short response arrives only after the last token of the long one."""
     last_token = threading.Event()
     engine = Scripted(lambda request: "x" * (1 if request.id == "0/0" else 50))
     engine.stepped = lambda: len(engine) or last_token.set()
@@ -90,7 +90,7 @@ def test_slow_reward_does_not_hold_up_tokens(tmp_path: Path) -> None:
 def test_failed_reward_is_missing_and_counted(tmp_path: Path) -> None:
     async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
         if turns[-1].text == "bad":
-            raise ConnectionError("the judge is away")
+            raise ConnectionError("the grader is away")
         return await by_length(task, turns)
 
     env = Asks(judge)
@@ -102,14 +102,14 @@ def test_failed_reward_is_missing_and_counted(tmp_path: Path) -> None:
     assert len(env.heard) == 4
     (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "reward_missing"]
     assert event["response"] == "4/1"
-    assert "the judge is away" in event["error"]
+    assert "the grader is away" in event["error"]
 
 
 async def twice(task: Task, turns: Sequence[Turn]) -> Feedback:
     return Feedback(observation="no") if len(turns) == 1 else Feedback(reward=0.75)
 
 
-def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
+def test_second_turn_continues_after_the_observation(tmp_path: Path) -> None:
     engine, env = Scripted(lambda request: "ab" if request.position == 0 else "c"), Asks(twice)
     groups, rollout = run(engine, env, tmp_path, tasks=[7], max_tokens=9)
     first, second = engine.requests
@@ -120,20 +120,20 @@ def test_second_turn_goes_on_after_the_observation(tmp_path: Path) -> None:
     assert r.sampled == (True, True, True, False, False, True, True)
     assert r.logprobs == (-ord("a") / 256, -ord("b") / 256, 0.0, 0.0, 0.0, -ord("c") / 256, 0.0)
     assert r.versions == (0, 0, 0, -1, -1, 0, 0)
-    assert (r.reward, r.turns, r.finish, r.made, rollout.made) == (0.75, 2, "stop", 5, 5)
+    assert (r.reward, r.turns, r.finish, r.sampled_count, rollout.sampled_tokens) == (0.75, 2, "stop", 5, 5)
     assert env.heard[-1][1] == (Turn(text="ab", observation="no"), Turn(text="c"))
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "tokens", "reward"),
     [
-        (2, "ab", None),  # cut within the first turn: nobody has judged it
+        (2, "ab", None),  # cut off within the first turn, so it has no reward
         (5, "ab\0", None),  # no room for an answer to the observation
-        (6, "ab\0noc", 0.75),  # room for one token of it, which is all that is judged
+        (6, "ab\0noc", 0.75),  # room for one token of the answer, and that is graded
         (7, "ab\0noc\0", 0.75),
     ],
 )
-def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str, reward: float | None) -> None:
+def test_token_limit_covers_all_turns(tmp_path: Path, max_tokens: int, tokens: str, reward: float | None) -> None:
     engine = Scripted(lambda request: "ab" if request.position == 0 else "c")
     groups, rollout = run(engine, Asks(twice), tmp_path, tasks=[7], max_tokens=max_tokens)
     (r,) = groups[0].responses
@@ -146,7 +146,7 @@ def test_limit_holds_over_all_turns(tmp_path: Path, max_tokens: int, tokens: str
 
 
 @pytest.mark.parametrize(("max_tokens", "tokens"), [(2, "ab"), (5, "ab\0")])
-def test_response_that_runs_out_of_tokens_gets_what_its_last_turn_is_worth(
+def test_response_that_runs_out_of_tokens_gets_the_reward_of_its_last_turn(
     tmp_path: Path, max_tokens: int, tokens: str
 ) -> None:
     async def judge(task: Task, turns: Sequence[Turn]) -> Feedback:
@@ -159,8 +159,8 @@ def test_response_that_runs_out_of_tokens_gets_what_its_last_turn_is_worth(
     assert rollout.failures.missing == 0
 
 
-def test_guess_punishes_running_out_of_tokens(tmp_path: Path) -> None:
-    """A number that is never right, in turns of 3 tokens."""
+def test_guess_gives_no_reward_for_running_out_of_tokens(tmp_path: Path) -> None:
+    """The guess is never right, in turns of 3 tokens."""
     guess: Any = Guess(low=1, high=9, max_turns=50)
     groups, rollout = run(Scripted(lambda request: "0"), guess, tmp_path, tasks=[0], max_tokens=40)
     assert groups[0].responses[0].turns > 2

@@ -1,4 +1,4 @@
-"""However a rollout ends before its time, nothing of it is left in the engine and nobody is waited for."""
+"""However a rollout ends early, nothing of it is left in the engine, and it waits for nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def right(task: Task, turns: Sequence[Turn]) -> Feedback:
     return Feedback(reward=1.0)
 
 
-def test_stop_ends_between_two_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_stop_ends_between_two_steps_and_leaves_nothing_running(tmp_path: Path) -> None:
     engine = Scripted(lambda request: "x" * (2 if request.id == "0/0" else 1000))
     cancelled: list[str] = []
 
@@ -38,12 +38,12 @@ def test_stop_ends_between_two_steps_and_leaves_nothing_behind(tmp_path: Path) -
             with pytest.raises(Stopped):
                 await anext(rollout.groups([0, 1, 2], size=2, sampling=Sampling()))
             assert counts.accepted < 2000
-            with pytest.raises(Stopped):  # and nobody begins again
+            with pytest.raises(Stopped):  # every later call raises, too
                 await anext(rollout.groups([3], size=1, sampling=Sampling()))
             assert len(rollout.dispatch.ledger) == 0
 
     asyncio.run(main())
-    assert sorted(engine.cancelled) == ["0/1", "1/0", "1/1", "2/0", "2/1"]  # 0/0 was being judged
+    assert sorted(engine.cancelled) == ["0/1", "1/0", "1/1", "2/0", "2/1"]  # 0/0 was being graded
     assert cancelled == ["n/0"]
     assert len(engine) == 0
 
@@ -64,7 +64,7 @@ def test_stop_does_not_wait_for_rewards(tmp_path: Path) -> None:
     assert asyncio.run(main()) - started < 5
 
 
-def test_whoever_stops_reading_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_closing_the_generator_leaves_nothing_running(tmp_path: Path) -> None:
     engine = Scripted(lambda request: "x" * (1 if request.id == "0/0" else 1000))
 
     async def main() -> None:
@@ -77,7 +77,7 @@ def test_whoever_stops_reading_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(engine.cancelled) == ["1/0", "2/0"]
 
 
-def test_request_that_no_worker_takes_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_response_that_no_worker_can_hold_ends_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.scheduling.room.NO_ROOM_S", 0.1)
 
     class Small(Scripted):
@@ -92,7 +92,7 @@ def test_request_that_no_worker_takes_takes_the_others_with_it(tmp_path: Path, m
     assert sorted(engine.cancelled) == ["0/0", "0/1", "1/0", "2/0", "2/1"]
 
 
-def test_engine_that_breaks_ends_the_wait(tmp_path: Path) -> None:
+def test_error_of_the_engine_ends_the_rollout(tmp_path: Path) -> None:
     class Breaks(Scripted):
         def step(self) -> list[Chunk]:
             raise RuntimeError("out of memory")
@@ -101,7 +101,7 @@ def test_engine_that_breaks_ends_the_wait(tmp_path: Path) -> None:
         run(Breaks(lambda request: "x"), Asks(right), tmp_path, tasks=[0])
 
 
-def test_repeated_tokens_are_counted_and_not_taken(tmp_path: Path) -> None:
+def test_repeated_tokens_are_counted_and_not_accepted(tmp_path: Path) -> None:
     class Stutters(Scripted):
         def step(self) -> list[Chunk]:
             return [c for c in super().step() for _ in range(2)]

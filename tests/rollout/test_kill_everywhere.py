@@ -1,9 +1,8 @@
-"""Lose workers in every state, and between any two callbacks of the event loop: the same groups come out.
+"""Workers are lost in every state and between any two callbacks of the event loop: the same groups come out.
 
-`crew` says what is real here and what is not. By default the moments are sampled; `-m slow` takes every one of them.
-Not covered: threads and real sockets (tests/worker), real processes (the soak test), several things at once, a lost
-trainer or controller (tests/sim/chaos/test_chaos.py). What that does not have, and is here: several turns, and every state of
-a worker by name.
+`crew` says what is real here and what is not. By default the moments are sampled; `-m slow` runs every one of them.
+Not covered: threads and real sockets (tests/worker), real processes (the soak test), several faults at once, a lost
+trainer or controller (tests/sim/chaos/test_chaos.py). Only here: several turns, and every state of a worker by name.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from windfall.scheduling.members import WorkerState
 from windfall.types import Response
 
 ENGINE_STEP = len(TASKS) * SIZE
-"""The most tokens that one step of all engines makes."""
+"""Upper limit for the tokens that one step of all engines generates."""
 
 
 @cache
 def undisturbed() -> tuple[dict[str, Response], int]:
-    """What comes out when nothing happens, and how many callbacks that takes."""
+    """The responses of a run without faults, and its number of callbacks."""
     with TemporaryDirectory() as folder:
         crew = roll(Path(folder))
     assert len(crew.responses) == len(TASKS) * SIZE
@@ -39,18 +38,18 @@ def undisturbed() -> tuple[dict[str, Response], int]:
 
 
 def assert_same(crew: Crew, *, again: int) -> None:
-    """The responses are those of a run without loss; at most `again` tokens had to be made twice."""
+    """The responses are those of a run without faults; at most `again` tokens were generated twice."""
     expected, _ = undisturbed()
     assert crew.responses == expected
     ledger = crew.dispatch.ledger
-    assert (len(ledger), ledger.lost(), list(ledger.queue)) == (0, 0, [])
-    tokens = sum(r.made for r in expected.values())
+    assert (len(ledger), ledger.lost_tokens(), list(ledger.queue)) == (0, 0, [])
+    tokens = sum(r.sampled_count for r in expected.values())
     assert ledger.counts.accepted == ledger.counts.closed == tokens == len(crew.made)
     assert sum(crew.made.values()) - tokens <= again
-    assert max(crew.env.asked.values()) <= 2, "a turn is graded once (and again where that failed)"
+    assert max(crew.env.asked.values()) <= 2, "a turn is graded once, and once more if that failed"
 
 
-# Things that happen at one moment. `again`: tokens of steps that had been made and not been heard of.
+# Faults that happen at one moment. `again`: tokens that had been generated and had not arrived.
 
 
 def kill_one(crew: Crew) -> None:
@@ -67,14 +66,14 @@ def kill_two(crew: Crew) -> None:
 
 
 def kill_all(crew: Crew) -> None:
-    """Somebody else comes, later."""
+    """Another worker joins later."""
     for hand in crew.hands:
         hand.kill(lossy=True)
     later(crew, 3.0, lambda: crew.hire("d"))
 
 
 def flap(crew: Crew, times: int = 8) -> None:
-    """Gone and back at once, again and again, under the same name."""
+    """A worker is lost and rejoins at once, again and again, under the same name."""
     crew.hands[-1].kill(lossy=True)
     crew.hire("a")
     if times:
@@ -82,18 +81,18 @@ def flap(crew: Crew, times: int = 8) -> None:
 
 
 def freeze(crew: Crew) -> None:
-    """It never says anything again: only its silence tells."""
+    """The worker is silent forever; only the heartbeat timeout reveals it."""
     crew.hands[0].freeze()
 
 
 def freeze_for_a_while(crew: Crew) -> None:
-    """Suspect, but not yet given up."""
+    """The worker becomes suspect, but is not yet given up."""
     crew.hands[0].freeze()
     later(crew, 4.0, crew.hands[0].thaw)
 
 
 def freeze_all_too_long(crew: Crew) -> None:
-    """Given up; and then they talk on. Others have come."""
+    """The workers are given up, others join, and then the first ones send messages again."""
     for hand in crew.hands[:3]:
         hand.freeze()
         later(crew, 11.0, hand.thaw)
@@ -113,7 +112,7 @@ def pause_and_resume(crew: Crew) -> None:
 
 
 def join_late(crew: Crew) -> None:
-    """Idle, so it is given some of what others run."""
+    """New workers are idle, so they get some of the responses that others run."""
     crew.hire("d")
     crew.hire("e")
 
@@ -122,11 +121,11 @@ EVENTS: dict[Callable[[Crew], None], int] = {
     kill_one: 2, kill_one_with_its_frames: 3, kill_two: 3, kill_all: 3, flap: 9 * 3, freeze: 2, freeze_for_a_while: 0,
     freeze_all_too_long: 3, drain: 0, pause_and_resume: 0, join_late: 0,
 }  # fmt: skip
-"""And how many engine steps of all responses may have to be made again."""
+"""Each fault, and how many engine steps of all responses may be generated again."""
 
 
 @pytest.mark.parametrize("happens", EVENTS)
-def test_sampled_moments(happens: Callable[[Crew], None], tmp_path: Path) -> None:
+def test_fault_at_sampled_moments(happens: Callable[[Crew], None], tmp_path: Path) -> None:
     _, callbacks = undisturbed()
     first = 1 + 10 * list(EVENTS).index(happens)
     moments = range(first, callbacks, 113)
@@ -138,7 +137,7 @@ def test_sampled_moments(happens: Callable[[Crew], None], tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("happens", EVENTS)
-def test_every_moment(happens: Callable[[Crew], None], tmp_path: Path) -> None:
+def test_fault_at_every_moment(happens: Callable[[Crew], None], tmp_path: Path) -> None:
     for k in range(1, undisturbed()[1]):
         _happens_at(k, happens, tmp_path)
 
@@ -155,8 +154,8 @@ def _happens_at(k: int, happens: Callable[[Crew], None], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("again_s", [0.0, 0.05])
-def test_new_weights_at_any_moment(again_s: float, tmp_path: Path) -> None:
-    """Responses go on under them; and every token says which version made it."""
+def test_new_weights_at_sampled_moments(again_s: float, tmp_path: Path) -> None:
+    """Responses continue with the new weights, and every token carries the version that generated it."""
     expected, callbacks = undisturbed()
 
     def offer(crew: Crew, version: int = 1) -> None:
@@ -173,11 +172,11 @@ def test_new_weights_at_any_moment(again_s: float, tmp_path: Path) -> None:
             versions = [v for v in response.versions if v >= 0]
             assert versions == sorted(versions)
             mixed += len(set(versions)) > 1
-        assert crew.dispatch.ledger.lost() == 0
-    assert mixed > 10, "responses should have been under way"
+        assert crew.dispatch.ledger.lost_tokens() == 0
+    assert mixed > 10, "some responses should have tokens of two versions"
 
 
-# Every state of a worker.
+# A worker is lost in every state.
 
 
 def _running(crew: Crew, hand: Hand) -> int:
@@ -189,7 +188,7 @@ def _in(state: WorkerState) -> Callable[[Crew], bool]:
 
 
 def _idle(crew: Crew) -> bool:
-    """Has given its last token and may get more: others still run."""
+    """The first worker has sent its last token and may get more work: others still run."""
     hand = crew.hands[0]
     return state_of(hand) is WorkerState.READY and not _running(crew, hand) and bool(crew.dispatch.ledger.entries)
 
@@ -210,30 +209,33 @@ def _suspect(crew: Crew) -> bool:
 
 
 STATES: dict[str, tuple[Callable[[Crew], object] | None, Callable[[Crew], bool]]] = {
-    # what to do to a busy worker, and when it is in the state
+    # By state: what to do to a busy worker, and the condition that it is in this state.
     "joining": (None, _in(WorkerState.JOINING)),
     "pulling": (None, _in(WorkerState.PULLING)),
     "ready and idle": (None, _idle),
     "ready and running": (None, _busy),
     "suspect": (lambda crew: crew.hands[0].freeze(), _suspect),
-    "paused, not yet given back": (
+    "paused, not yet released": (
         lambda crew: crew.dispatch.pause("a"), lambda c: _in(WorkerState.PAUSED)(c) and _running(c, c.hands[0]) > 0
     ),
-    "paused": (lambda crew: crew.dispatch.pause("a"), lambda c: _in(WorkerState.PAUSED)(c) and not _running(c, c.hands[0])),
-    "draining": (
-        lambda crew: crew.dispatch.drain("a", "why"), lambda c: _in(WorkerState.DRAINING)(c) and _running(c, c.hands[0]) > 0
+    "paused": (
+        lambda crew: crew.dispatch.pause("a"), lambda c: _in(WorkerState.PAUSED)(c) and not _running(c, c.hands[0])
     ),
-    "asked to give back": (lambda crew: crew.hire("d"), lambda crew: bool(crew.dispatch._releasing)),
+    "draining": (
+        lambda crew: crew.dispatch.drain("a", "why"),
+        lambda c: _in(WorkerState.DRAINING)(c) and _running(c, c.hands[0]) > 0,
+    ),
+    "asked to release": (lambda crew: crew.hire("d"), lambda crew: bool(crew.dispatch._releasing)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("lossy", [False, True], ids=["frames arrive", "frames lost"])
 @pytest.mark.parametrize("name", STATES)
-def test_lost_in_every_state(name: str, lossy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "asked to give back":
+def test_worker_lost_in_every_state(name: str, lossy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "asked to release":
         monkeypatch.setattr(placement, "rebalance", relieve)
-    bring, there = STATES[name]
-    begin = Once(_busy, bring or (lambda crew: None))
+    bring_about, in_state = STATES[name]
+    begin = Once(_busy, bring_about or (lambda crew: None))
     lost: list[Hand] = []
 
     def lose(crew: Crew) -> None:
@@ -241,14 +243,14 @@ def test_lost_in_every_state(name: str, lossy: bool, tmp_path: Path, monkeypatch
         lost.append(next((h for h in crew.hands if h.member and h.member.id in releasing), crew.hands[0]))
         lost[0].kill(lossy=lossy)
 
-    end = Once(lambda crew: (bring is None or begin.happened) and there(crew), lose)
+    end = Once(lambda crew: (bring_about is None or begin.happened) and in_state(crew), lose)
 
     def moment(crew: Crew) -> None:
         begin(crew)
         end(crew)
 
     crew = roll(tmp_path, moment)
-    assert end.happened, f"nobody was ever {name}"
+    assert end.happened, f"no worker was ever {name}"
     assert_same(crew, again=3 * ENGINE_STEP)
     member = lost[0].member
     assert member is not None
@@ -256,15 +258,15 @@ def test_lost_in_every_state(name: str, lossy: bool, tmp_path: Path, monkeypatch
     assert crew.dispatch.members.lost >= (name != "draining")
 
 
-def test_giving_back_goes_on_after_one_who_never_did(tmp_path: Path) -> None:
-    """A response was asked back, moved for another reason (a gap in its frames), and its worker was lost."""
+def test_rebalancing_continues_after_a_release_that_never_came(tmp_path: Path) -> None:
+    """A worker was asked to release a response, which moved for another reason (a gap), and the worker was lost."""
 
     def ask(crew: Crew) -> None:
         entry = next(e for e in crew.dispatch.ledger.held("a") if e.episode.tokens)
-        crew.dispatch._give_back("a", [entry])
-        crew.dispatch.ledger.recall(entry.episode.id)
+        crew.dispatch._request_release("a", [entry])
+        crew.dispatch.ledger.requeue(entry)
         crew.hands[0].freeze()
 
     crew = roll(tmp_path, Once(_busy, ask))
     assert_same(crew, again=3 * ENGINE_STEP)
-    assert not crew.dispatch._releasing, "nobody else would ever be asked to give back again"
+    assert not crew.dispatch._releasing, "no worker would ever be asked to release again"

@@ -1,6 +1,7 @@
-"""A response that loses its worker goes on elsewhere as if nothing had happened: the real engine, sampled.
+"""A response that loses its worker continues elsewhere as if nothing had happened, with the real engine and sampling.
 
-The first worker of a `scene` is lost, drained, paused or relieved at a known token, or takes new weights there.
+At a known token, the first worker of a `scene` is lost, drained or paused, gives responses to another worker, or loads
+new weights.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def assert_uninterrupted(s: Scene, *, exact: bool = True) -> None:
         else:
             assert e.logprobs.tolist() == pytest.approx(logprobs, abs=1e-4), id
         assert e.finish == ("stop" if tokens[-1] in STOPS else "length")
-        assert e.runs == [(0, len(tokens))]
+        assert e.version_runs == [(0, len(tokens))]
     s.dispatch.ledger.check()
-    assert s.dispatch.ledger.lost() == 0
+    assert s.dispatch.ledger.lost_tokens() == 0
 
 
-def assert_went_on(s: Scene, before: dict[str, int]) -> None:
-    """The second engine made what was missing `before`, no token of what was there, and saw nothing of the finished."""
+def assert_continued(s: Scene, before: dict[str, int]) -> None:
+    """The second engine generated the tokens that were missing `before`, no others, and got no finished response."""
     wanted = {id: len(tokens) - before[id] for id, (tokens, _) in uninterrupted().items()}
     assert s.second.made == sum(wanted.values())
     asked = {r.seed: r for r in s.second.requests}
@@ -54,85 +55,85 @@ def have(s: Scene) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("cut", range(LONGEST))
-def test_lost_after_any_token(cut: int, tmp_path: Path) -> None:
+def test_worker_lost_after_any_token(cut: int, tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path, cut) as s:
             before = have(s)
             assert max(before.values()) == cut
             await s.join()
             await s.worker.link.close("pulled out")
-            await s.until(lambda: s.state() is WorkerState.GONE, "the loss is seen")
-            assert have(s) == before, "what is there stays"
+            await s.until(lambda: s.state() is WorkerState.GONE, "the loss is noticed")
+            assert have(s) == before, "accepted tokens stay"
         assert_uninterrupted(s)
-        assert_went_on(s, before)
+        assert_continued(s, before)
         assert s.dispatch.ledger.counts.moved == sum(n < len(uninterrupted()[id][0]) for id, n in before.items())
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("cut", [0, 1, 6, LONGEST - 2])
-def test_drained(cut: int, tmp_path: Path) -> None:
-    """It is in the middle of a step: what that makes is handed over before it leaves."""
+def test_worker_drained(cut: int, tmp_path: Path) -> None:
+    """The worker is in the middle of a step, and sends its tokens before it leaves."""
 
     async def main() -> None:
         async with scene(tmp_path, cut) as s:
             s.dispatch.drain("first", "asked to")
-            await s.until(s.worker.host._orders.qsize, "the worker has heard")
+            await s.until(s.worker.host._orders.qsize, "the worker has the order")
             s.first.go.set()
             await s.until(lambda: s.state() is WorkerState.GONE, "it has left")
             before = have(s)
             assert max(before.values()) == cut + 1
-            assert s.accepted() == s.first.made, "nothing of what it made is lost"
+            assert s.accepted() == s.first.made, "no token that it generated is lost"
             await s.join()
         assert_uninterrupted(s)
-        assert_went_on(s, before)
+        assert_continued(s, before)
         assert s.lost == 0
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("cut", [0, 1, 6, LONGEST - 2])
-def test_paused(cut: int, tmp_path: Path) -> None:
+def test_worker_paused(cut: int, tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path, cut) as s:
             s.dispatch.pause("first")
-            await s.until(lambda: s.worker.host._orders.qsize() == 2, "the worker has heard")
+            await s.until(lambda: s.worker.host._orders.qsize() == 2, "the worker has the order")
             s.first.go.set()
-            await s.until(lambda: not s.dispatch.ledger.held("first"), "it has given back")
+            await s.until(lambda: not s.dispatch.ledger.held("first"), "it has released its responses")
             paused = s.state()
             before = have(s)
             assert s.accepted() == s.first.made
             await s.join()
         assert_uninterrupted(s)
-        assert_went_on(s, before)
+        assert_continued(s, before)
         assert (paused, len(s.first), s.lost) == (WorkerState.PAUSED, 0, 0)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8])
-def test_relieved(cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody stands idle, so it gives some back, and goes on with the others itself."""
+def test_idle_worker_takes_over_some_responses(cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker releases some responses to an idle one and continues with the others itself."""
     monkeypatch.setattr(placement, "rebalance", relieve)
 
     async def main() -> None:
         async with scene(tmp_path, cut) as s:
             await s.join()
-            await s.until(s.worker.host._orders.qsize, "it was asked to give back")
+            await s.until(s.worker.host._orders.qsize, "it was asked to release")
             s.first.go.set()
         assert_uninterrupted(s)
         assert s.second.requests
         assert min(r.position for r in s.second.requests) == cut + 1
         assert 0 < s.second.made < sum(len(t) for t, _ in uninterrupted().values())
-        assert s.first.made + s.second.made == s.accepted(), "nothing was made twice"
+        assert s.first.made + s.second.made == s.accepted(), "nothing was generated twice"
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("cut", [0, 5, 11])
-def test_fast_mode_goes_on_too(cut: int, tmp_path: Path) -> None:
-    """Log-probs differ in the last bits, with what shares a step; a token would only where the number drawn for it
-    lies in such a difference, which is one in a million."""
+def test_fast_mode_continues_with_the_same_tokens(cut: int, tmp_path: Path) -> None:
+    """Log-probs differ in the last bits, depending on what else is in the batch. A token would differ only if the
+    random number drawn for it lies within such a difference, which is one in a million."""
 
     async def main() -> None:
         async with scene(tmp_path, cut, deterministic=False) as s:
@@ -143,15 +144,15 @@ def test_fast_mode_goes_on_too(cut: int, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_sampling_is_sampling() -> None:
-    """Another seed, another response; so the tests above would see it."""
+def test_seeds_give_different_responses() -> None:
+    """Therefore the tests above would notice a wrong seed."""
     tokens = [tuple(t) for t, _ in uninterrupted().values()]
     assert len(set(tokens)) == len(tokens)
 
 
 @pytest.mark.parametrize("cut", [1, 7])
-def test_goes_on_under_new_weights(cut: int, tmp_path: Path) -> None:
-    """Lost while a newer version is on offer: the rest is what the new weights say after the old tokens."""
+def test_response_continues_with_new_weights(cut: int, tmp_path: Path) -> None:
+    """The worker is lost while a newer version is offered: the new weights generate the rest after the old tokens."""
 
     def pull(load: Any, stop: object) -> PulledWeights:
         del stop
@@ -165,14 +166,14 @@ def test_goes_on_under_new_weights(cut: int, tmp_path: Path) -> None:
             await s.join()
             await s.worker.link.close("pulled out")
         assert_two_versions(s, before)
-        assert_went_on_under_new(s, before)
+        assert_continued_with_new_weights(s, before)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("cut", [1, 7])
-def test_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
-    """A worker takes new weights while it runs: what it made of them for the old assignment is made again."""
+def test_weights_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
+    """A worker loads new weights while it runs: tokens that they sample for the old assignment are generated again."""
 
     def pull(load: Any, stop: object) -> PulledWeights:
         del stop
@@ -185,16 +186,16 @@ def test_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
             extra = Episode(
                 id="9/0", prompt=(20, 21), seed=9, max_tokens=4, sampling=Sampling(), stop=frozenset()
             )  # fmt: skip
-            s.dispatch.open(extra)  # work that waits is the reason to take the new version
+            s.dispatch.open(extra)  # waiting work is the reason to load the new version
             await s.until(s.worker.host._orders.qsize, "the swap is ordered")
             s.first.go.set()
-            await s.until(lambda: "9/0" in s.ended, "the new one has ended")
+            await s.until(lambda: "9/0" in s.ended, "the new response has ended")
             s.ended.discard("9/0")
-        before = {id: sum(n for v, n in e.runs if v == 0) for id, e in s.episodes.items()}
-        assert max(before.values()) == cut + 1, "the step under way was of the old weights"
+        before = {id: sum(n for v, n in e.version_runs if v == 0) for id, e in s.episodes.items()}
+        assert max(before.values()) == cut + 1, "the step under way used the old weights"
         assert_two_versions(s, before)
-        assert extra.runs == [(1, 4)]
-        assert s.dispatch.ledger.lost() == 0
+        assert extra.version_runs == [(1, 4)]
+        assert s.dispatch.ledger.lost_tokens() == 0
 
     asyncio.run(main())
 
@@ -206,16 +207,16 @@ def assert_two_versions(s: Scene, before: dict[str, int]) -> None:
         assert e.tokens[:n].tolist() == old[:n]
         assert e.logprobs[:n].tolist() == old_logprobs[:n]
         if n == len(old):
-            assert e.runs == [(0, n)]
+            assert e.version_runs == [(0, n)]
             continue
         tokens, logprobs = drained(engine(weights=model(1)), request(id, tuple(old[:n])))[id]
         assert e.tokens[n:].tolist() == tokens
         assert e.logprobs[n:].tolist() == logprobs
-        assert e.runs == [(v, count) for v, count in ((0, n), (1, len(tokens))) if count]
+        assert e.version_runs == [(v, count) for v, count in ((0, n), (1, len(tokens))) if count]
         changed += old[n:] != tokens
-    assert changed, "the new weights should say something else"
+    assert changed, "the new weights should generate other tokens"
 
 
-def assert_went_on_under_new(s: Scene, before: dict[str, int]) -> None:
+def assert_continued_with_new_weights(s: Scene, before: dict[str, int]) -> None:
     assert {r.position for r in s.second.requests} == {n for id, n in before.items() if n < len(uninterrupted()[id][0])}
     assert s.second.made == sum(len(e.tokens) - before[id] for id, e in s.episodes.items())

@@ -1,4 +1,4 @@
-"""A worker that hangs in a pull is found by the bytes that do not come, whatever else it says."""
+"""A worker that hangs in a pull is found because it receives no bytes, whatever else it reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def beat(members: Members, now_s: float, loading: Any, pulled: int = 0, name: st
     return [change.why for change in members.tick(now_s) if change.what == "stuck"]
 
 
-def test_no_byte_for_too_long() -> None:
+def test_pull_without_a_byte_is_stuck() -> None:
     members = pulling()
     why = [beat(members, s / 4, "pull") for s in range(50)]
     (first, *_) = [n for n, said in enumerate(why) if said]
@@ -39,21 +39,21 @@ def test_no_byte_for_too_long() -> None:
     assert why[first] == [f"no byte of version 3 has reached it in {STALLED_S:.0f} s"]
 
 
-def test_bytes_that_move_put_it_off_however_long_it_takes() -> None:
+def test_slow_pull_that_makes_progress_is_not_stuck() -> None:
     members = pulling()
     assert not any(beat(members, s / 4, "pull", pulled=s // 30) for s in range(2000))
     assert any(beat(members, 500 + s / 4, "pull", pulled=66) for s in range(60))
 
 
-def test_failed_tries_are_no_progress() -> None:
-    """Its network lets nothing through: each try fails after a while, and the next begins."""
+def test_failed_attempts_are_no_progress() -> None:
+    """Its network drops everything: each attempt fails after a while, and the next begins."""
     members = pulling()
     members.all["w"].failed = 2
     why = [beat(members, s / 4, "pull" if s % 8 else "") for s in range(60)]
     assert any(said and "and 2 tries failed" in said[0] for said in why)
 
 
-def test_building_and_swapping_take_longer_and_end_too() -> None:
+def test_building_and_swapping_have_longer_deadlines() -> None:
     members = pulling()
     assert not any(beat(members, s / 4, "build") for s in range(4 * 900))
     late = [beat(members, 900 + s / 4, "build") for s in range(4 * 80)]
@@ -63,7 +63,7 @@ def test_building_and_swapping_take_longer_and_end_too() -> None:
     assert any(said and "its engine has been taking the weights for 150 s" in said[0] for said in why)
 
 
-def test_nobody_is_blamed_while_nobody_serves_the_weights() -> None:
+def test_no_worker_is_stuck_while_the_weights_are_not_served() -> None:
     members = pulling()
     for s in range(400):
         members.excuse(s / 4)
@@ -72,18 +72,18 @@ def test_nobody_is_blamed_while_nobody_serves_the_weights() -> None:
     assert any(beat(members, 110 + s / 4, "pull") for s in range(4))
 
 
-def test_the_controllers_own_stall_is_not_held_against_it() -> None:
+def test_stall_of_the_controller_does_not_count() -> None:
     members = pulling()
     assert not beat(members, 1.0, "pull")
-    assert not beat(members, 1000.0, "pull"), "it could not be heard"
+    assert not beat(members, 1000.0, "pull"), "its messages could not be received"
 
 
-def test_the_trainers_own_engine_waits_for_the_trainer() -> None:
+def test_trainers_own_engine_has_no_deadline() -> None:
     members = pulling(LOCAL)
     assert not any(beat(members, s / 4, "swap", name=LOCAL) for s in range(2000))
 
 
-def test_told_to_leave_it_has_to() -> None:
+def test_draining_worker_that_stays_is_gone() -> None:
     members = pulling()
     members.move("w", WorkerState.DRAINING)
     members.all["w"].told_s = 0.0
@@ -96,7 +96,7 @@ def test_told_to_leave_it_has_to() -> None:
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_worker_that_hangs_is_sent_away(tmp_path: Path, served: bool) -> None:
+def test_stuck_worker_is_drained(tmp_path: Path, served: bool) -> None:
     async def part(world: World) -> None:
         world.dispatch.members.patience = Patience(stalled_s=0.5, tick_s=0.05)
         world.dispatch.loading.served = lambda: served

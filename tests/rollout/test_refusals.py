@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from doorway import Site, Worker, opened
-from scripted import Asks, Words
+from scripted import Asks, CharacterText
 
 from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
@@ -31,7 +31,7 @@ async def right(task: Any, turns: Any) -> Feedback:
 
 
 def rollout_of(site: Site) -> Rollout:
-    text: Any = Words()
+    text: Any = CharacterText()
     options = Options(max_tokens=8, reward_tries=1)
     return Rollout(site.dispatch, InProcess(Asks(right)), text, options, seed=1, events=site.events)
 
@@ -64,17 +64,17 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
                 "fleet: no worker can run the model: 2 refused it, and none has ever been ready (waited 1 s)"
             )
             if "Worker a says" in said:
-                assert str(REASON) in said, "with its last word"
+                assert str(REASON) in said, "with its fix"
             else:
                 assert "Worker b says: fleet.worker_memory: the KV cache may have" in said
                 assert "Raise it, run fewer workers" in said
-            assert said.endswith("Then go on with `windfall resume`.")
+            assert said.endswith("Then continue with `windfall resume`.")
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("when", ["ready before", "starts slowly", "comes late"])
-def test_one_odd_worker_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_one_refusing_worker_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     monkeypatch.setattr(refusals, "REFUSED_S", 0.3 if when != "comes late" else 3.0)
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_one_odd_worker_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 class Fleet:
-    """Members that a test plays by hand."""
+    """Members whose events a test decides."""
 
     def __init__(self) -> None:
         self.members, self.refusals = Members(), Refusals()
@@ -117,10 +117,10 @@ class Fleet:
         self.refusals.gone(member, now_s)
 
     def ends(self, now_s: float) -> bool:
-        return self.refusals.look(self.members.here(), now_s) is not None
+        return self.refusals.check(self.members.here(), now_s) is not None
 
 
-def test_replacement_of_a_lost_worker_is_waited_for() -> None:
+def test_run_waits_for_the_replacement_of_a_lost_worker() -> None:
     fleet = Fleet()
     fleet.leave(fleet.join("odd", 0.0), 5.0, "no")
     fleet.leave(fleet.join("able", 0.0), 100.0)  # its machine was taken
@@ -129,8 +129,8 @@ def test_replacement_of_a_lost_worker_is_waited_for() -> None:
     assert fleet.ends(100.0 + REFUSED_S)
 
 
-def test_workers_that_are_started_again_and_again_do_not_keep_it_alive() -> None:
-    """One joins every 20 s and refuses 25 s later, so that one is always starting."""
+def test_workers_that_are_restarted_forever_do_not_keep_the_run_alive() -> None:
+    """A worker joins every 20 s and refuses 25 s later, so that one is always starting."""
     fleet, starting, ended_s = Fleet(), [], 0.0
     for now_s in range(0, 2000, 5):
         if now_s % 20 == 0:
@@ -144,7 +144,7 @@ def test_workers_that_are_started_again_and_again_do_not_keep_it_alive() -> None
     assert 25 + REFUSED_S <= ended_s <= 25 + REFUSED_S + 20 * REFUSALS
 
 
-def test_worker_that_takes_longer_than_a_refusal_is_waited_for() -> None:
+def test_run_waits_for_a_worker_that_starts_slower_than_others_refuse() -> None:
     fleet = Fleet()
     slow = fleet.join("slow", 0.0)
     for n in range(2 * REFUSALS):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import SEED, Asks, Scripted, Words
+from scripted import SEED, Asks, CharacterText, Scripted
 
 from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
@@ -63,7 +63,7 @@ class World:
         self.dispatch = Dispatch(events=self.events)
         self.policy = Fixed(seed_s)
         self.seeding = Seeding(self.dispatch, self.policy, self.events, responses=12)
-        text: Any = Words()
+        text: Any = CharacterText()
         options = Options(max_tokens=40, reward_tries=1)
         self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)
 
@@ -73,10 +73,10 @@ class World:
         self.seeding.begin(1)
         groups = [g async for g in self.rollout.groups(tasks, size=4, sampling=Sampling())]
         self.seeding.generated()
-        self.seeding.end(tokens=self.rollout.made, train_s=0.5, train_wait_s=0.1)
+        self.seeding.end(tokens=self.rollout.sampled_tokens, train_s=0.5, train_wait_s=0.1)
         assert sorted(g.index for g in groups) == list(tasks)
         assert all(len(r.tokens) == 21 for g in groups for r in g.responses)
-        assert self.dispatch.ledger.lost() == 0
+        assert self.dispatch.ledger.lost_tokens() == 0
         return time.monotonic() - started
 
     def state(self, name: str = LOCAL) -> WorkerState | None:
@@ -285,7 +285,7 @@ def test_who_gave_back_its_last_response_waits(tmp_path: Path) -> None:
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.dispatch.ledger.running("v") > 0)
             w.dispatch.members.all["v"].suspect = True  # so that it gets nothing new
-            w.dispatch._give_back("v", w.dispatch.ledger.held("v"))
+            w.dispatch._request_release("v", w.dispatch.ledger.held("v"))
             await w.until(lambda: w.dispatch.ledger.running("v") == 0)
             time = asyncio.get_running_loop().time
             before = w.dispatch.accounts.of("v", time()).seconds

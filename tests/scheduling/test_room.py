@@ -42,7 +42,7 @@ def test_a_rejected_response_goes_to_another_and_never_back(tmp_path: Path) -> N
         world.open("1/0", prompt=(5,) * 50)
         (work,) = (await take(small, m.Assign)).work
         await small.send(m.Rejected(handle=work.handle, why="59 tokens do not fit into 40"))
-        while world.dispatch.ledger.entries["1/0"].place == "running":
+        while world.dispatch.ledger.entries["1/0"].state == "running":
             await asyncio.sleep(0)
         large = await joined(world, "large")
         (work,) = (await take(large, m.Assign)).work

@@ -53,7 +53,7 @@ def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events
         log = tmp_path / "events.jsonl"
         done = run.simulate(scenario.build(small(**sections)), log, disturb=disturb)
         done.dispatch.ledger.check()
-        assert done.dispatch.ledger.lost() == 0
+        assert done.dispatch.ledger.lost_tokens() == 0
         return done, events.read(log)
 
     return go

@@ -36,7 +36,7 @@ def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
 def test_warned_long_before_it_gets_work_until_its_last_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windfall.rollout.dispatch.LEAVE_S", 0.1)
+    monkeypatch.setattr("windfall.rollout.dispatch.DRAIN_LEAD_S", 0.1)
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
@@ -129,7 +129,7 @@ def test_controller_that_does_not_answer_a_warning(tmp_path: Path, monkeypatch: 
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            monkeypatch.setattr(s.dispatch, "_warned", lambda member, notice: None)
+            monkeypatch.setattr(s.dispatch, "_handle_notice", lambda member, notice: None)
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))

@@ -85,7 +85,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
             with out.status("evaluating") as status:
                 async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
                     rewards.extend(group.rewards)
-                    lengths.append(group.responses[0].made)
+                    lengths.append(group.responses[0].sampled_count)
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if done <= show:
@@ -95,7 +95,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     rollout = asyncio.run(run())
     if not rewards:
-        raise rollout.failures.nothing(f"{tasks} held-out tasks")
+        raise rollout.failures.no_rewards(f"{tasks} held-out tasks")
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
     out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(on.what)}")

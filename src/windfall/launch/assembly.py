@@ -27,7 +27,8 @@ from windfall.envs.base import EnvHost
 from windfall.envs.held_out import HeldOut
 from windfall.events.log import EventLog
 from windfall.launch.fleet_report import Telling, look_back
-from windfall.ledger.journal import Found, Journal
+from windfall.ledger.journal import Journal
+from windfall.ledger.journal_reader import JournalContents
 from windfall.ledger.recovery import Recovery
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -50,14 +51,14 @@ TICK_S = 0.1
 class ControllerLife:
     def __init__(
         self, recipe: Recipe, events: EventLog, journal: Journal | None, *, again: bool,
-        find: Callable[[Journal, int], Awaitable[Found]] | None = None,
+        find: Callable[[Journal, int], Awaitable[JournalContents]] | None = None,
     ) -> None:  # fmt: skip
         """`again`: the run has been before. `journal` None: nothing outlives this life. `find`: how it is read."""
         f, t = recipe.fleet, recipe.techniques
         self.recipe, self.events, self.journal, self._again = recipe, events, journal, again
-        self._find = find or (lambda journal, step: asyncio.to_thread(journal.find, step))
+        self._find = find or (lambda journal, step: asyncio.to_thread(journal.read, step))
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
-        before = look_back(events, self._recovery.hear)
+        before = look_back(events, self._recovery.observe)
         self._evaluated, self._logged = before.evaluated, before.step
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
@@ -114,7 +115,7 @@ class ControllerLife:
             self.events.instant("log_gap", first=self._logged + 1, last=hello.step)
         self._again, self._logged = True, math.inf
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
-        self._recovery.say_checkpoints(hello.step, hello.facts)
+        self._recovery.report_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "connected before there is a loop"
         if self.journal is not None:
             self.journal.close()
@@ -122,8 +123,8 @@ class ControllerLife:
             found = await self._find(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it went away, or another has taken its place")
-            self._recovery.say_journal(found, step=hello.step, next_task=hello.next_task)
-            self.rollout.remember(self.journal.begin(hello.step, found), hello.next_task)
+            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task)
+            self.rollout.load_history(self.journal.open(hello.step, found), hello.next_task)
             self.events.instant("journal", file=self.journal.file)
         model = json.loads(hello.engine.model_config)
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)

@@ -82,8 +82,8 @@ class Telling:
         c = self._dispatch.ledger.counts
         now = {
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
-            "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded, "lost_tokens": self._dispatch.ledger.lost(),
-            "workers_lost": self._dispatch.members.lost,
+            "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded,
+            "lost_tokens": self._dispatch.ledger.lost_tokens(), "workers_lost": self._dispatch.members.lost,
         }  # fmt: skip
         since = {k: v - self._counted.get(k, 0) for k, v in now.items()}
         self._counted = now

@@ -47,7 +47,7 @@ def check_files(folder: Path) -> list[str]:
 
 def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
     """All keys that differ from what the run began with. Refuses those that cannot change (config/changes.py)."""
-    changes = config.changes(folders.began(folder), recipe)
+    changes = config.changes(folders.initial_recipe(folder), recipe)
     fixed = [str(c) for c in changes if c.verdict == "fixed"]
     if fixed:
         what = "\n  ".join(["a run that has begun keeps these keys:", *fixed])

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from windfall import config, unhandled
+from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
@@ -35,7 +35,7 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
     console = Console(recipe, folder) if not quiet else None
     with folders.owned(folder):
         warnings = resume_check.check_files(folder)
-        recipe = folders.anchored(recipe)
+        recipe = folders.with_absolute_paths(recipe)
         changes = resume_check.check_changes(recipe, folder)
         steps = resume_check.finished(recipe, folder)
         if steps is not None:
@@ -53,7 +53,7 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
 
 def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
     """What this life goes by: with what the run began with, the log knows the recipe of every life."""
-    began = folders.began(folder)
+    began = folders.initial_recipe(folder)
     try:
         folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
         if not (folder / folders.BEGAN).exists():
@@ -79,7 +79,7 @@ def _run(recipe: Recipe, folder: Path, console: Console | None) -> None:
     auth.make_token(folder / "trainer.secret")
     with console or contextlib.nullcontext():
         try:
-            done = asyncio.run(unhandled.guard(supervisor.Supervisor(recipe, folder, console).run()))
+            done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
         except asyncio.CancelledError:  # by a second Ctrl-C
             raise KeyboardInterrupt from None
     if console is not None:

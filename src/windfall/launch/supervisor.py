@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import algorithms, unhandled
+from windfall import algorithms, errors
 from windfall import run_folder as folders
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.envs.hosting import hosted
@@ -293,7 +293,7 @@ class Supervisor:
         path = self.folder / "events.jsonl"
         at = path.stat().st_size if path.is_file() else 0
         show = asyncio.create_task(self._show(path, at), name="showing the event log")
-        show.add_done_callback(unhandled.report)  # without it the run would go on unseen, and its end be missed
+        show.add_done_callback(errors.report_failure)  # without it the run would go on unseen, and its end be missed
         try:
             yield
         finally:

@@ -1,57 +1,39 @@
-"""What the ledger was told, on disk: the controller can be killed at any moment and goes on from here.
+"""What the ledger accepted, on disk: the controller can be killed at any moment and continues from here.
 
     journal/000010.wal     everything since the checkpoint of step 10
 
-It is begun when that checkpoint is on disk, and then replaces the file before it. A record is its length, a checksum,
-and a msgpack array. What a killed process left half-written at the end is cut off when the file is opened again.
-`flush` hands what was written to the operating system, where it outlives the process, and is called before anything
-that depends on it: work given out, a turn judged, a group handed on. (It does not outlive the machine: a power cut
-leaves the last checkpoint, which is synced.) What cannot be read any more is in `Found.lost`.
+A file is begun when its checkpoint is on disk, and then replaces the file before it. If a killed process left a record
+half-written at the end, it is cut off when the file is opened again. `flush` hands everything written to the operating
+system, where it outlives the process. Call it before anything that depends on what was written: work that is assigned,
+a turn that is graded, a group that is handed on. (It does not outlive the machine: after a power cut there is the last
+checkpoint, which is synced.) What can no longer be read is in `JournalContents.damage`.
 
-Rules: reading gives back, for every response since the last checkpoint, exactly what was accepted, in order. After a
-write that failed there is no other: every later one fails as well, and `failed` has been told.
+Rules: reading returns, for every response since the last checkpoint, exactly what was accepted, in order. After the
+first failed write every later write fails too, and `failed` has been called.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import xxhash
 
 from windfall.errors import WindfallError
-from windfall.ledger.journal_damage import Lost, known, look
-from windfall.ledger.journal_reader import HEAD, Assigned, Began, Judged, Made, Past, Record, Stretch, read, records
+from windfall.ledger.journal_format import Accepted, Assigned, Started, TurnGraded, encode_record, file_path, list_files
+from windfall.ledger.journal_reader import History, JournalContents, read_journal
 from windfall.link.messages import Tokens
-
-_NAME = re.compile(r"\d{6,}\.wal")
-
-__all__ = ["Found", "Journal", "Judged", "Past", "Stretch", "records"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    past: Past
-    files: list[tuple[int, int]]
-    """The files that hold it: number, and how many bytes of it are used. Oldest first; the last is added to."""
-    lost: Lost | None = None
-    """What else was there and cannot be used."""
-    strays: tuple[str, ...] = ()
-    """What lies in the folder and is no journal file."""
 
 
 class Journal:
     def __init__(self, folder: Path, settings: str) -> None:
         self.folder, self._settings = folder, settings
         self.failed: Callable[[WindfallError], None] = lambda e: None
-        """Told of the first write that fails: whoever asked for it may not be the one who can end the run."""
+        """Called with the first write error: the code that writes may not be able to end the run."""
         self._error: WindfallError | None = None
         self._file: BinaryIO | None = None
         self._step = 0
@@ -59,143 +41,103 @@ class Journal:
         with self._writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def find(self, step: int | None = None) -> Found:
-        """What can be used after the checkpoint of `step`. Takes a while for a long journal; a thread may do it while
-        the journal is closed."""
-        numbers, strays = self._files()
-        if step is not None:  # what is older than the file of this checkpoint is over
-            begun = max((n for n in numbers if n <= step), default=0)
-            numbers = [n for n in numbers if n >= begun]
-        past: Past = {}
-        files: list[tuple[int, int]] = []
-        lost: Lost | None = None
-        if step is not None and numbers and numbers[0] > step:
-            lost = Lost(file=f"{step:06d}.wal", why=f"it is gone; the journal begins after step {numbers[0]}")
-        for number in numbers:
-            path = self._path(number)
-            try:
-                if lost is not None:
-                    lost = self._without(lost, path)
-                    continue
-                file = read(path, self._settings, past)
-                lost = look(path, file.good, file.handles, self._settings)
-            except OSError as e:
-                raise WindfallError(f"cannot read the journal: {e.strerror or e}", where=str(path)) from e
-            if file.foreign and lost is None and number == numbers[-1]:
-                lost = Lost(file=path.name, why="it was written with another recipe", bytes=file.foreign)
-            if file.good:
-                files.append((number, file.good))
-        return Found(past=past, files=files, lost=lost, strays=strays)
+    def read(self, step: int) -> JournalContents:
+        """Read what can be used after the checkpoint of `step`. A long journal takes seconds; a thread may read it
+        while the journal is closed."""
+        return read_journal(self.folder, self._settings, step)
 
-    def _without(self, lost: Lost, path: Path) -> Lost:
-        """`path` comes after what is lost, so it is lost as well."""
-        past: Past = {}
-        file = read(path, self._settings, past)
-        rest = look(path, file.good, file.handles, self._settings)
-        tokens = lost.plus(known(past))
-        tokens = rest.plus(tokens) if rest else tokens
-        return replace(lost, bytes=lost.bytes + path.stat().st_size, tokens=tokens)
-
-    def _files(self) -> tuple[list[int], tuple[str, ...]]:
-        """Numbers of the journal's files, oldest first; and names of what else is in the folder."""
-        numbers, strays = list[int](), list[str]()
-        for path in self.folder.iterdir():
-            if _NAME.fullmatch(path.name) and path.is_file():
-                numbers.append(int(path.stem))
-            else:
-                strays.append(path.name)
-        return sorted(numbers), tuple(sorted(strays))
-
-    def begin(self, step: int, found: Found | None = None) -> Past:
-        """Go on after the checkpoint of `step`: what is known of later steps. What cannot be used is removed."""
+    def open(self, step: int, contents: JournalContents | None = None) -> History:
+        """Continue after the checkpoint of `step` and return the history of later steps. Removes what cannot be
+        used."""
         self.close()
-        found = found or self.find(step)
-        kept = dict(found.files)
+        contents = contents or self.read(step)
+        kept = dict(contents.files)
         with self._writing(self.folder):
-            for number in self._files()[0]:
-                if number not in kept:
-                    self._path(number).unlink()
-        # Always to the newest file, also where a trainer has come back with an earlier step than it was begun for.
-        self._open(*(found.files[-1] if found.files else (step, 0)))
-        return found.past
+            for file_step in list_files(self.folder)[0]:
+                if file_step not in kept:
+                    file_path(self.folder, file_step).unlink()
+        # Always append to the newest file, even if a trainer came back with an earlier step than the file's.
+        self._open_file(*(contents.files[-1] if contents.files else (step, 0)))
+        return contents.history
 
     def rotate(self, step: int) -> None:
-        """The checkpoint of `step` is on disk: nothing before it is needed any more."""
+        """The checkpoint of `step` is on disk: begin a new file and remove what is no longer needed."""
         if step > self._step:
             self.close()
-            self._open(step, 0)
+            self._open_file(step, 0)
         with self._writing(self.folder):
-            for number, following in pairwise(self._files()[0]):
-                if following <= step:
-                    self._path(number).unlink()
+            for file_step, next_step in pairwise(list_files(self.folder)[0]):
+                if next_step <= step:
+                    file_path(self.folder, file_step).unlink()
 
-    def assigned(self, handles: dict[int, str]) -> None:
+    def write_assigned(self, handles: dict[int, str]) -> None:
         self._write(Assigned(handles=handles))
 
-    def made(self, frame: Tokens, rows: list[int] | None = None) -> None:
-        """A frame that was accepted; `rows`: only these rows of it were."""
-        self._write(Made(frame=frame if rows is None else _only(frame, rows)))
+    def write_tokens(self, frame: Tokens, rows: list[int] | None = None) -> None:
+        """Write an accepted frame; `rows`: only these rows of it were accepted."""
+        self._write(Accepted(frame=frame if rows is None else _select_rows(frame, rows)))
 
-    def judged(self, id: str, reward: float | None, observation: str | None, error: str) -> None:
-        self._write(Judged(id=id, reward=reward, observation=observation, error=error))
+    def write_grade(self, id: str, reward: float | None, observation: str | None, error: str) -> None:
+        self._write(TurnGraded(id=id, reward=reward, observation=observation, error=error))
 
     def flush(self) -> None:
-        """To the operating system. Call before anything that depends on what was written."""
+        """Hand everything to the operating system. Call this before anything that depends on what was written."""
         if self._file is None:
             return
         if self._error is not None:
             raise self._error
-        try:  # as in _write
+        try:  # not _writing(): this is called as often as _write
             self._file.flush()
         except OSError as e:
-            raise self._fail(self._path(self._step), e) from e
+            raise self._fail(self._path, e) from e
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is None:
             return
-        if self._error is not None:  # what is still in memory was never relied on
+        if self._error is not None:  # nothing depends on what is still in memory
             with contextlib.suppress(OSError):
                 file.close()
             return
-        with self._writing(self._path(self._step)):
+        with self._writing(self._path):
             file.close()
 
     def abandon(self) -> None:
-        """As if this process had been killed: what was not handed to the operating system yet never is."""
+        """Behave as if this process had been killed: what was not flushed yet never reaches the file."""
         file = self._file
         if file is not None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, file.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, file.fileno())
+            os.close(devnull)
 
     @property
     def file(self) -> str:
         """The name of the file that is written to."""
-        return self._path(self._step).name
+        return self._path.name
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"{step:06d}.wal"
+    @property
+    def _path(self) -> Path:
+        return file_path(self.folder, self._step)
 
-    def _open(self, step: int, good: int) -> None:
-        path = self._path(step)
+    def _open_file(self, step: int, valid_bytes: int) -> None:
+        path = file_path(self.folder, step)
         with self._writing(path):
             self._file, self._step = path.open("ab", buffering=1 << 18), step
-            os.truncate(path, good)
+            os.truncate(path, valid_bytes)
             self._file.seek(0, os.SEEK_END)
-        # Handles start from 1 again in every life of the controller, so every life begins with its own record.
-        self._write(Began(settings=self._settings))
-        self.flush()  # from now on an empty file is one that somebody has emptied
+        # Handles start from 1 again in every controller process, so each process begins with a record of its own.
+        self._write(Started(settings=self._settings))
+        self.flush()  # from now on an empty file means that its contents were lost
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: msgspec.Struct) -> None:
         assert self._file is not None, "the journal is not open"
         payload = self._encode(record)
         if self._error is not None:
             raise self._error
         try:  # not _writing(): this is called for every frame
-            self._file.write(HEAD.pack(len(payload), xxhash.xxh32_intdigest(payload)) + payload)
+            self._file.write(encode_record(payload))
         except OSError as e:
-            raise self._fail(self._path(self._step), e) from e
+            raise self._fail(self._path, e) from e
 
     @contextlib.contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
@@ -207,13 +149,13 @@ class Journal:
             raise self._fail(path, e) from e
 
     def _fail(self, path: Path, e: OSError) -> WindfallError:
-        fix = "Make room, or make it writable; then go on with `windfall resume`: nothing that counted is lost."
+        fix = "Free disk space or make it writable; then continue with `windfall resume`. Nothing that counted is lost."
         self._error = WindfallError(f"cannot write the journal: {e.strerror or e}", where=str(path), fix=fix)
         self.failed(self._error)
         return self._error
 
 
-def _only(frame: Tokens, rows: list[int]) -> Tokens:
+def _select_rows(frame: Tokens, rows: list[int]) -> Tokens:
     counts = frame.counts or (1,) * len(frame.handles)
     starts = [0]
     for count in counts:

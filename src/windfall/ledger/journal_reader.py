@@ -1,64 +1,37 @@
-"""What a journal holds, and reading it back: every file once, its whole records up to the first that is torn.
+"""Reads a journal back, in one pass over its files:
 
-A journal has a row per response and engine step, millions of them; what is wanted is a few stretches per response. So
-rows are collected in columns and put together by response, many at a time. Nothing here writes, or keeps a file open:
-a thread may read while the event loop goes on.
+    list the files since a checkpoint ──▶ read the records of each, in order ──▶ collect them by response (History)
+                                              │
+                                              └─ first damage: use nothing after it, count what is lost (Damage)
 
-Rule: for every response, exactly what was accepted and judged, in order.
+A journal has a row per response and engine step, millions of them; its reader wants a few token runs per response.
+Therefore rows are collected in columns and merged by response, many at a time. Nothing here writes, or keeps a file
+open: a thread may read while the event loop continues.
+
+Rule: the history of every response is exactly what was accepted and graded, in order.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
-import xxhash
 
+from windfall.errors import WindfallError
+from windfall.ledger.journal_damage import Damage, find_damage
+from windfall.ledger.journal_format import Accepted, Assigned, Started, TurnGraded, file_path, list_files, read_records
 from windfall.link.messages import Tokens
 from windfall.types import Finish
 
-HEAD = struct.Struct("<II")
-"""Before every record: its length and its checksum."""
-MOST = 64 << 20
-"""Bytes of the longest record."""
-_FEWEST_ROWS, _MOST_ROWS = 1 << 12, 1 << 18
-"""Rows that are put together at once: enough that most responses have several, few enough to be small in memory."""
-
-
-class Began(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1):
-    """A life's first record. Responses of a run with other settings are not this run's."""
-
-    settings: str
-
-
-class Assigned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
-    handles: dict[int, str]
-
-
-class Made(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):
-    frame: Tokens
-
-
-class Judged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=4):
-    """What the environment said of a turn: a reward, an observation, or nothing (`error`)."""
-
-    id: str
-    reward: float | None
-    observation: str | None
-    error: str
-
-
-Record = Began | Assigned | Made | Judged
+_MIN_ROWS, _MAX_ROWS = 1 << 12, 1 << 18
+"""Rows that are merged at once: enough that most responses have several, few enough to need little memory."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Stretch:
-    """Accepted tokens of one response, of one version."""
+class TokenRun:
+    """Consecutive accepted tokens of one response, all of one version."""
 
     position: int
     tokens: array[int]
@@ -66,77 +39,118 @@ class Stretch:
     version: int
     finish: Finish | None = None
 
-    def grow(self, other: Stretch) -> bool:
-        """Take in what follows; False if it does not. Keeps a long journal small in memory."""
+    def extend(self, other: TokenRun) -> bool:
+        """Append the run that follows; False if `other` does not follow. Keeps a long journal small in memory."""
         new = self.position + len(self.tokens) - other.position
         if self.finish is not None or self.version != other.version or not 0 <= new <= len(other.tokens):
             return False
-        self.tokens.extend(other.tokens[new:])  # a frame that overlapped gave its tail
+        self.tokens.extend(other.tokens[new:])  # of a frame that overlapped, only the tail is new
         self.logprobs.extend(other.logprobs[new:])
         self.finish = other.finish
         return True
 
 
-Past = dict[str, list[Stretch | Judged]]
-
-
-def records(path: Path) -> Iterator[tuple[int, Record]]:
-    """Whole records, each with the offset behind it, up to the first that is torn."""
-    decode = msgspec.msgpack.Decoder(Record).decode
-    with path.open("rb") as file:
-        at = 0
-        while len(head := file.read(HEAD.size)) == HEAD.size:
-            length, checksum = HEAD.unpack(head)
-            payload = file.read(length) if length <= MOST else b""
-            if len(payload) != length or xxhash.xxh32_intdigest(payload) != checksum:
-                return
-            at += HEAD.size + length
-            yield at, decode(payload)
+History = dict[str, list[TokenRun | TurnGraded]]
+"""By response id: what was accepted and graded, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class File:
-    """What was found in one file, apart from what it says of responses."""
+class JournalContents:
+    history: History
+    files: list[tuple[int, int]]
+    """The files that hold it, oldest first: step, and number of bytes used. New records are appended to the last."""
+    damage: Damage | None = None
+    """The part that cannot be used."""
+    strays: tuple[str, ...] = ()
+    """Names in the folder that are not journal files."""
 
-    good: int
-    """How many bytes of it are whole records."""
+
+def read_journal(folder: Path, settings: str, step: int) -> JournalContents:
+    """Read what can be used after the checkpoint of `step`. A long journal takes seconds."""
+    steps, strays = list_files(folder)
+    first = max((s for s in steps if s <= step), default=0)  # older files are covered by the checkpoint
+    steps = [s for s in steps if s >= first]
+    history: History = {}
+    files: list[tuple[int, int]] = []
+    damage: Damage | None = None
+    if steps and steps[0] > step:
+        why = f"it is gone; the journal begins after step {steps[0]}"
+        damage = Damage(file=file_path(folder, step).name, why=why)
+    for file_step in steps:
+        path = file_path(folder, file_step)
+        try:
+            if damage is not None:
+                damage = _add_unused_file(damage, path, settings)
+                continue
+            file = _read_file(path, settings, history)
+            damage = find_damage(path, file.valid_bytes, file.handles, settings)
+        except OSError as e:
+            raise WindfallError(f"cannot read the journal: {e.strerror or e}", where=str(path)) from e
+        if file.foreign_bytes and damage is None and file_step == steps[-1]:
+            damage = Damage(file=path.name, why="it was written with another recipe", bytes=file.foreign_bytes)
+        if file.valid_bytes:
+            files.append((file_step, file.valid_bytes))
+    return JournalContents(history=history, files=files, damage=damage, strays=strays)
+
+
+def count_tokens(history: History) -> dict[str, int]:
+    """Number of tokens that the journal has of each response."""
+    return {id: sum(len(e.tokens) for e in past if isinstance(e, TokenRun)) for id, past in history.items()}
+
+
+def _add_unused_file(damage: Damage, path: Path, settings: str) -> Damage:
+    """Add a whole file, which comes after the damage, to the part that is not used."""
+    history: History = {}
+    file = _read_file(path, settings, history)
+    rest = find_damage(path, file.valid_bytes, file.handles, settings)
+    tokens = damage.merged_tokens(count_tokens(history))
+    tokens = rest.merged_tokens(tokens) if rest else tokens
+    return replace(damage, bytes=damage.bytes + path.stat().st_size, tokens=tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """What one file holds, apart from the history of responses."""
+
+    valid_bytes: int
+    """Number of bytes, from the beginning, that are valid records."""
     handles: dict[int, str]
-    """Of the last life in it."""
-    foreign: int
-    """Bytes of lives with other settings, if the last life is one of them; else 0."""
+    """Response ids by handle, of the last controller process in the file."""
+    foreign_bytes: int
+    """Bytes written by controller processes with other settings, if the last process is one of them; else 0."""
 
 
-def read(path: Path, settings: str, past: Past) -> File:
-    """Add what a file says to `past`."""
-    rows, end, ours, foreign = _Rows(past), 0, False, 0
-    for at, record in records(path):
+def _read_file(path: Path, settings: str, history: History) -> _File:
+    """Add the records of a file to `history`."""
+    rows, valid_bytes, ours, foreign_bytes = _Rows(history), 0, False, 0
+    for end, record in read_records(path):
         match record:
-            case Made() if ours:
-                rows.made(record.frame)
-                if rows.many:
-                    rows.settle()
-            case Judged() if ours:
-                rows.judged(record)
+            case Accepted() if ours:
+                rows.add_tokens(record.frame)
+                if rows.enough:
+                    rows.merge()
+            case TurnGraded() if ours:
+                rows.add_grade(record)
             case Assigned() if ours:
-                rows.assigned(record.handles)
-            case Began():
-                rows.begin_life()
+                rows.assign(record.handles)
+            case Started():
+                rows.forget_handles()
                 ours = record.settings == settings
-        foreign += 0 if ours else at - end
-        end = at
-    rows.settle()
-    return File(good=end, handles=rows.handles(), foreign=0 if ours else foreign)
+        foreign_bytes += 0 if ours else end - valid_bytes
+        valid_bytes = end
+    rows.merge()
+    return _File(valid_bytes=valid_bytes, handles=rows.handles(), foreign_bytes=0 if ours else foreign_bytes)
 
 
 class _Rows:
-    """Rows in the order they came. A judgement is a row without tokens, at position -1."""
+    """Rows in the order they were written. A grade is a row without tokens, at position -1."""
 
-    def __init__(self, past: Past) -> None:
-        self._past = past
+    def __init__(self, history: History) -> None:
+        self._history = history
         self._numbers: dict[str, int] = {}
-        """Of the responses, by id: what is sorted by."""
-        self._holds: dict[int, int] = {}
-        """Handle to number."""
+        """From response id to a number, by which rows are sorted."""
+        self._owner: dict[int, int] = {}
+        """From handle to the number of its response."""
         self._clear()
 
     def _clear(self) -> None:
@@ -144,40 +158,40 @@ class _Rows:
         self._positions: list[int] = []
         self._counts: list[int] = []
         self._versions: list[int] = []
-        self._sizes: list[int] = []
-        """How many rows each of the versions is for."""
+        self._version_rows: list[int] = []
+        """Number of rows that each item of `_versions` is for."""
         self._tokens, self._logprobs = bytearray(), bytearray()
         self._finished: dict[int, Finish] = {}
-        self._judged: dict[int, Judged] = {}
+        self._grades: dict[int, TurnGraded] = {}
 
     @property
-    def many(self) -> bool:
-        return len(self._owners) >= min(_MOST_ROWS, max(_FEWEST_ROWS, 16 * len(self._numbers)))
+    def enough(self) -> bool:
+        return len(self._owners) >= min(_MAX_ROWS, max(_MIN_ROWS, 16 * len(self._numbers)))
 
-    def begin_life(self) -> None:
-        """Handles start from 1 again."""
-        self._holds.clear()
+    def forget_handles(self) -> None:
+        """Another controller process begins, and its handles start from 1."""
+        self._owner.clear()
 
     def handles(self) -> dict[int, str]:
         names = list(self._numbers)
-        return {handle: names[number] for handle, number in self._holds.items()}
+        return {handle: names[number] for handle, number in self._owner.items()}
 
-    def assigned(self, handles: dict[int, str]) -> None:
+    def assign(self, handles: dict[int, str]) -> None:
         numbers = self._numbers
         for handle, id in handles.items():
-            self._holds[handle] = numbers.setdefault(id, len(numbers))
+            self._owner[handle] = numbers.setdefault(id, len(numbers))
 
-    def made(self, frame: Tokens) -> None:
-        holds, n = self._holds, len(frame.handles)
+    def add_tokens(self, frame: Tokens) -> None:
+        owner = self._owner
         for row, finish in frame.finished.items():
             self._finished[len(self._owners) + row] = finish
-        self._owners += [holds.get(h, -1) for h in frame.handles]
-        self._add(frame.positions, frame.counts or (1,) * n, frame.version)
+        self._owners += [owner.get(h, -1) for h in frame.handles]
+        self._add(frame.positions, frame.counts or (1,) * len(frame.handles), frame.version)
         self._tokens += frame.tokens
         self._logprobs += frame.logprobs
 
-    def judged(self, record: Judged) -> None:
-        self._judged[len(self._owners)] = record
+    def add_grade(self, record: TurnGraded) -> None:
+        self._grades[len(self._owners)] = record
         self._owners.append(self._numbers.setdefault(record.id, len(self._numbers)))
         self._add((-1,), (0,), 0)
 
@@ -185,46 +199,48 @@ class _Rows:
         self._positions += positions
         self._counts += counts
         self._versions.append(version)
-        self._sizes.append(len(positions))
+        self._version_rows.append(len(positions))
 
-    def settle(self) -> None:
-        """Put the rows together, response by response."""
+    def merge(self) -> None:
+        """Merge the rows into runs, response by response, and append them to the history."""
         if not self._owners:
             return
         owner, position, count = (np.array(c, np.int64) for c in (self._owners, self._positions, self._counts))
-        version = np.repeat(np.array(self._versions, np.int64), self._sizes)
+        version = np.repeat(np.array(self._versions, np.int64), self._version_rows)
         ends_turn = np.zeros(len(owner), bool)
         ends_turn[list(self._finished)] = True
-        at = np.cumsum(count) - count
-        order = np.argsort(owner, kind="stable")  # in one response, rows stay in the order they came
-        owner, position, count, version, at = (c[order] for c in (owner, position, count, version, at))
+        offset = np.cumsum(count) - count
+        # Sort by response. The sort is stable: the rows of one response stay in the order they were written.
+        order = np.argsort(owner, kind="stable")
+        owner, position, count, version, offset = (c[order] for c in (owner, position, count, version, offset))
         begins = np.ones(len(owner), bool)
         begins[1:] = (
             (owner[1:] != owner[:-1]) | (version[1:] != version[:-1]) | (position[1:] != position[:-1] + count[:-1])
             | ends_turn[order[:-1]] | (position[1:] < 0)
         )  # fmt: skip
         end = np.cumsum(count)
-        pick = np.repeat(at - (end - count), count) + np.arange(end[-1])
+        pick = np.repeat(offset - (end - count), count) + np.arange(end[-1])
         tokens = np.frombuffer(self._tokens, "<u4")[pick].astype(np.uint32, copy=False)
         logprobs = np.frombuffer(self._logprobs, "<f4")[pick].astype(np.float32, copy=False)
         first = np.flatnonzero(begins)
         last = np.append(first[1:], len(owner)) - 1
         names = list(self._numbers)
         columns = (order[first], order[last], owner[first], position[first], version[first], (end - count)[first])
-        for row, end_row, number, where, made_by, a, b in zip(
+        for row, last_row, number, run_position, run_version, a, b in zip(
             *(c.tolist() for c in columns), end[last].tolist(), strict=True
         ):
-            if number < 0:  # no handle of this life: nobody can say whose it is
+            if number < 0:  # a handle that this controller process never assigned: its response is unknown
                 continue
-            said = self._past.setdefault(names[number], [])
-            if where < 0:
-                said.append(self._judged[row])
+            past = self._history.setdefault(names[number], [])
+            if run_position < 0:
+                past.append(self._grades[row])
                 continue
-            stretch = Stretch(
-                position=where, tokens=array("I", tokens[a:b].tobytes()), logprobs=array("f", logprobs[a:b].tobytes()),
-                version=made_by, finish=self._finished.get(end_row),
+            run = TokenRun(
+                position=run_position, tokens=array("I", tokens[a:b].tobytes()),
+                logprobs=array("f", logprobs[a:b].tobytes()), version=run_version,
+                finish=self._finished.get(last_row),
             )  # fmt: skip
-            before = said[-1] if said else None
-            if not (isinstance(before, Stretch) and before.grow(stretch)):
-                said.append(stretch)
+            before = past[-1] if past else None
+            if not (isinstance(before, TokenRun) and before.extend(run)):
+                past.append(run)
         self._clear()

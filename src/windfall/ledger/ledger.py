@@ -1,14 +1,15 @@
-"""Every token of every open response, each exactly once; who is making the next one; and what was refused.
+"""Every token of every open response, each exactly once; which worker generates the next one; what was rejected. Pure.
 
-    response:  QUEUED ⇄ RUNNING ▶ TURN ▶ closed        TURN: a turn is over, the environment is asked; it may
-                 ▲                  │                   say something, and then the response is QUEUED again
+    response:  QUEUED ⇄ RUNNING ▶ TURN ▶ closed        TURN: a turn has ended and the environment is asked; if it
+                 ▲                  │                   returns an observation, the response is QUEUED again
                  └──────────────────┘
 
 Rules, all in `check()`:
-- a position is accepted once and in order, from the worker that holds the response, of the version it was given with;
-- an assignment has a handle of its own; a frame with a handle that is over changes nothing and is counted;
-- a response that lost its worker keeps every token it has, and is queued before those that have not begun;
-- no accepted token is ever lost: accepted = in open responses + in closed ones + in those the run itself withdrew.
+- A position is accepted once and in order, from the worker that holds the response, and only from the version that the
+  response was assigned with.
+- Every assignment has its own handle. A frame whose handle has ended changes nothing and is counted.
+- A response that lost its worker keeps every token it has, and is queued before those that have not begun.
+- No accepted token is ever lost: accepted = in open responses + in closed ones + in those that the run itself withdrew.
 """
 
 from __future__ import annotations
@@ -18,42 +19,83 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Literal
 
-from windfall.ledger import ends
-from windfall.ledger.counts import Counts, Taken
-from windfall.ledger.ends import Malformed
-from windfall.ledger.episode import Episode
+from windfall.ledger.episode import Episode, Malformed, check_end
 from windfall.link.messages import Tokens, columns
 from windfall.types import Finish
 
-Place = Literal["queued", "running", "turn"]
-FRUITLESS = 12
-"""So many workers lost in a row without one token of a response are no coincidence,"""
-SEVERAL = 3
-"""if they were so many different ones: a single one may just have a bad link, and dial again and again."""
-REMEMBERED = 1 << 16
-"""Handles that are over: enough to say why a late frame is late; an older one is just late."""
+EntryState = Literal["queued", "running", "turn"]
+MAX_FRUITLESS = 12
+"""A response is poison after this many workers in a row were lost with it before they generated one token of it."""
+MIN_BLAMED = 3
+"""At least this many of them must be different workers: one worker may only have a bad link and keep reconnecting."""
+MAX_ENDED_HANDLES = 1 << 16
+"""Ended handles that are remembered, to classify a late frame. A frame of an older handle is counted as late."""
+
+
+@dataclass(slots=True)
+class LedgerCounts:
+    """What the ledger counted over a run, in tokens unless the name says otherwise."""
+
+    accepted: int = 0
+    closed: int = 0
+    withdrawn: int = 0
+    repeated: int = 0
+    """Tokens that had been accepted before: a frame arrived twice."""
+    late: int = 0
+    """Tokens that arrived from a worker after their response was reassigned or given up."""
+    unwanted: int = 0
+    """Tokens of canceled responses."""
+    gaps: int = 0
+    """Frames, not tokens, that did not continue at the next position. The response is requeued from its last token."""
+    stale: int = 0
+    """Tokens of another version than the response was assigned with."""
+    moved: int = 0
+    """Responses that lost their worker and continued elsewhere."""
+    discarded: int = 0
+    """Tokens that were accepted and then thrown away with a lost worker. This happens only without migration."""
+    prefilled_again: int = 0
+    """Tokens, prompts included, that had to be prefilled again because a response moved."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """What the ledger accepted of one frame."""
+
+    tokens: int = 0
+    """Number of accepted tokens."""
+    ended_turns: list[str] = field(default_factory=list)
+    """Ids of the responses whose turn ended."""
+    dropped: list[int] = field(default_factory=list)
+    """Handles that the worker should cancel: their responses continue elsewhere."""
+    complete: bool = True
+    """Every token of the frame was accepted."""
+    rows: list[int] = field(default_factory=list)
+    """If not `complete`: the rows of the frame that were accepted."""
 
 
 @dataclass(slots=True)
 class LedgerEntry:
+    """An open response, and its assignment to a worker if it has one."""
+
     episode: Episode
-    place: Place = "queued"
+    state: EntryState = "queued"
     handle: int = -1
     worker: str = ""
     version: int = -1
-    marked: int = 0
-    """Tokens whose version has been written down; those after it are of the current assignment."""
+    recorded: int = 0
+    """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens are of the current
+    assignment."""
     moves: int = 0
     moved: bool = False
-    """Since its last assignment: what was computed of it is computed again."""
+    """The response lost its last worker in this turn, so the next worker has to prefill it again."""
     fruitless: int = 0
-    """Workers in a row that were lost with it and had made no token of it,"""
+    """Number of workers in a row that were lost with this response before they generated one token of it."""
     blamed: frozenset[str] = frozenset()
-    """and their names: one that comes back has another id, and the same name."""
+    """Names of these workers. A worker that reconnects has another id and the same name."""
 
 
 class Ledger:
@@ -61,50 +103,52 @@ class Ledger:
         self.vocabulary, self._migrate = vocabulary, migrate
         self.entries: dict[str, LedgerEntry] = {}
         self.queue: deque[str] = deque()
-        self.counts = Counts()
+        self.counts = LedgerCounts()
         self._running: dict[int, LedgerEntry] = {}
-        self._over: OrderedDict[int, str] = OrderedDict()
-        """The newest handles that are over, and how: moved, cancelled or finished."""
+        self._ended: OrderedDict[int, str] = OrderedDict()
+        """The newest ended handles, and how they ended: moved, canceled or finished."""
         self._by_worker: dict[str, dict[int, LedgerEntry]] = {}
-        self._context: dict[str, int] = {}  # tokens behind what each runs, prompts included
+        self._context: dict[str, int] = {}
         self._next_handle = 0
         self._stops: set[int] = set()
         """Every stop token of any response so far."""
         self._shortest = math.inf
-        """The fewest tokens that any response so far was allowed."""
+        """Smallest `max_tokens` of any response so far."""
         self.longest = 0
-        """The most room that any response so far needs."""
+        """Largest room, in tokens, that any response so far needs (see `room`)."""
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def running(self, worker: str) -> int:
+        """Number of responses that the worker runs."""
         return len(self._by_worker.get(worker, ()))
 
     def context(self, worker: str) -> int:
+        """Tokens in the context of the worker's running responses, prompts included."""
         return self._context.get(worker, 0)
 
     def held(self, worker: str) -> list[LedgerEntry]:
         return list(self._by_worker.get(worker, {}).values())
 
     def open(self, episode: Episode) -> None:
-        """With the tokens it has: a response may have begun before."""
+        """Add a response with the tokens it has: it may have begun before."""
         if episode.id in self.entries:
-            raise ValueError(f"{episode.id} is open already")
-        self.entries[episode.id] = LedgerEntry(episode, marked=len(episode.tokens))
+            raise ValueError(f"{episode.id} is already open")
+        self.entries[episode.id] = LedgerEntry(episode, recorded=len(episode.tokens))
         self._stops |= episode.stop
         self._shortest = min(self._shortest, episode.max_tokens)
         self.longest = max(self.longest, room(episode))
-        self.counts.accepted += _made(episode)
+        self.counts.accepted += _generated(episode)
         self._enqueue(self.entries[episode.id])
 
     def assign(self, id: str, worker: str, version: int) -> LedgerEntry:
-        """The response `id`, which must be queued, is from now on this worker's. Take it from the queue first."""
+        """Assign a response to a worker. The caller must have removed it from the queue."""
         entry = self.entries[id]
-        assert entry.place == "queued" and entry.episode.finish is None, f"{id} is {entry.place}"
+        assert entry.state == "queued" and entry.episode.finish is None, f"{id} is {entry.state}"
         self._next_handle += 1
-        entry.place, entry.handle, entry.worker, entry.version = "running", self._next_handle, worker, version
-        entry.marked = len(entry.episode.tokens)
+        entry.state, entry.handle, entry.worker, entry.version = "running", self._next_handle, worker, version
+        entry.recorded = len(entry.episode.tokens)
         self._running[entry.handle] = entry
         self._by_worker.setdefault(worker, {})[entry.handle] = entry
         self._context[worker] = self.context(worker) + _context(entry)
@@ -112,8 +156,8 @@ class Ledger:
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
 
-    def take(self, worker: str, frame: Tokens) -> Taken:
-        """What a worker made. Raises Malformed, and has then taken nothing."""
+    def accept(self, worker: str, frame: Tokens) -> Acceptance:
+        """Take in a worker's tokens. If this raises Malformed, nothing was accepted."""
         try:
             tokens, logprobs = columns(frame)
         except ValueError as e:
@@ -121,23 +165,23 @@ class Ledger:
         if tokens and max(tokens) >= self.vocabulary:
             raise Malformed(f"token id {max(tokens)} is outside the vocabulary of {self.vocabulary}")
         if logprobs and not (max(logprobs) <= 1e-3 and math.isfinite(sum(logprobs))):  # one NaN makes the sum NaN
-            raise Malformed(f"a log-prob is no log-prob{self._whose(worker, frame, logprobs)}")
+            raise Malformed(f"invalid log-prob{self._owner_of_invalid(worker, frame, logprobs)}")
         held = self._by_worker.get(worker) or {}
-        upto = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
-        entries = _next_ones(held, frame)
+        row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
+        entries = _expected_entries(held, frame)
         if entries is None:
-            self._check_rows(held, frame, tokens, upto)
-            return self._take_rows(worker, frame, tokens, logprobs)
-        # Nearly every frame is like this, and most have one token per response: the time from here on is what bounds
-        # how many tokens a controller takes in.
-        self._check_ends(entries, frame, tokens, upto)
+            self._check_rows(held, frame, tokens, row_ends)
+            return self._accept_rows(worker, frame, tokens, logprobs)
+        # Nearly every frame gets here, and most have one token per response. The time from here on limits how many
+        # tokens per second a controller can accept.
+        self._check_ends(entries, frame, tokens, row_ends)
         if not frame.counts:
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 episode = entry.episode
                 episode.tokens.append(token)
                 episode.logprobs.append(logprob)
         else:
-            for entry, end, count in zip(entries, upto, frame.counts, strict=True):
+            for entry, end, count in zip(entries, row_ends, frame.counts, strict=True):
                 episode = entry.episode
                 if count == 1:
                     episode.tokens.append(tokens[end - 1])
@@ -147,14 +191,14 @@ class Ledger:
                     episode.logprobs.extend(logprobs[end - count : end])
         self.counts.accepted += len(tokens)
         self._context[worker] = self.context(worker) + len(tokens)
-        out = Taken(accepted=len(tokens), rows=list(range(len(entries))))
+        accepted = Acceptance(tokens=len(tokens), rows=list(range(len(entries))))
         for row in sorted(frame.finished):
             self._end_turn(entries[row], frame.finished[row])
-            out.turns.append(entries[row].episode.id)
-        return out
+            accepted.ended_turns.append(entries[row].episode.id)
+        return accepted
 
-    def _whose(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
-        """Which response has the first bad log-prob."""
+    def _owner_of_invalid(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
+        """Name the response that has the first invalid log-prob."""
         bad = next((i for i, x in enumerate(logprobs) if not -math.inf < x <= 1e-3), 0)
         row = next(
             (r for r, end in enumerate(accumulate(frame.counts or repeat(1, len(frame.handles)))) if bad < end), 0
@@ -162,17 +206,17 @@ class Ledger:
         entry = self._by_worker.get(worker, {}).get(frame.handles[row])
         return f", in {entry.episode.id}" if entry else ""
 
-    def _take_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Taken:
-        """Row by row: not all of them are what comes next, or a response is in the frame twice."""
+    def _accept_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Acceptance:
+        """Row by row: some rows do not continue at the next position, or a response is in the frame twice."""
         held = self._by_worker.get(worker) or {}
-        out, counts, at, fresh = Taken(), frame.counts, 0, 0
+        accepted, counts, at = Acceptance(), frame.counts, 0
         version, finished, positions = frame.version, frame.finished, frame.positions
         for row, handle in enumerate(frame.handles):
             count = counts[row] if counts else 1
             entry = held.get(handle)
             if entry is None or entry.version != version or positions[row] != len(entry.episode.tokens):
-                out.whole = False
-                skip = self._unusual(entry, handle, positions[row], count, version, out)
+                accepted.complete = False
+                skip = self._tokens_to_skip(entry, handle, positions[row], count, version, accepted)
                 if skip == count:
                     at += count
                     continue
@@ -182,45 +226,44 @@ class Ledger:
             episode.tokens.extend(tokens[at + skip : at + count])
             episode.logprobs.extend(logprobs[at + skip : at + count])
             self._context[worker] += count - skip
-            fresh += count - skip
+            accepted.tokens += count - skip
             at += count
-            out.rows.append(row)
+            accepted.rows.append(row)
             if row in finished:
                 self._end_turn(entry, finished[row])  # type: ignore[arg-type]
-                out.turns.append(episode.id)
-        self.counts.accepted += fresh
-        out.accepted = fresh
-        return out
+                accepted.ended_turns.append(episode.id)
+        self.counts.accepted += accepted.tokens
+        return accepted
 
-    def _check_ends(self, entries: list[LedgerEntry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
-        """A finish where there is none, or none where there is one, is a worker's mistake, not a token's. Only a row
-        that has a finish, a stop token or all the tokens it may have can be wrong."""
+    def _check_ends(self, entries: list[LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
+        """A wrong or missing finish is a mistake of the worker. Only a row with a finish, a stop token or the last
+        allowed token can have one."""
         doubtful = set(frame.finished)
         if not self._stops.isdisjoint(tokens):
             stops = self._stops
-            doubtful.update(bisect_right(upto, at) for at, token in enumerate(tokens) if token in stops)
+            doubtful.update(bisect_right(row_ends, at) for at, token in enumerate(tokens) if token in stops)
         if max(frame.positions) + max(frame.counts, default=1) >= self._shortest:
             doubtful.update(range(len(entries)))
         for row in sorted(doubtful):
-            ends.check(entries[row].episode, frame, row, tokens, upto[row])
+            check_end(entries[row].episode, frame, row, tokens, row_ends[row])
 
-    def _check_rows(self, held: dict[int, LedgerEntry], frame: Tokens, tokens: array[int], upto: list[int]) -> None:
-        """The same, of those rows whose response is this worker's."""
+    def _check_rows(self, held: dict[int, LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
+        """The same check for those rows whose response this worker holds."""
         for row, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
             entry = held.get(handle)
             if entry is not None and entry.version == frame.version:
                 if position < 0:
                     raise Malformed(f"{entry.episode.id}: a token at position {position}")
-                ends.check(entry.episode, frame, row, tokens, upto[row])
+                check_end(entry.episode, frame, row, tokens, row_ends[row])
 
-    def _unusual(
-        self, entry: LedgerEntry | None, handle: int, position: int, count: int, version: int, out: Taken
+    def _tokens_to_skip(
+        self, entry: LedgerEntry | None, handle: int, position: int, count: int, version: int, accepted: Acceptance
     ) -> int:
-        """How many of the `count` tokens to leave out, each of them counted."""
+        """How many of a row's `count` tokens to skip. Each of them is counted."""
         c = self.counts
         if entry is None:
-            how = self._over.get(handle)
-            if how == "cancelled":
+            how = self._ended.get(handle)
+            if how == "canceled":
                 c.unwanted += count
             elif how == "finished":
                 c.repeated += count
@@ -229,61 +272,61 @@ class Ledger:
             return count
         if entry.version != version:
             c.stale += count
-            out.dropped.append(handle)
-            self._back(entry)
+            accepted.dropped.append(handle)
+            self.requeue(entry)
             return count
         have = len(entry.episode.tokens)
         if position > have:
             c.gaps += 1
-            out.dropped.append(handle)
-            self._back(entry)
+            accepted.dropped.append(handle)
+            self.requeue(entry)
             return count
         old = min(count, have - position)
         c.repeated += old
         return old
 
     def _end_turn(self, entry: LedgerEntry, finish: Finish) -> None:
-        self._settle(entry, "finished")
-        entry.place = "turn"
+        self._end_assignment(entry, "finished")
+        entry.state = "turn"
         entry.episode.finish = finish
 
-    def _settle(self, entry: LedgerEntry, how: str = "moved") -> None:
-        """The assignment is over."""
+    def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
         episode = entry.episode
-        episode.made_by(entry.version, len(episode.tokens) - entry.marked)
-        entry.marked = len(episode.tokens)
+        episode.record_version(entry.version, len(episode.tokens) - entry.recorded)
+        entry.recorded = len(episode.tokens)
         del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
         self._context[entry.worker] -= _context(entry)
-        self._over[entry.handle] = how
-        if len(self._over) > REMEMBERED:
-            self._over.popitem(last=False)
+        self._ended[entry.handle] = how
+        if len(self._ended) > MAX_ENDED_HANDLES:
+            self._ended.popitem(last=False)
         entry.handle, entry.worker = -1, ""
 
-    def _back(self, entry: LedgerEntry) -> None:
-        self._settle(entry)
+    def requeue(self, entry: LedgerEntry) -> None:
+        """Take a running response from its worker and queue it for another one."""
+        self._end_assignment(entry)
         entry.moves += 1
         entry.moved = True
         self.counts.moved += 1
         self._enqueue(entry)
 
     def _enqueue(self, entry: LedgerEntry) -> None:
-        entry.place = "queued"
+        entry.state = "queued"
         if entry.episode.finish is not None:
-            entry.place = "turn"
+            entry.state = "turn"
         elif entry.episode.tokens:
             self.queue.appendleft(entry.episode.id)
         else:
             self.queue.append(entry.episode.id)
 
     def release(self, worker: str) -> list[str]:
-        """The worker is gone: what it held is queued again, with every token it has."""
+        """The worker is gone. Queue its responses again, each with every token it has; return their ids."""
         entries = list(self._by_worker.get(worker, {}).values())
         for entry in reversed(entries):
-            if len(entry.episode.tokens) == entry.marked:
+            if len(entry.episode.tokens) == entry.recorded:
                 entry.fruitless, entry.blamed = entry.fruitless + 1, entry.blamed | {worker.partition("#")[0]}
             else:
                 entry.fruitless, entry.blamed = 0, frozenset()
-            self._back(entry)
+            self.requeue(entry)
             if not self._migrate:
                 self._discard(entry)
         self._by_worker.pop(worker, None)
@@ -291,84 +334,81 @@ class Ledger:
         return [e.episode.id for e in entries]
 
     def _discard(self, entry: LedgerEntry) -> None:
-        """Without migration: what a lost worker had made of this turn is thrown away."""
+        """Without migration: throw away what a lost worker had generated of this turn."""
         episode = entry.episode
-        episode.runs, last = episode.runs[:], len(episode.tokens) - episode.turn_start
-        self.counts.discarded += last
+        episode.version_runs, left = episode.version_runs[:], len(episode.tokens) - episode.turn_start
+        self.counts.discarded += left
         del episode.tokens[episode.turn_start :], episode.logprobs[episode.turn_start :]
-        while last > 0:
-            version, count = episode.runs.pop()
-            if count > last:
-                episode.runs.append((version, count - last))
-            last -= count
-        entry.marked = len(episode.tokens)
+        while left > 0:
+            version, count = episode.version_runs.pop()
+            if count > left:
+                episode.version_runs.append((version, count - left))
+            left -= count
+        entry.recorded = len(episode.tokens)
 
-    def poison(self, lost: Iterable[LedgerEntry]) -> LedgerEntry | None:
-        """Of those that have just lost their worker, one that every worker is lost with, before a single token. Where
-        there are not several workers, one has to be lost far more often."""
-        most = {True: FRUITLESS, False: SEVERAL * FRUITLESS}
-        return next((e for e in lost if e.fruitless >= most[len(e.blamed) >= SEVERAL]), None)
+    def find_poison(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
+        """Return one of these responses, which have just lost their worker, if every worker is lost with it before
+        its first token. With fewer than MIN_BLAMED different workers, far more losses are required."""
+        for entry in entries:
+            limit = MAX_FRUITLESS if len(entry.blamed) >= MIN_BLAMED else MIN_BLAMED * MAX_FRUITLESS
+            if entry.fruitless >= limit:
+                return entry
+        return None
 
-    def recall(self, id: str) -> int:
-        """Take a running response back to give it to another. Returns the handle that is over."""
-        entry, handle = self.entries[id], self.entries[id].handle
-        self._back(entry)
-        return handle
-
-    def go_on(self, id: str) -> None:
-        """The environment has said something: the next turn."""
+    def next_turn(self, id: str) -> None:
+        """Queue the response again: the environment has returned an observation."""
         entry = self.entries[id]
-        assert entry.place == "turn" and entry.episode.finish is None, f"{id} is {entry.place}"
-        entry.marked, entry.moved = len(entry.episode.tokens), False
+        assert entry.state == "turn" and entry.episode.finish is None, f"{id} is {entry.state}"
+        entry.recorded, entry.moved = len(entry.episode.tokens), False
         self._enqueue(entry)
 
     def close(self, id: str) -> None:
-        """It is finished, and its group has it."""
+        """Remove a response that is finished and part of its group."""
         entry = self.entries.pop(id)
-        assert entry.place == "turn", f"{id} is {entry.place}"
-        self.counts.closed += _made(entry.episode)
+        assert entry.state == "turn", f"{id} is {entry.state}"
+        self.counts.closed += _generated(entry.episode)
 
     def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
-        """The run does not want these any more. Returns the handles to cancel, by worker."""
-        handles, gone = dict[str, list[int]](), set[str]()
+        """Remove responses that the run no longer needs. Returns the handles to cancel, by worker."""
+        handles, removed = dict[str, list[int]](), set[str]()
         for id in ids:
             entry = self.entries.pop(id, None)
             if entry is None:
                 continue
-            gone.add(id)
-            if entry.place == "running":
+            removed.add(id)
+            if entry.state == "running":
                 handles.setdefault(entry.worker, []).append(entry.handle)
-                self._settle(entry, "cancelled")
-            self.counts.withdrawn += _made(entry.episode)
-        if gone:
-            self.queue = deque(i for i in self.queue if i not in gone)
+                self._end_assignment(entry, "canceled")
+            self.counts.withdrawn += _generated(entry.episode)
+        if removed:
+            self.queue = deque(i for i in self.queue if i not in removed)
         return handles
 
-    def lost(self) -> int:
-        """Tokens that were accepted and are nowhere: none, whatever happened."""
-        inside = sum(_made(e.episode, e.marked) for e in self.entries.values())
-        return self.counts.accepted - inside - self.counts.closed - self.counts.withdrawn - self.counts.discarded
+    def lost_tokens(self) -> int:
+        """Tokens that were accepted and are nowhere. This is always 0."""
+        open_tokens = sum(_generated(e.episode, e.recorded) for e in self.entries.values())
+        return self.counts.accepted - open_tokens - self.counts.closed - self.counts.withdrawn - self.counts.discarded
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
-        assert self.lost() == 0, f"{self.lost()} tokens lost: {self.counts}"
+        assert self.lost_tokens() == 0, f"{self.lost_tokens()} tokens lost: {self.counts}"
         assert len(set(self.queue)) == len(self.queue), "queued twice"
-        queued = {i for i, e in self.entries.items() if e.place == "queued"}
+        queued = {i for i, e in self.entries.items() if e.state == "queued"}
         assert queued == set(self.queue), "queue and entries disagree"
-        running = {e.handle for e in self.entries.values() if e.place == "running"}
+        running = {e.handle for e in self.entries.values() if e.state == "running"}
         assert running == set(self._running) == {h for held in self._by_worker.values() for h in held}
-        assert not running & set(self._over), "a handle is over and running"
+        assert not running & set(self._ended), "a handle has ended and is running"
         assert all(self.context(w) == sum(map(_context, held.values())) for w, held in self._by_worker.items())
         for id, e in self.entries.items():
             n = len(e.episode.tokens)
             assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: lengths"
-            assert sum(count for _, count in e.episode.runs) == e.marked <= n, f"{id}: versions"
-            assert (e.episode.finish is not None) == (e.place == "turn"), f"{id} is {e.place}"
-            assert e.place == "running" or e.marked == n, f"{id}: tokens of nobody"
+            assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: versions"
+            assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
+            assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
 
 
-def _next_ones(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:
-    """Whose the rows are; None unless every row is what comes next for its response, and none is there twice."""
+def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:
+    """The entries of the rows. None unless every row continues its response and no response is in the frame twice."""
     try:
         entries = [held[handle] for handle in frame.handles]
     except KeyError:
@@ -382,7 +422,7 @@ def _next_ones(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry]
 
 
 def room(episode: Episode) -> int:
-    """Tokens that a worker must have room for to make this response, wherever it goes on from."""
+    """Tokens that a worker must have room for to generate this response, whatever position it continues from."""
     return len(episode.prompt) + episode.max_tokens
 
 
@@ -390,7 +430,7 @@ def _context(entry: LedgerEntry) -> int:
     return len(entry.episode.prompt) + len(entry.episode.tokens)
 
 
-def _made(episode: Episode, marked: int | None = None) -> int:
-    """Tokens of the policy: those of its runs, and those of an assignment under way."""
-    runs = sum(count for version, count in episode.runs if version >= 0)
-    return runs + (0 if marked is None else len(episode.tokens) - marked)
+def _generated(episode: Episode, recorded: int | None = None) -> int:
+    """Tokens that the policy sampled: those with a recorded version, and those of the current assignment."""
+    sampled = sum(count for version, count in episode.version_runs if version >= 0)
+    return sampled + (0 if recorded is None else len(episode.tokens) - recorded)

@@ -1,4 +1,4 @@
-"""What a worker is given: the version it works with, and its responses as messages. Pure."""
+"""What is sent to a worker: the version it works with, and its responses as messages. Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from dataclasses import dataclass
 from windfall.ledger.ledger import LedgerEntry
 from windfall.link import messages as m
 
-ASSIGN_BYTES = 1 << 20
+FRAME_BYTES = 1 << 20
+"""A frame of work ends before its prompts exceed this many bytes. A single longer prompt gets its own frame."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The version that work is given out with, and where workers get it."""
+    """The version that work is assigned with, and where workers pull it."""
 
     version: int
     digest: str
     url: str
 
 
-def frames(entries: list[LedgerEntry]) -> Iterator[tuple[m.Work, ...]]:
-    """Work in frames that are well within what a link takes, however long the prompts are."""
+def work_frames(entries: list[LedgerEntry]) -> Iterator[tuple[m.Work, ...]]:
+    """Split work into frames that are well within a link's limit, however long the prompts are."""
     frame: list[m.Work] = []
     size = 0
     for work in map(_work, entries):
-        if frame and size + len(work.prompt) > ASSIGN_BYTES:
+        if frame and size + len(work.prompt) > FRAME_BYTES:
             yield tuple(frame)
             frame, size = [], 0
         frame.append(work)
@@ -35,10 +36,10 @@ def frames(entries: list[LedgerEntry]) -> Iterator[tuple[m.Work, ...]]:
 
 
 def _work(entry: LedgerEntry) -> m.Work:
-    """As Episode.request() has it, but in bytes at once: a response that moves may be long."""
+    """A response, from its beginning or from its last token. Built from bytes: a response that moves may be long."""
     e = entry.episode
-    made = len(e.tokens)
+    position = len(e.tokens)
     return m.Work(
-        handle=entry.handle, prompt=array("I", e.prompt).tobytes() + e.tokens.tobytes(), position=made, seed=e.seed,
-        max_tokens=e.max_tokens - made, sampling=e.sampling, stop=tuple(e.stop),
+        handle=entry.handle, prompt=array("I", e.prompt).tobytes() + e.tokens.tobytes(), position=position,
+        seed=e.seed, max_tokens=e.max_tokens - position, sampling=e.sampling, stop=tuple(e.stop),
     )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Between the ledger and the workers: gives out work, takes in tokens, notices who is gone. The only part of rollout
-that waits for workers.
+"""Between the ledger and the workers: assigns work, accepts tokens, notices lost workers. This is the only part of
+rollout that waits for workers.
 
-    attend(link)   one per worker    waits for: its next message    unblocked by: the worker, or its link's end
-    _send          one per worker    waits for: something to send, room on the link (a full queue: the worker is lost)
-    watch()        one               waits for: the next tick        finds the silent ones
+    attend(link)    one per worker   waits for: its next message   unblocked by: the worker, or the end of its link
+    outbox sender   one per worker   waits for: a message to send, room on the link (queue full: the worker is lost)
+    watch()         one              waits for: the next tick       finds silent workers
 
-Everything that decides is pure and elsewhere (ledger, members, balance); everything here acts in one event loop, with
-no await between a decision and what it changes.
+Decisions are pure and made elsewhere (ledger/ledger.py, scheduling/members.py, scheduling/placement.py). Everything
+here acts in one event loop, with no await between a decision and the change it makes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from windfall.ledger.journal import Journal
 from windfall.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
-from windfall.rollout.assignment import Offer, frames
-from windfall.rollout.loading import WORDS, Loading
+from windfall.rollout.assignment import Offer, work_frames
+from windfall.rollout.loading import MAX_CHARS, Loading
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
@@ -34,15 +34,17 @@ from windfall.scheduling.placement import Giving
 from windfall.scheduling.room import Room
 from windfall.types import LOCAL
 
-ALONE_S = 15.0
-"""Work without any worker for so long is worth a word, and another as long after."""
-ASKED = ("sigterm", "ctrl-c")
-"""Warnings that come from whoever runs the worker, not from whoever owns its machine."""
-FEW, PAUSE_S = 256, 4e-5
-"""Giving out work takes a few microseconds per worker, whatever there is to give. Above FEW workers it waits so long,
-per worker, since the last time: at 10,000 a free slot may wait two fifths of a second; an eighth of a core does it."""
-LEAVE_S = 2.0
-"""A warned worker is drained this long before its machine is taken. A drain takes one engine step and a round trip."""
+NO_WORKERS_S = 15.0
+"""Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
+OPERATOR_SOURCES = ("sigterm", "ctrl-c")
+"""Notices that come from the person who runs the worker, not from the owner of its machine."""
+SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
+"""Scheduling takes a few microseconds per worker, however much there is to assign. For every worker above SMALL_FLEET
+it pauses PAUSE_PER_WORKER_S seconds between two rounds. With 10,000 workers a free slot may wait two fifths of a
+second, and scheduling takes an eighth of a core."""
+DRAIN_LEAD_S = 2.0
+"""Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
+trip."""
 
 
 class Dispatch:
@@ -60,52 +62,55 @@ class Dispatch:
         self._turn_ended: Callable[[str], None] = lambda id: None
         self._rejected: Callable[[str, str], None] = lambda id, why: None
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
-        """Called, every tick, when no worker will ever do the work that is queued."""
+        """Called on every tick while no worker will ever be able to do the queued work."""
         self._outbox = Outbox(self._lose)
-        self._tell = self._outbox.tell
-        self.loading = Loading(self.members, self.accounts, events, self._tell, self.drain)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._send = self._outbox.send
+        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain)
+        self._drain_timers: dict[str, asyncio.TimerHandle] = {}
+        """By worker that got a notice: when it is drained."""
         self._releasing: dict[int, str] = {}
-        """Handles that were asked back, and of whom. One may be over, otherwise, before the worker says Released."""
-        self._settling = self._flushing = False
-        self._settled_s = -math.inf
+        """Handles that a worker was asked to release, and the worker. A handle may end otherwise before the worker
+        sends Released."""
+        self._scheduled = self._flush_scheduled = False
+        self._last_schedule_s = -math.inf
 
-    # what rollout calls
+    # Called by Rollout.
 
     def close(self, id: str) -> None:
-        """It is finished, and its group has it."""
+        """Close a response that is finished and part of its group."""
         self.giving.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
 
     def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
+        """Set the callbacks: `turn_ended(id)`; `rejected(id, why)` if no worker can generate the response."""
         self._turn_ended, self._rejected = turn_ended, rejected
 
     def open(self, episode: Episode) -> None:
         self.ledger.open(episode)
-        self._soon()
+        self._schedule_soon()
 
-    def go_on(self, id: str) -> None:
-        self.ledger.go_on(id)
-        self._soon()
+    def next_turn(self, id: str) -> None:
+        self.ledger.next_turn(id)
+        self._schedule_soon()
 
     def withdraw(self, ids: list[str]) -> None:
         for worker, handles in self.ledger.withdraw(ids).items():
-            self._tell(worker, m.Cancel(handles=tuple(handles)))
-            self._idle_if(worker)
+            self._send(worker, m.Cancel(handles=tuple(handles)))
+            self._account_idle(worker)
 
     @property
     def offer(self) -> Offer | None:
-        """The version that work is given out with."""
+        """The version that work is assigned with."""
         return self.loading.offer
 
     def set_offer(self, offer: Offer) -> None:
         self.loading.offer = offer
-        self._soon()
+        self._schedule_soon()
 
-    # workers come and go
+    # Workers join, send messages and leave.
 
     async def attend(self, link: Link, hello: m.Hello) -> None:
-        """The whole life of one worker. Returns when it is gone."""
+        """Handle one worker from its Hello until it is gone."""
         now = asyncio.get_running_loop().time()
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
@@ -117,14 +122,14 @@ class Dispatch:
         self._events.instant("worker_joined", worker=id, lease=hello.lease.kind, device=hello.lease.device,
                              usd_per_h=price.or_none, price_from=price.said, age_s=now - started)  # fmt: skip
         sender = self._outbox.open(id, link)
-        self._soon()
+        self._schedule_soon()
         why = "cancelled"
         try:
             while True:
                 message = await link.receive()
                 if member.state is WorkerState.GONE:
                     return
-                self._hear(member, message)
+                self._handle(member, message)
         except Malformed as e:
             why = f"sent a malformed frame: {e}"
         except BadFrame as e:
@@ -136,21 +141,21 @@ class Dispatch:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)
 
-    def _hear(self, member: Member, message: object) -> None:
+    def _handle(self, member: Member, message: object) -> None:
         id = member.id
         now = asyncio.get_running_loop().time()
         if self.members.seen(id, now, message if isinstance(message, m.Stats) else None):
             self._events.instant("worker_well", worker=id)
-            self._soon()
+            self._schedule_soon()
         match message:
             case m.Tokens():
-                self._take(member, message)
+                self._accept(member, message)
             case m.Stats():
                 pass
             case m.Loaded():
                 if self.loading.done(member, message, now):
                     self.refusals.ready()
-                    self._soon()
+                    self._schedule_soon()
             case m.LoadFailed():
                 self.loading.failed(member, message)
             case m.Released():
@@ -158,49 +163,49 @@ class Dispatch:
             case m.Rejected():
                 self._rejected_by(member, message)
             case m.Notice():
-                self._warned(member, message)
+                self._handle_notice(member, message)
             case m.Left():
                 if message.refused:
                     self.refusals.refused(member, message.why, now)
                 self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
-                raise Malformed(f"a {type(message).__name__} was not expected")
+                raise Malformed(f"unexpected message {type(message).__name__}")
 
-    def _take(self, member: Member, frame: m.Tokens) -> None:
+    def _accept(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
-        taken = self.ledger.take(member.id, frame)
-        member.made += taken.accepted
-        if taken.accepted:
-            self.giving.observe(member.id, batch, taken.accepted, now - member.framed_s, context)
-            self.accounts.frame(now, member.id, taken.accepted)
+        accepted = self.ledger.accept(member.id, frame)
+        member.made += accepted.tokens
+        if accepted.tokens:
+            self.giving.observe(member.id, batch, accepted.tokens, now - member.framed_s, context)
+            self.accounts.frame(now, member.id, accepted.tokens)
         member.framed_s = now
         if batch:
-            self._idle_if(member.id)
-        if self.journal is not None and taken.accepted:
-            self.journal.made(frame, None if taken.whole else taken.rows)
+            self._account_idle(member.id)
+        if self.journal is not None and accepted.tokens:
+            self.journal.write_tokens(frame, None if accepted.complete else accepted.rows)
             self._flush_soon()
-        if taken.dropped:
-            self._tell(member.id, m.Cancel(handles=tuple(taken.dropped)))
-        for id in taken.turns:
+        if accepted.dropped:
+            self._send(member.id, m.Cancel(handles=tuple(accepted.dropped)))
+        for id in accepted.ended_turns:
             self._turn_ended(id)
-        if taken.turns or taken.dropped:
-            self._soon()
+        if accepted.ended_turns or accepted.dropped:
+            self._schedule_soon()
 
     def _rejected_by(self, member: Member, message: m.Rejected) -> None:
-        """This worker is too small for that response, and for all that need as much room: another makes it."""
+        """The worker is too small for this response and for all that need as much room. Another worker gets it."""
         entry = next((e for e in self.ledger.held(member.id) if e.handle == message.handle), None)
         if entry is None:
             return
-        needed, why = room(entry.episode), message.why[:WORDS]
+        needed, why = room(entry.episode), message.why[:MAX_CHARS]
         member.longest = min(member.longest, needed - 1)
         member.why = why
         self._events.instant("work_rejected", worker=member.id, response=entry.episode.id, tokens=needed, why=why)
-        self.ledger.recall(entry.episode.id)
-        self._idle_if(member.id)
-        self._soon()
+        self.ledger.requeue(entry)
+        self._account_idle(member.id)
+        self._schedule_soon()
 
-    def _look_for_room(self, now: float) -> None:
+    def _check_room(self, now: float) -> None:
         if (verdict := self.room.look(self.members.here(), now)) is None:
             return
         if verdict.why:
@@ -209,84 +214,84 @@ class Dispatch:
             self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
 
     def _released(self, member: Member, handles: tuple[int, ...]) -> None:
-        held = {e.handle: e.episode.id for e in self.ledger.held(member.id)}
+        held = {e.handle: e for e in self.ledger.held(member.id)}
         for handle in handles:
             self._releasing.pop(handle, None)
             if handle in held:
-                self.ledger.recall(held[handle])
+                self.ledger.requeue(held[handle])
                 member.moved += 1
         if held:
-            self._idle_if(member.id)
-        self._soon()
+            self._account_idle(member.id)
+        self._schedule_soon()
 
-    def _idle_if(self, worker: str) -> None:
-        """It may have nothing left."""
+    def _account_idle(self, worker: str) -> None:
+        """Account the worker as idle if it has no work left."""
         if not self.ledger.running(worker):
             self.accounts.idle(asyncio.get_running_loop().time(), worker)
 
-    def _warned(self, member: Member, notice: m.Notice) -> None:
-        source, detail = notice.source[:WORDS], notice.detail[:WORDS]
-        left = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
+    def _handle_notice(self, member: Member, notice: m.Notice) -> None:
+        """Drain the worker shortly before its machine is taken. A later notice counts only if it is sooner."""
+        source, detail = notice.source[:MAX_CHARS], notice.detail[:MAX_CHARS]
+        left_s = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
         loop = asyncio.get_running_loop()
-        at_s, timer = loop.time() + max(0.0, left - LEAVE_S), self._timers.get(member.id)
+        at_s, timer = loop.time() + max(0.0, left_s - DRAIN_LEAD_S), self._drain_timers.get(member.id)
         if timer is not None:
             if timer.when() <= at_s:
                 return
-            timer.cancel()  # it is sooner than was said
+            timer.cancel()
         elif member.state is WorkerState.DRAINING:
             return
-        member.taken, member.why = source not in ASKED, f"{source}: {detail}"
+        member.taken, member.why = source not in OPERATOR_SOURCES, f"{source}: {detail}"
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
-        if not self._migration:  # what it could not finish would have to be made again from its first token
-            self._stop_giving(member.id, member.why)
-        self._timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
+        if not self._migration:  # a response that it cannot finish would start again from its first token
+            self._stop_assigning(member.id, member.why)
+        self._drain_timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
 
     def drain(self, id: str, why: str) -> None:
-        """Ask a worker to send what it has and go. Its responses move when it has."""
+        """Ask a worker to send what it has and leave. Its responses move once it has done so."""
         member = self.members.all.get(id)
         if member is None or member.state is WorkerState.GONE:
             return
-        self._stop_giving(id, why)
+        self._stop_assigning(id, why)
         member.told_s = min(member.told_s, asyncio.get_running_loop().time())
-        self._tell(id, m.Drain(why=why))
+        self._send(id, m.Drain(why=why))
 
-    def _stop_giving(self, id: str, why: str) -> None:
-        """It gets no more work, and is going to leave."""
+    def _stop_assigning(self, id: str, why: str) -> None:
+        """Assign no more work to a worker that is going to leave."""
         if self.members.all[id].state is not WorkerState.DRAINING:
             self.members.move(id, WorkerState.DRAINING, why)
             self.accounts.draining(asyncio.get_running_loop().time(), id)
 
     def pause(self, id: str) -> None:
-        """Its responses go on elsewhere; it keeps its weights and waits."""
+        """Move the worker's responses elsewhere. It keeps its weights and waits."""
         self.members.move(id, WorkerState.PAUSED)
         self.accounts.paused(asyncio.get_running_loop().time(), id)
-        self._tell(id, m.Pause())
-        self._give_back(id, self.ledger.held(id))
+        self._send(id, m.Pause())
+        self._request_release(id, self.ledger.held(id))
 
     def resume(self, id: str) -> None:
         self.members.move(id, WorkerState.READY)
         self.accounts.resumed(asyncio.get_running_loop().time(), id)
-        self._tell(id, m.Resume())
-        self._soon()
+        self._send(id, m.Resume())
+        self._schedule_soon()
 
     def _lose(self, id: str, why: str) -> None:
-        """Whatever happened: this worker is no more, and what it held goes on elsewhere."""
-        member, why = self.members.all.get(id), why[:WORDS]
+        """Remove a worker, whatever happened to it, and queue its responses for others."""
+        member, why = self.members.all.get(id), why[:MAX_CHARS]
         if member is None or member.state is WorkerState.GONE:
             return
         entries = self.ledger.held(id)
         tokens = sum(len(e.episode.tokens) for e in entries)
         self._releasing = {handle: worker for handle, worker in self._releasing.items() if worker != id}
         self.ledger.release(id)
-        if poison := self.ledger.poison(entries):
-            self._rejected(
-                poison.episode.id, f"{poison.fruitless} workers in a row were lost with it, the last of them: {why}"
-            )
+        if poison := self.ledger.find_poison(entries):
+            lost = f"{poison.fruitless} workers in a row were lost while they held this response"
+            self._rejected(poison.episode.id, f"{lost}; the last one: {why}")
         member.moved += len(entries)
         drained = member.state is WorkerState.DRAINING
         self.members.move(id, WorkerState.GONE, why)
-        if id in self._timers:
-            self._timers.pop(id).cancel()
+        if id in self._drain_timers:
+            self._drain_timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
         self.giving.forget(id)
         self.refusals.gone(member, now)
@@ -296,12 +301,12 @@ class Dispatch:
             s=now - member.joined_s,
         )  # fmt: skip
         self._outbox.close(id, why)
-        self._soon()
+        self._schedule_soon()
 
     async def watch(self) -> None:
-        """Runs as long as the run does."""
+        """Look for silent and stuck workers, and for work that no worker can do, until the run ends."""
         loop, tick_s = asyncio.get_running_loop(), self.members.patience.tick_s
-        manned_s = told_s = loop.time()
+        last_manned_s = last_event_s = loop.time()
         while True:
             now = loop.time()
             if not self.loading.served():
@@ -314,88 +319,88 @@ class Dispatch:
                 if change.what == "stuck":
                     self.drain(change.id, change.why)
             if self.ledger.queue:
-                self._soon()  # what was held back for a worker that takes too long
-            self._look_for_room(now)
-            if self.ledger.queue and (error := self.refusals.look(self.members.here(), now)):
+                self._schedule_soon()  # work may have been held back for a worker that takes too long
+            self._check_room(now)
+            if self.ledger.queue and (error := self.refusals.check(self.members.here(), now)):
                 self.on_failure(error)
             if not self.ledger.queue or any(True for _ in self.members.here()):
-                manned_s = now
-            elif now - max(manned_s, told_s) >= ALONE_S:
-                told_s = now
-                self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - manned_s)
+                last_manned_s = now
+            elif now - max(last_manned_s, last_event_s) >= NO_WORKERS_S:
+                last_event_s = now
+                self._events.instant("no_workers", queued=len(self.ledger.queue), s=now - last_manned_s)
             await asyncio.sleep(tick_s)
 
     def _flush_soon(self) -> None:
-        """Once per round of the event loop: a controller killed in between loses the frames of that round at most."""
-        if not self._flushing:
-            self._flushing = True
+        """Flush once per round of the event loop: a controller that is killed loses at most the frames of one round."""
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._flush_scheduled = False
         if self.journal is not None:
             self.journal.flush()
 
-    # giving out
+    # Work is assigned and taken back.
 
-    def _soon(self) -> None:
-        """Once per round of the event loop is enough, however many reasons there are; less often in a large fleet,
-        where there are more reasons and each takes longer to act on."""
-        if not self._settling:
-            self._settling = True
+    def _schedule_soon(self) -> None:
+        """Schedule once per round of the event loop, however many reasons there are. In a large fleet, where there are
+        more reasons and each round takes longer, schedule less often."""
+        if not self._scheduled:
+            self._scheduled = True
             loop = asyncio.get_running_loop()
-            at_s = self._settled_s + max(0, self.members.count - FEW) * PAUSE_S
+            at_s = self._last_schedule_s + max(0, self.members.count - SMALL_FLEET) * PAUSE_PER_WORKER_S
             if at_s <= loop.time():
-                loop.call_soon(self._settle)
+                loop.call_soon(self._schedule)
             else:
-                loop.call_at(at_s, self._settle)
+                loop.call_at(at_s, self._schedule)
 
-    def _settle(self) -> None:
-        self._settling, self._settled_s = False, asyncio.get_running_loop().time()
+    def _schedule(self) -> None:
+        """Have outdated workers load the offered version; then assign queued work or, if there is none, rebalance."""
+        self._scheduled, self._last_schedule_s = False, asyncio.get_running_loop().time()
         if self.journal is not None:
             self.journal.flush()
         offer = self.offer
         if offer is None:
             return
-        self._bring_up_to_date()
+        self._request_loads()
         ready = self.members.routable(offer.version, offer.digest)
         loads, longest = self.giving.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
             coming = len(self.members.coming(asyncio.get_running_loop().time()))
             for worker, entries in self.giving.give(loads, offer.version, coming=coming, longest=longest).items():
-                self._give(worker, entries)
+                self._assign(worker, entries)
         elif loads and not self._releasing:
             for worker, entry in self.giving.take_back(loads, longest):
-                self._give_back(worker, [entry])
+                self._request_release(worker, [entry])
 
-    def _bring_up_to_date(self) -> None:
-        """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
+    def _request_loads(self) -> None:
+        """Workers without the offered version load it: at once if they are new, else when there is work for them."""
         offer, now = self.offer, asyncio.get_running_loop().time()
         assert offer is not None
         for member in self.members.behind(offer.version, offer.digest, needed=bool(self.ledger.queue)):
-            if member.state is not WorkerState.PULLING:  # else it gives up an older one
+            if member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
-            self.loading.ask(member)
+            self.loading.request(member)
 
-    def _give(self, worker: str, entries: list[LedgerEntry]) -> None:
-        self._given(worker, entries)
-        if self.journal is not None:
-            self.journal.assigned({e.handle: e.episode.id for e in entries})
-        for work in frames(entries):
-            self._tell(worker, m.Assign(work=work))
-
-    def _given(self, worker: str, entries: list[LedgerEntry]) -> None:
+    def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
+        """Send a worker the responses that the ledger has just assigned to it."""
         now = asyncio.get_running_loop().time()
-        if self.ledger.running(worker) == len(entries):  # it had nothing: what came before was not this work's time
+        if self.ledger.running(worker) == len(entries):  # it was idle, and idle time is not part of a step time
             self.members.all[worker].framed_s = now
             self.accounts.busy(now, worker)
-        again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
-        if again:
-            self.accounts.moved_in(now, worker, again)
+        prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
+        if prefilled_again:
+            self.accounts.moved_in(now, worker, prefilled_again)
+        if self.journal is not None:
+            self.journal.write_assigned({e.handle: e.episode.id for e in entries})
+        for work in work_frames(entries):
+            self._send(worker, m.Assign(work=work))
 
-    def _give_back(self, worker: str, entries: list[LedgerEntry]) -> None:
+    def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:
+        """Ask a worker to give these responses back, so that others can continue them."""
         handles = tuple(e.handle for e in entries)
         if handles:
             self._releasing |= dict.fromkeys(handles, worker)
-            self._tell(worker, m.Release(handles=handles))
+            self._send(worker, m.Release(handles=handles))

@@ -1,15 +1,15 @@
 """Workers that refuse the run's model, and when that ends the run. Pure.
 
 A worker that builds its engine may refuse the model: its self-test measured a difference, or its memory is too small.
-One such worker is a fact about its machine, and the others do the work. The run ends if nobody can do it:
+One such worker is a fact about its machine, and the others do the work. The run ends when all of these hold:
 
-- no worker has ever been ready. Once one has, the model works somewhere, and the run waits for such a worker;
-- work is queued, and REFUSED_S have passed since the first refusal. A worker that left for another reason might have
-  been able to do the work, so its replacement is waited for just as long;
+- no worker has ever been ready. Once one has been, the model works somewhere, and the run waits for such a worker;
+- work is queued, and REFUSED_S seconds have passed since the first refusal. A worker that left for another reason might
+  have been able to do the work, so the run waits as long for its replacement;
 - no worker is still starting.
 
-Where refused workers are started again and again, one is always starting. So after REFUSALS refusals the run waits
-neither for replacements nor for workers that joined more recently than the slowest refusal took.
+If workers that refuse are restarted again and again, one is always starting. Therefore after REFUSALS refusals the run
+waits neither for replacements nor for workers that joined more recently than the slowest refusal took.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from windfall.scheduling.members import Member
 
 REFUSED_S = 120.0
 REFUSALS = 8
-WORDS = 2000
-"""Characters of a refusal that are kept: it has what was measured, and what to do."""
+MAX_CHARS = 2000
+"""Characters of a refusal that are kept: it says what was measured and what to do."""
 
 
 class Refusals:
@@ -41,18 +41,19 @@ class Refusals:
         self._ready = True
 
     def refused(self, member: Member, why: str, now_s: float) -> None:
+        """A worker refused the model."""
         if not self.count:
             self._since_s = now_s
         self.count += 1
         self._slowest_s = max(self._slowest_s, now_s - member.joined_s)
-        self._worker, self._why = member.id, why[:WORDS]
+        self._worker, self._why = member.id, why[:MAX_CHARS]
 
     def gone(self, member: Member, now_s: float) -> None:
-        """A worker is gone, for whatever reason."""
+        """A worker left, for whatever reason."""
         if member.id != self._worker:
             self._other_s = now_s
 
-    def look(self, here: Iterable[Member], now_s: float) -> WindfallError | None:
+    def check(self, here: Iterable[Member], now_s: float) -> WindfallError | None:
         """The error that ends a run whose work is queued, if no worker can be expected to do that work."""
         if self._ready or not self.count:
             return None
@@ -66,5 +67,5 @@ class Refusals:
             f"no worker can run the model: {self.count} refused it, and none has ever been ready (waited "
             f"{REFUSED_S:g} s). Worker {self._worker} says: {self._why}",
             where="fleet",
-            fix="Correct that, or add a worker that can run the model. Then go on with `windfall resume`.",
+            fix="Correct that, or add a worker that can run the model. Then continue with `windfall resume`.",
         )

@@ -82,7 +82,7 @@ class Giving:
         again.seconds += seconds - (tokens / rate if rate else 0.0)
         if again.last.worker != worker:  # it has ended, or gone elsewhere, before it was seen to go on here
             del self._prefilling[worker]
-        elif len(again.last.episode.tokens) > again.last.marked:
+        elif len(again.last.episode.tokens) > again.last.recorded:
             self.speeds.prefilled(worker, again.tokens, again.seconds)
             del self._prefilling[worker]
 
@@ -170,7 +170,7 @@ class Giving:
         return [
             Running(
                 id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
-                waiting=len(e.episode.tokens) == e.marked,  # nothing has come of it there, as far as can be seen
+                waiting=len(e.episode.tokens) == e.recorded,  # nothing has come of it there, as far as can be seen
             )
             for e in self._ledger.held(worker)
         ]  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from windfall import unhandled
+from windfall import errors
 from windfall.errors import WindfallError
 from windfall.link import auth
 from windfall.link import messages as m
@@ -159,7 +159,7 @@ class TrainerHost:
                     reply = await self._obey(getting.result())
                 except Exception as e:  # fault boundary: the controller shows it, and this process ends with it
                     final = isinstance(e, WindfallError)
-                    await link.send(m.Failed(error=str(e) if final else unhandled.last_line(e), final=final))
+                    await link.send(m.Failed(error=str(e) if final else errors.last_line(e), final=final))
                     raise
                 await link.send(reply)
         finally:

@@ -30,7 +30,7 @@ class Sample:
 def outcomes(group: Group, limit: int) -> list[Outcome]:
     """Those of the responses that have a reward."""
     return [
-        Outcome(reward=r.reward, length=r.made, limit=limit, observed=len(r.tokens) - r.made)
+        Outcome(reward=r.reward, length=r.sampled_count, limit=limit, observed=len(r.tokens) - r.sampled_count)
         for r in group.responses
         if r.reward is not None
     ]

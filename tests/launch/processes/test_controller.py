@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 
-from windfall import config, unhandled
+from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
@@ -45,7 +45,7 @@ def run(folder: Path, disturb: Callable[[Control], Any], *, soon_s: float = 0.1)
         it = Control(config.Recipe(), folder, events, again=False)
         asyncio.get_running_loop().call_later(soon_s, disturb, it)
         async with asyncio.timeout(10):
-            await unhandled.guard(it.run())
+            await errors.guard(it.run())
         events.close()
         return it
 
@@ -182,10 +182,10 @@ def test_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     """Though it is noticed in a callback, of which nobody hears."""
 
     def fill(it: Control) -> None:
-        it.journal.begin(0)
+        it.journal.open(0)
         it.journal._file = FullDisk()
-        it.journal.judged("1/0", 1.0, None, "")
-        it.dispatch._soon()
+        it.journal.write_grade("1/0", 1.0, None, "")
+        it.dispatch._schedule_soon()
 
     with pytest.raises(WindfallError, match="cannot write the journal: No space left on device") as caught:
         run(tmp_path, fill)
@@ -237,8 +237,8 @@ def test_a_long_journal_is_read_while_others_are_heard(
     async def go() -> None:
         it = Control(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), again=False)
         it.life.rollout, it.trainer.hello = SimpleNamespace(remember=lambda past, next_task: told.append(past)), hello  # pyright: ignore
-        find = it.journal.find
-        monkeypatch.setattr(it.journal, "find", lambda step: time.sleep(0.3) or find(step))
+        find = it.journal.read
+        monkeypatch.setattr(it.journal, "read", lambda step: time.sleep(0.3) or find(step))
         connecting = asyncio.create_task(it.life.connect())
         for turns in range(1, 1000):  # noqa: B007
             await asyncio.sleep(0.01)

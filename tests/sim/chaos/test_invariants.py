@@ -44,26 +44,26 @@ def breaks(*rules: str, seed: int = 0) -> Callable[[Broken], Broken]:
 
 @breaks("tokens")
 def a_frame_that_comes_twice_is_taken_twice(patch: Patch) -> None:
-    real = Ledger._unusual
+    real = Ledger._tokens_to_skip
 
     def unusual(self: Ledger, entry: Any, handle: int, position: int, *rest: Any) -> int:
         if entry is not None and entry.version == rest[1] and position < len(entry.episode.tokens):
             return 0
         return real(self, entry, handle, position, *rest)
 
-    patch.setattr(Ledger, "_unusual", unusual)
+    patch.setattr(Ledger, "_tokens_to_skip", unusual)
 
 
 @breaks("tokens")
 def a_gap_is_not_noticed(patch: Patch) -> None:
-    real = Ledger._unusual
+    real = Ledger._tokens_to_skip
 
     def unusual(self: Ledger, entry: Any, handle: int, position: int, *rest: Any) -> int:
         if entry is not None and entry.version == rest[1] and position > len(entry.episode.tokens):
             return 0
         return real(self, entry, handle, position, *rest)
 
-    patch.setattr(Ledger, "_unusual", unusual)
+    patch.setattr(Ledger, "_tokens_to_skip", unusual)
 
 
 @breaks("tokens")
@@ -75,12 +75,12 @@ def a_lost_workers_response_loses_its_last_token(patch: Patch) -> None:
         for id in ids:
             episode = self.entries[id].episode
             if episode.tokens:
-                version, count = episode.runs.pop()
+                version, count = episode.version_runs.pop()
                 if count > 1:
-                    episode.runs.append((version, count - 1))
+                    episode.version_runs.append((version, count - 1))
                 episode.tokens.pop()
                 episode.logprobs.pop()
-                self.entries[id].marked -= 1
+                self.entries[id].recorded -= 1
                 self.counts.accepted -= 1
         return ids
 
@@ -123,15 +123,15 @@ def the_journal_is_not_flushed(patch: Patch) -> None:
 
 @breaks("again")
 def the_journal_is_read_without_its_last_stretch(patch: Patch) -> None:
-    real = journal_reader._Rows.settle
+    real = journal_reader._Rows.merge
 
     def settle(self: Any) -> None:
         real(self)
-        for said in self._past.values():
-            if said and isinstance(said[-1], journal_reader.Stretch) and said[-1].finish is None:
+        for said in self._history.values():
+            if said and isinstance(said[-1], journal_reader.TokenRun) and said[-1].finish is None:
                 said.pop()
 
-    patch.setattr(journal_reader._Rows, "settle", settle)
+    patch.setattr(journal_reader._Rows, "merge", settle)
 
 
 @breaks("again", "batch", seed=5)
@@ -142,7 +142,7 @@ def a_checkpoint_makes_the_whole_journal_void(patch: Patch) -> None:
     def rotate(self: Journal, step: int) -> None:
         real(self, step)
         for path in self.folder.glob("*.wal"):
-            if path != self._path(self._step):
+            if path != self._path:
                 path.unlink()
         assert self._file is not None
         self._file.truncate(0)
@@ -237,7 +237,7 @@ def what_a_lost_worker_computed_again_is_remembered(patch: Patch) -> None:
 
 @breaks("level", seed=25)
 def the_past_is_never_forgotten(patch: Patch) -> None:
-    patch.setattr(Rollout, "remember", lambda self, found, next_task: setattr(self, "past", found))
+    patch.setattr(Rollout, "load_history", lambda self, found, next_task: setattr(self, "history", found))
 
 
 @breaks("holder", "tokens", "progress")
@@ -257,14 +257,14 @@ def a_pull_that_hangs_is_never_noticed(patch: Patch) -> None:
 
 @breaks("no error")
 def an_error_in_a_callback(patch: Patch) -> None:
-    real = Dispatch._settle
+    real = Dispatch._schedule
 
     def settle(self: Dispatch) -> None:
         real(self)
         if self.ledger.counts.moved > 20:
             raise KeyError("nobody expected it")
 
-    patch.setattr(Dispatch, "_settle", settle)
+    patch.setattr(Dispatch, "_schedule", settle)
 
 
 @breaks("no error")

@@ -105,15 +105,15 @@ def test_between_two_updates_of_a_step_its_weights_are_of_no_version(simulated: 
 
 def test_what_a_killed_controller_had_not_flushed_is_lost(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "settings")
-    journal.begin(0)
-    journal.judged("1/0", 1.0, None, "")
+    journal.open(0)
+    journal.write_grade("1/0", 1.0, None, "")
     journal.flush()
-    journal.judged("1/1", 1.0, None, "")
+    journal.write_grade("1/1", 1.0, None, "")
     journal.abandon()
-    journal.judged("1/2", 1.0, None, "")
+    journal.write_grade("1/2", 1.0, None, "")
     journal.flush()
     journal.close()
-    assert set(Journal(tmp_path, "settings").find().past) == {"1/0"}
+    assert set(Journal(tmp_path, "settings").read(0).history) == {"1/0"}
 
 
 def test_a_killed_controller_writes_no_log(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def _spot64(tmp_path: Path, seconds: float) -> float:
     began = time.process_time()
     done = run.simulate(w, tmp_path / "events.jsonl")
     took_s = time.process_time() - began
-    assert done.dispatch.ledger.lost() == 0
+    assert done.dispatch.ledger.lost_tokens() == 0
     assert done.dispatch.ledger.counts.accepted * w.granule > 50_000 * seconds, "tokens of 64 workers"
     return took_s
 

@@ -100,17 +100,17 @@ def test_workers_are_kept_by_advice(simulated: Simulated) -> None:
 def test_a_large_fleet_is_looked_at_less_often(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """And whatever there was to give out is given out all the same."""
     times: list[tuple[float, int]] = []
-    settle = Dispatch._settle
+    settle = Dispatch._schedule
 
     def timed(self: Dispatch) -> None:
         times.append((asyncio.get_running_loop().time(), self.members.count))
         settle(self)
 
-    monkeypatch.setattr(Dispatch, "_settle", timed)
+    monkeypatch.setattr(Dispatch, "_schedule", timed)
     gaps: dict[bool, list[float]] = {}
     for large in (False, True):
-        monkeypatch.setattr(dispatch, "FEW", 2 if large else 256)
-        monkeypatch.setattr(dispatch, "PAUSE_S", 0.1)
+        monkeypatch.setattr(dispatch, "SMALL_FLEET", 2 if large else 256)
+        monkeypatch.setattr(dispatch, "PAUSE_PER_WORKER_S", 0.1)
         times.clear()
         _, log = simulated(run={"steps": 3})
         assert all(e["responses"] == 64 and e["lost_tokens"] == 0 for e in steps_of(log))

@@ -3,7 +3,7 @@
     supervisor ──starts──▶ control ◀──dial── trainer, workers
 
 It ends with status 0 when the run is finished or was stopped, 2 after an error that a person can put right, 1 after any
-other exception, wherever it was raised: in a task, a callback, or while attending to a link (unhandled.py). Killed, it
+other exception, wherever it was raised: in a task, a callback, or while attending to a link (errors.py). Killed, it
 is started again and goes on from its journal: workers and trainer dial again by themselves.
 
     run ─┬─ _run         the steps of launch/assembly.py    until the run is finished or stopped
@@ -29,7 +29,7 @@ from typing import Any
 
 import xxhash
 
-from windfall import config, unhandled
+from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
@@ -65,7 +65,7 @@ def main(folder: Path) -> int:
             with contextlib.closing(EventLog(folder / "events.jsonl")) as events:
                 if recipe.log.tensorboard:
                     events.attach(tensorboard(folder / "tensorboard"))
-                asyncio.run(unhandled.guard(Control(recipe, folder, events, again).run()))
+                asyncio.run(errors.guard(Control(recipe, folder, events, again).run()))
         except WindfallError as e:
             folders.fail(folder, "controller", e)
             return 2
@@ -74,7 +74,7 @@ def main(folder: Path) -> int:
             fix = (
                 "This is a defect. Please report it with the traceback at the end of that file; the run can be resumed."
             )
-            what = f"the controller failed: {unhandled.last_line(e)}"
+            what = f"the controller failed: {errors.last_line(e)}"
             folders.fail(folder, "controller", WindfallError(what, where=str(folder / "controller.log"), fix=fix))
             return 1
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from windfall import algorithms, config, devices, unhandled
+from windfall import algorithms, config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs.hosting import hosted
@@ -60,7 +60,7 @@ def main(folder: Path) -> int:
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
         try:
-            return asyncio.run(unhandled.guard(_main(recipe, folder)))
+            return asyncio.run(errors.guard(_main(recipe, folder)))
         except WindfallError as e:
             folders.fail(folder, "trainer", e)
             return 2
@@ -72,7 +72,7 @@ def main(folder: Path) -> int:
 
 def crashed(error: Exception, log: Path) -> WindfallError:
     """What is said when starting it again has not helped."""
-    said = unhandled.last_line(error)
+    said = errors.last_line(error)
     fix = "The traceback is at the end of that file. `windfall resume` goes on from the last checkpoint."
     if "out of memory" in said.lower() or isinstance(error, MemoryError):
         fix = f"Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true. {fix}"

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from windfall import unhandled
+from windfall import errors
 from windfall.devices import describe
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
@@ -77,7 +77,7 @@ def main(
     async def live() -> NoReturn:
         """Ends the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls, and
         the engine's thread may be in the middle of a step that nobody needs."""
-        code = await unhandled.guard(run())
+        code = await errors.guard(run())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

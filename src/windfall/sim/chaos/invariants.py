@@ -134,7 +134,9 @@ class Rules:
             if seen is None or seen[0] is not entry or seen[1] != entry.handle or seen[2] != have:
                 self._entry(id, entry, have, 0 if seen is None or seen[0] is not entry else seen[2])
                 self._seen[id] = (entry, entry.handle, have)
-                versions = {v for v, _ in entry.episode.runs} | ({entry.version} if entry.handle >= 0 else set())
+                versions = {v for v, _ in entry.episode.version_runs} | (
+                    {entry.version} if entry.handle >= 0 else set()
+                )
                 if offer is None or not versions <= {offer.version}:
                     raise InvariantBroken("version", f"{id} has tokens of {sorted(versions)}, and {offer} is offered")
                 if entry.handle >= 0 and members[entry.worker].state not in HOLDING:
@@ -233,10 +235,10 @@ class Rules:
 def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int) -> dict[str, int]:
     """What the controller still holds, though no response is open: by name, how many."""
     d, g = dispatch, dispatch.giving
-    trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.past)
+    trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     of_nobody = {
-        "handles asked back": set(d._releasing.values()), "timers": d._timers, "queues": outbox._queues,
+        "handles asked back": set(d._releasing.values()), "timers": d._drain_timers, "queues": outbox._queues,
         "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
     }  # fmt: skip
     found = {

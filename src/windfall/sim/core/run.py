@@ -27,7 +27,8 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event, EventLog
 from windfall.launch.assembly import ControllerLife, first
 from windfall.launch.processes.controller import settings
-from windfall.ledger.journal import Found, Journal
+from windfall.ledger.journal import Journal
+from windfall.ledger.journal_reader import JournalContents
 from windfall.models.text import Text
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Stopped
@@ -103,9 +104,9 @@ class Simulation:
         return life
 
     @staticmethod
-    async def _find(journal: Journal, step: int) -> Found:
+    async def _find(journal: Journal, step: int) -> JournalContents:
         await asyncio.sleep(0.0)  # as long as a thread takes: somebody may be heard meanwhile
-        return journal.find(step)
+        return journal.read(step)
 
     def stop(self) -> None:
         """Ask the run to stop, and save."""

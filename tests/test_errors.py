@@ -1,4 +1,4 @@
-"""What nobody awaits ends the process all the same."""
+"""An exception in a callback, or in a task that is never awaited, ends the process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from windfall import unhandled
+from windfall import errors
 from windfall.errors import WindfallError
 from windfall.launch.processes import worker
 
@@ -22,7 +22,7 @@ async def waits() -> str:
 
 
 def fail() -> None:
-    raise KeyError("nobody expected it")
+    raise KeyError("unexpected")
 
 
 async def fails() -> None:
@@ -43,26 +43,26 @@ def lost() -> None:
 
 def kept() -> None:
     KEPT.append(asyncio.get_running_loop().create_task(fails()))
-    KEPT[-1].add_done_callback(unhandled.report)
+    KEPT[-1].add_done_callback(errors.report_failure)
 
 
 KEPT: list[asyncio.Task[None]] = []
 
 
 @pytest.mark.parametrize("happens", [soon, later, lost, kept])
-def test_the_first_error_of_any_callback_is_raised(
+def test_first_error_of_a_callback_or_task_is_raised(
     happens: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> str:
         happens()
         return await waits()
 
-    with pytest.raises(KeyError, match="nobody expected it"):
-        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+    with pytest.raises(KeyError, match="unexpected"):
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
     assert any(record.exc_info for record in caplog.records), "the traceback is logged"
 
 
-def test_what_comes_up_while_it_is_taken_down_does_not_hide_the_cause() -> None:
+def test_error_that_follows_from_the_cancellation_does_not_hide_the_cause() -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_soon(fail)
         try:
@@ -70,12 +70,12 @@ def test_what_comes_up_while_it_is_taken_down_does_not_hide_the_cause() -> None:
         finally:
             raise ValueError("a consequence")
 
-    with pytest.raises(KeyError, match="nobody expected it"):
-        asyncio.run(unhandled.guard(main()))
+    with pytest.raises(KeyError, match="unexpected"):
+        asyncio.run(errors.guard(main()))
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-def test_what_fails_during_the_cleanup_does_not_hide_the_error_it_cleans_up_after(swallows: bool) -> None:
+def test_error_during_cleanup_does_not_hide_the_original_error(swallows: bool) -> None:
     async def cleanup() -> None:
         asyncio.get_running_loop().call_soon(fail)
         with contextlib.suppress(*([asyncio.CancelledError] if swallows else [])):
@@ -88,39 +88,39 @@ def test_what_fails_during_the_cleanup_does_not_hide_the_error_it_cleans_up_afte
             await cleanup()
 
     with pytest.raises(WindfallError, match="the disk is full"):
-        asyncio.run(asyncio.wait_for(unhandled.guard(main()), 10))
+        asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
 
 
-def test_an_error_in_the_last_moment_counts() -> None:
+def test_error_reported_just_before_the_end_is_raised() -> None:
     async def main() -> str:
         asyncio.get_running_loop().call_exception_handler({"message": "at the end", "exception": KeyError("late")})
         return "over"
 
     with pytest.raises(KeyError, match="late"):
-        asyncio.run(unhandled.guard(main()))
+        asyncio.run(errors.guard(main()))
 
 
-def test_trouble_of_one_socket_is_no_reason_to_end() -> None:
+def test_error_of_one_socket_does_not_end_the_process() -> None:
     async def main() -> str:
         loop = asyncio.get_running_loop()
-        said = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
-        loop.call_exception_handler({**said, "socket": None})
-        loop.call_exception_handler({"message": "a word without an exception"})
+        context = {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")}
+        loop.call_exception_handler({**context, "socket": None})
+        loop.call_exception_handler({"message": "a message without an exception"})
         await asyncio.sleep(0)
         return "over"
 
-    assert asyncio.run(unhandled.guard(main())) == "over"
+    assert asyncio.run(errors.guard(main())) == "over"
 
 
-def test_its_own_end_is_passed_on() -> None:
+def test_result_error_and_cancellation_of_main_are_passed_on() -> None:
     async def one() -> int:
         return 1
 
     async def main() -> None:
-        assert await unhandled.guard(one()) == 1
+        assert await errors.guard(one()) == 1
         with pytest.raises(KeyError):
-            await unhandled.guard(fails())
-        task = asyncio.create_task(unhandled.guard(waits()))
+            await errors.guard(fails())
+        task = asyncio.create_task(errors.guard(waits()))
         await asyncio.sleep(0)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -130,7 +130,7 @@ def test_its_own_end_is_passed_on() -> None:
     asyncio.run(main())
 
 
-def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_callback_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def live(self: object) -> int:
         asyncio.get_running_loop().call_soon(fail)
         await asyncio.sleep(30)
@@ -139,7 +139,7 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("windfall.worker.agent.Agent._live", live)
     monkeypatch.setattr("windfall.worker.startup.prepare", lambda device, threads: "cpu")
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
-    with pytest.raises(KeyError, match="nobody expected it"):
+    with pytest.raises(KeyError, match="unexpected"):
         worker.main(
             "http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0,
@@ -148,7 +148,7 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
 
 HANGS = """
 import asyncio, time
-from windfall.launch import joining
+from windfall.launch.processes import worker
 from windfall.worker.agent import Agent
 
 async def run(self, clouds=()):
@@ -158,13 +158,13 @@ async def run(self, clouds=()):
     return 3
 
 Agent.run = run
-joining.Boot.__init__ = lambda self, device, threads: None
-joining.glance = lambda device: (1, "a device")
-joining.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
-             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
+worker.Boot.__init__ = lambda self, device, threads: None
+worker.glance = lambda device: (1, "a device")
+worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
+            price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
 """
 
 
-def test_worker_with_a_pull_that_hangs_ends_all_the_same() -> None:
+def test_worker_with_a_hanging_pull_still_ends() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS], timeout=30, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (3, "it is over\n"), done.stderr

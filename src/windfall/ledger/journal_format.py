@@ -1,0 +1,87 @@
+"""The journal on disk: its files and its records.
+
+journal/000010.wal     everything since the checkpoint of step 10
+a record               its length, a checksum, and a msgpack array whose first item is the tag of its kind
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from windfall.link.messages import Tokens
+
+FILE_NAME = re.compile(r"[0-9]{6,}\.wal")
+HEAD = struct.Struct("<II")
+"""Before every record: its length in bytes and its checksum."""
+MAX_RECORD_BYTES = 64 << 20
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1):
+    """The first record of every controller process. Responses of a run with other settings are not this run's."""
+
+    settings: str
+
+
+class Assigned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
+    """Responses were assigned to a worker."""
+
+    handles: dict[int, str]
+    """From handle to response id."""
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):
+    """Tokens were accepted from a worker."""
+
+    frame: Tokens
+
+
+class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=4):
+    """The environment answered a turn with a reward or an observation, or it failed (`error`)."""
+
+    id: str
+    reward: float | None
+    observation: str | None
+    error: str
+
+
+Record = Started | Assigned | Accepted | TurnGraded
+
+
+def encode_record(payload: bytes) -> bytes:
+    """The payload with its head."""
+    return HEAD.pack(len(payload), xxhash.xxh32_intdigest(payload)) + payload
+
+
+def read_records(path: Path) -> Iterator[tuple[int, Record]]:
+    """The intact records up to the first torn or damaged one, each with the offset at which it ends."""
+    decode = msgspec.msgpack.Decoder(Record).decode
+    with path.open("rb") as file:
+        end = 0
+        while len(head := file.read(HEAD.size)) == HEAD.size:
+            length, checksum = HEAD.unpack(head)
+            payload = file.read(length) if length <= MAX_RECORD_BYTES else b""
+            if len(payload) != length or xxhash.xxh32_intdigest(payload) != checksum:
+                return
+            end += HEAD.size + length
+            yield end, decode(payload)
+
+
+def file_path(folder: Path, step: int) -> Path:
+    return folder / f"{step:06d}.wal"
+
+
+def list_files(folder: Path) -> tuple[list[int], tuple[str, ...]]:
+    """The steps of the journal's files, oldest first, and the names of everything else in the folder."""
+    steps, strays = list[int](), list[str]()
+    for path in folder.iterdir():
+        if FILE_NAME.fullmatch(path.name) and path.is_file():
+            steps.append(int(path.stem))
+        else:
+            strays.append(path.name)
+    return sorted(steps), tuple(sorted(strays))

@@ -28,7 +28,7 @@ from one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, 
 
 from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.rebalance import Running, rebalance
-from windfall.scheduling.worker_speed import Profile, Speeds
+from windfall.scheduling.worker_speed import Profile, WorkerSpeeds
 
 ENGINE = Profile(fixed_s=0.010, each_s=0.00006)
 MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000
@@ -107,7 +107,7 @@ class RLBoost(RoundRobin):
 
 class Windfall(RoundRobin):
     def __init__(self) -> None:
-        self.speeds, self.meant, self.holds = Speeds(), dict[str, str](), dict[str, list[str]]()
+        self.speeds, self.move_targets, self.prefix_holders = WorkerSpeeds(), dict[str, str](), dict[str, list[str]]()
 
     def decide(self, step: Step) -> None:
         loads = [
@@ -121,15 +121,15 @@ class Windfall(RoundRobin):
             placed = place(
                 [r.id for r in step.queue],
                 loads,
-                holds=self.holds,
-                meant=self.meant,
+                prefix_holders=self.prefix_holders,
+                move_targets=self.move_targets,
                 typical=MEAN,
                 round_trip_s=ROUND_TRIP_S,
             )
             for id, worker in placed:
-                self.meant.pop(id, None)
+                self.move_targets.pop(id, None)
                 step.give(step.queue.popleft(), worker)
-                group = self.holds.setdefault(id.rpartition("/")[0], [])
+                group = self.prefix_holders.setdefault(id.rpartition("/")[0], [])
                 if worker not in group:
                     group.append(worker)
         elif not step.away:
@@ -139,7 +139,7 @@ class Windfall(RoundRobin):
     def back(self, step: Step, r: Response, target: str | None) -> None:
         step.queue.appendleft(r)
         if target is not None:
-            self.meant[r.id] = target
+            self.move_targets[r.id] = target
 
     def observe(self, step: Step, rng: random.Random) -> None:
         for n, w in step.workers.items():
@@ -184,7 +184,7 @@ def at_scale() -> None:
     empty = [WorkerLoad(worker=w, running=0, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
     busy = [WorkerLoad(worker=w, running=20, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
     held = [Running(id=id, context=1000) for id in ids[:20]]
-    speeds = Speeds()
+    speeds = WorkerSpeeds()
     cases: dict[str, Callable[[], object]] = {
         "place 20,000 on empty workers": lambda: place(ids, empty, typical=MEAN),
         "place 100 on busy ones": lambda: place(ids[:100], busy, typical=MEAN),

@@ -30,7 +30,7 @@ from windfall.rollout.loading import WORDS, Loading
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
-from windfall.scheduling.placement import Giving
+from windfall.scheduling.placement import Placement
 from windfall.scheduling.room import Room
 from windfall.types import LOCAL
 
@@ -53,7 +53,7 @@ class Dispatch:
     ) -> None:  # fmt: skip
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
+        self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.journal, self._migration = journal, t.migration
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
@@ -74,7 +74,7 @@ class Dispatch:
 
     def close(self, id: str) -> None:
         """It is finished, and its group has it."""
-        self.giving.finished(len(self.ledger.entries[id].episode.tokens))
+        self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
 
     def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
@@ -109,7 +109,7 @@ class Dispatch:
         now = asyncio.get_running_loop().time()
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
-        self.giving.speeds.join(id, hello.lease.device)
+        self.placement.speeds.join(id, hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
         self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
@@ -172,7 +172,7 @@ class Dispatch:
         taken = self.ledger.take(member.id, frame)
         member.made += taken.accepted
         if taken.accepted:
-            self.giving.observe(member.id, batch, taken.accepted, now - member.framed_s, context)
+            self.placement.observe(member.id, batch, taken.accepted, now - member.framed_s, context)
             self.accounts.frame(now, member.id, taken.accepted)
         member.framed_s = now
         if batch:
@@ -288,7 +288,7 @@ class Dispatch:
         if id in self._timers:
             self._timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
-        self.giving.forget(id)
+        self.placement.forget(id)
         self.refusals.gone(member, now)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
@@ -359,13 +359,13 @@ class Dispatch:
             return
         self._bring_up_to_date()
         ready = self.members.routable(offer.version, offer.digest)
-        loads, longest = self.giving.loads(ready), {w.id: w.longest for w in ready}
+        loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
             coming = len(self.members.coming(asyncio.get_running_loop().time()))
-            for worker, entries in self.giving.give(loads, offer.version, coming=coming, longest=longest).items():
+            for worker, entries in self.placement.assign(loads, offer.version, coming=coming, longest=longest).items():
                 self._give(worker, entries)
         elif loads and not self._releasing:
-            for worker, entry in self.giving.take_back(loads, longest):
+            for worker, entry in self.placement.reclaim(loads, longest):
                 self._give_back(worker, [entry])
 
     def _bring_up_to_date(self) -> None:

@@ -29,7 +29,8 @@ from windfall.link.messages import Stats
 from windfall.types import LOCAL, Lease
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
-"""Longest time in these parts of a load: a little more than the worker allows itself (worker/startup.py, session.py)."""
+"""Longest time in these parts of a load: a little more than the worker allows itself (worker/startup.py,
+session.py)."""
 LEAVING_S = 20.0
 """From Drain until the worker must have left; it takes 8 s at most."""
 

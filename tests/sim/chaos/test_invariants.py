@@ -21,7 +21,7 @@ from windfall.rollout import groups as manager
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
 from windfall.scheduling.members import Members, WorkerState
-from windfall.scheduling.placement import Giving
+from windfall.scheduling.placement import Placement
 from windfall.sim.chaos.trial import trial
 from windfall.train.base import TrainerLost
 from windfall.train.remote import RemoteTrainer
@@ -214,25 +214,25 @@ def the_next_controller_bills_all_again(patch: Patch) -> None:
 
 @breaks("level", seed=1)
 def pages_are_never_forgotten(patch: Patch) -> None:
-    patch.setattr(Giving, "done_with", lambda self, groups: None)
+    patch.setattr(Placement, "done_with", lambda self, groups: None)
 
 
 @breaks("level")
 def a_move_that_came_too_late_is_remembered(patch: Patch) -> None:
     """Of a response that ended where it was."""
-    real = Giving.done_with
+    real = Placement.done_with
 
-    def done_with(self: Giving, groups: Any) -> None:
-        meant = self._meant
+    def done_with(self: Placement, groups: Any) -> None:
+        targets = self._move_targets
         real(self, groups)
-        self._meant = meant
+        self._move_targets = targets
 
-    patch.setattr(Giving, "done_with", done_with)
+    patch.setattr(Placement, "done_with", done_with)
 
 
 @breaks("level")
 def what_a_lost_worker_computed_again_is_remembered(patch: Patch) -> None:
-    patch.setattr(Giving, "forget", lambda self, worker: self.speeds.forget(worker))
+    patch.setattr(Placement, "forget", lambda self, worker: self.speeds.forget(worker))
 
 
 @breaks("level", seed=25)

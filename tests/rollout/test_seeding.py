@@ -84,7 +84,7 @@ class World:
         return next((m.state for m in self.dispatch.members.here() if m.name == name), None)
 
     def generated(self, name: str) -> int:
-        return sum(m.made for m in self.dispatch.members.all.values() if m.name == name)
+        return sum(m.generated for m in self.dispatch.members.all.values() if m.name == name)
 
     async def until(self, true: Callable[[], object]) -> None:
         async with asyncio.timeout(10):

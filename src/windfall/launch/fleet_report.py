@@ -131,7 +131,7 @@ class Telling:
                 "device": w.lease.device, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
-                "tok_per_s": w.tok_per_s, "made": w.made, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
+                "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
             }
             for w in members
             if w.state is not Stage.GONE or w.id in told

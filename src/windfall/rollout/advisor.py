@@ -103,7 +103,7 @@ class Advisor:
         alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and prices.kind(m.lease) == name]
         here = [m for m in alike if m.state is not WorkerState.GONE]
         present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)
-        lost = sum(m.taken for m in alike)
+        lost = sum(m.preempted for m in alike)
         return WorkerKind(
             name=name, now=len(here), tok_per_s=measured.tok_per_s, usd_per_h=prices.of(measured.lease).or_none,
             boot_s=measured.boot_s, max_count=self._max_count, profile=measured.profile, slots=measured.slots,

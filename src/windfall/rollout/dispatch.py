@@ -170,11 +170,11 @@ class Dispatch:
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
         taken = self.ledger.take(member.id, frame)
-        member.made += taken.accepted
+        member.generated += taken.accepted
         if taken.accepted:
-            self.placement.observe(member.id, batch, taken.accepted, now - member.framed_s, context)
+            self.placement.observe(member.id, batch, taken.accepted, now - member.last_tokens_s, context)
             self.accounts.frame(now, member.id, taken.accepted)
-        member.framed_s = now
+        member.last_tokens_s = now
         if batch:
             self._idle_if(member.id)
         if self.journal is not None and taken.accepted:
@@ -235,7 +235,7 @@ class Dispatch:
             timer.cancel()  # it is sooner than was said
         elif member.state is WorkerState.DRAINING:
             return
-        member.taken, member.why = source not in ASKED, f"{source}: {detail}"
+        member.preempted, member.why = source not in ASKED, f"{source}: {detail}"
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
         if not self._migration:  # what it could not finish would have to be made again from its first token
             self._stop_giving(member.id, member.why)
@@ -247,7 +247,7 @@ class Dispatch:
         if member is None or member.state is WorkerState.GONE:
             return
         self._stop_giving(id, why)
-        member.told_s = min(member.told_s, asyncio.get_running_loop().time())
+        member.drain_sent_s = min(member.drain_sent_s, asyncio.get_running_loop().time())
         self._tell(id, m.Drain(why=why))
 
     def _stop_giving(self, id: str, why: str) -> None:
@@ -305,7 +305,7 @@ class Dispatch:
         while True:
             now = loop.time()
             if not self.loading.served():
-                self.members.excuse(now)
+                self.members.extend_deadlines(now)
             for change in self.members.tick(now):
                 if change.what == "gone":
                     self._lose(change.id, change.why)
@@ -361,7 +361,7 @@ class Dispatch:
         ready = self.members.routable(offer.version, offer.digest)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
-            coming = len(self.members.coming(asyncio.get_running_loop().time()))
+            coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
             for worker, entries in self.placement.assign(loads, offer.version, coming=coming, longest=longest).items():
                 self._give(worker, entries)
         elif loads and not self._releasing:
@@ -372,7 +372,7 @@ class Dispatch:
         """Who lacks the version pulls it: at once when new, else when there is work that needs it."""
         offer, now = self.offer, asyncio.get_running_loop().time()
         assert offer is not None
-        for member in self.members.behind(offer.version, offer.digest, needed=bool(self.ledger.queue)):
+        for member in self.members.outdated(offer.version, offer.digest, needed=bool(self.ledger.queue)):
             if member.state is not WorkerState.PULLING:  # else it gives up an older one
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
@@ -388,7 +388,7 @@ class Dispatch:
     def _given(self, worker: str, entries: list[LedgerEntry]) -> None:
         now = asyncio.get_running_loop().time()
         if self.ledger.running(worker) == len(entries):  # it had nothing: what came before was not this work's time
-            self.members.all[worker].framed_s = now
+            self.members.all[worker].last_tokens_s = now
             self.accounts.busy(now, worker)
         again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
         if again:

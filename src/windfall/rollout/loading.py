@@ -38,7 +38,7 @@ class Loading:
     def ask(self, member: Member) -> None:
         offer = self.offer
         if offer is not None:
-            member.asked = (offer.version, offer.digest)
+            member.requested = (offer.version, offer.digest)
             self._tell(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
 
     def again(self, id: str) -> None:

@@ -171,9 +171,9 @@ class Seeding:
         self._observe(now)
         step.stop_generating(now)
         members = self._dispatch.members.all.values()
-        generated = {m.id: m.made - step.generated_before.get(m.id, 0) for m in members}
+        generated = {m.id: m.generated - step.generated_before.get(m.id, 0) for m in members}
         local = {m.id for m in members if m.name == LOCAL}
-        ends = [m.framed_s for m in members if m.id not in local and m.framed_s > step.began_s]
+        ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
         self.last = StepMeasurement(
             tokens=tokens, seed_s=step.seeded_s, local_tokens=sum(generated[id] for id in local), train_s=train_s,
             train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
@@ -284,7 +284,7 @@ class Seeding:
         return _Step(
             number=number, began_s=now, observed_s=now, plan=plan, fleet=fleet,
             accepted_before=self._dispatch.ledger.counts.accepted,
-            generated_before={m.id: m.made for m in self._dispatch.members.all.values()},
+            generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
         )  # fmt: skip
 
     def _log_plan(self, plan: SeedPlan, fleet: RemoteFleet) -> None:
@@ -300,7 +300,7 @@ class Seeding:
         """The other workers that can take part in this step, now or as soon as their pull ends."""
         members = self._dispatch.members
         ready = [m for m in members.here() if m.state is WorkerState.READY and not m.suspect]
-        return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
+        return [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
 
     def _generators(self) -> list[Member]:
         """Workers that hold the current version: they generate tokens of this step, or could."""

@@ -103,7 +103,7 @@ def work_goes_to_whoever_is_ready(patch: Patch) -> None:
 def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
     """After a fall back a step is trained again: the version's number is the same, its weights need not be."""
 
-    real = Members.behind
+    real = Members.outdated
 
     def routable(self: Members, version: int, digest: str) -> list[Any]:
         return [m for m in self.all.values() if m.state is WorkerState.READY and not m.suspect and m.version == version]

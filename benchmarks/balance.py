@@ -1,18 +1,20 @@
-"""How long one step of rollout takes under four ways to spread responses over workers. Simulated, in virtual time.
+"""The time of one rollout step under four policies for placing responses on workers. Simulated, in virtual time.
 
     python benchmarks/balance.py [--seeds 8] [--groups 128]
 
-What a worker is like: one_step.py; a slower one takes 2, 4 or 10 times as long for everything. Lengths are log-normal
-(sigma 0.7); nobody knows them. In each step the first worker is lost when a third of the work should be done; its
-responses go on from their last token, under every policy. 64 slots: half of the responses run at once; 256: all.
+one_step.py simulates the workers; a slower worker takes 2, 4 or 10 times as long for everything. Lengths are log-normal
+(sigma 0.7) and not known in advance. In each step the first worker is lost when a third of the work should be done;
+under every policy its responses continue from their last token. With 64 slots half of the responses run at once, with
+256 all.
 
-    round-robin   in turn, at once, whatever the load; what does not fit waits at the worker
-    shortest      join the shortest queue by count, hold back what does not fit, share out when somebody is idle
+    round-robin   workers in turn, regardless of load; what does not fit waits at the worker
+    shortest      join the shortest queue by count, hold back what does not fit, rebalance when a worker is idle
     rlboost       Algorithm 2: fewest pending below a bound; then move one pending, or all above B to an idle worker
-    windfall      scheduling/balance.py and rebalance.py, with speeds learned, through noise, in the step before
+    windfall      scheduling/balance.py and rebalance.py, with speeds learned from noisy measurements in the step before
 
-Each figure is the mean time of a step over the seeds, divided by a bound that nothing can beat: all work at the full
-rate of all workers while they are there, or the longest response alone on the fastest. `moved`: responses a step.
+Each figure is the mean time of a step over the seeds, divided by a lower bound: all work at the full rate of all
+workers while they are available, or the longest response alone on the fastest worker. `moved`: moved responses per
+step.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000
 MEAN = MEDIAN * math.exp(SIGMA**2 / 2)
 NOISE = 0.1
 PENDING = 8
-"""rlboost's bound on what waits at one worker: the paper leaves it open; of 1, 8 and 32 this was best or equal here."""
+"""RLBoost's bound on pending responses per worker. The paper leaves it open; of 1, 8 and 32 this was best or equal
+here."""
 FLEETS = {
     "8 equal": [1] * 8,
     "one 4x slower": [1] * 7 + [4],
@@ -45,7 +48,7 @@ FLEETS = {
 
 
 class RoundRobin:
-    """Round-robin; the others say where they differ."""
+    """Round-robin; the other policies override what differs."""
 
     turn = 0
 
@@ -99,7 +102,7 @@ class RLBoost(RoundRobin):
         if any(not w.running for w in workers.values()):
             busiest = max(workers, key=lambda n: len(workers[n].running))
             w = workers[busiest]
-            nearly = 0.8 * w.profile.tok_per_s(w.slots)  # B: four fifths of what a full batch gives
+            nearly = 0.8 * w.profile.tok_per_s(w.slots)  # B: four fifths of a full batch's rate
             b = nearly * w.profile.fixed_s / (1 - nearly * w.profile.each_s)
             for id in list(w.running)[: max(0, len(w.running) - math.ceil(b))]:
                 step.move(busiest, id)
@@ -160,7 +163,7 @@ def held_by(step: Step) -> Callable[[str], Sequence[Running]]:
 
 
 def one(policy: Policy, fleet: list[int], slots: int, groups: int, seed: int) -> tuple[float, int]:
-    """Time over bound, and moves."""
+    """Returns (time / lower bound, moved responses)."""
     rng = random.Random(seed)
     responses = [
         Response(f"{g}/{n}", min(LONGEST, max(2.0, rng.lognormvariate(math.log(MEDIAN), SIGMA))))
@@ -177,7 +180,7 @@ def one(policy: Policy, fleet: list[int], slots: int, groups: int, seed: int) ->
 
 
 def at_scale() -> None:
-    """How long a decision takes with 1,000 workers, a third each of three speeds, and 20,000 responses."""
+    """Prints the time of a decision with 1,000 workers, a third each of three speeds, and 20,000 responses."""
     profiles = [ENGINE, ENGINE.times(2), ENGINE.times(4)]
     names = [f"w{n}" for n in range(1000)]
     ids = [f"{n // SIBLINGS}/{n % SIBLINGS}" for n in range(20_000)]
@@ -216,7 +219,7 @@ def main() -> None:
                 results = []
                 for seed in range(said.seeds):
                     policy = make()
-                    one(policy, fleet, slots, said.groups, 1000 + seed)  # so that speeds are known, as in a run
+                    one(policy, fleet, slots, said.groups, 1000 + seed)  # to learn the speeds, as in a run
                     results.append(one(policy, fleet, slots, said.groups, seed))
                 ratio = sum(r for r, _ in results) / len(results)
                 cells.append(f"{ratio:>8.2f}x {sum(m for _, m in results) / len(results):>4.0f} moved")

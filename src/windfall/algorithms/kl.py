@@ -7,8 +7,7 @@ of its gradient is that of KL(ref || pi), which has the same minimum.)
     k3        = exp(ref - logp) - (ref - logp) - 1
     d k3      = (1 - exp(ref - logp)) d logp
     loss     += beta sum_i n_i mean_t k3_t / sum_i n_i          n_i: the algorithm's normalizer of response i
-    w_t      += - beta n_i / |y_i| (1 - exp(ref - logp_t))      because the gradient of the loss = - sum_t w_t grad
-    logp_t
+    w_t      += - beta n_i / |y_i| (1 - exp(ref - logp_t))      as grad loss = - sum_t w_t grad logp_t
 
 A token that is more likely than under the reference is pushed down, a less likely one up. Only sampled tokens count.
 With n_i = |y_i| (DAPO, REINFORCE++, CISPO), the mean is over the tokens of the mini-batch. Otherwise all n_i are equal,

@@ -2,14 +2,12 @@
 
 Every second of a worker goes into one bucket:
 
-    booting         from the start of its process, if known, otherwise from joining, until it is READY for the first
-    time
-                    (this includes the first pull, of all the weights while the engine is built)
+    booting         from the start of its process, if known, otherwise from joining, until it is first READY (this
+                    includes the first pull, of all the weights while the engine is built)
     pulling         later pulls
     generating      READY with work
     prefill_again   READY with work, prefilling what another worker had prefilled. An estimate: tokens moved in /
-    prefill
-                    speed, subtracted from the time with work that follows the move
+                    prefill speed, subtracted from the time with work that follows the move
     waiting         READY without work; for the trainer's machine also: nothing to train on
     paused          asked to generate nothing; for the trainer's machine: training
     draining        asked to leave, until it is gone

@@ -10,8 +10,8 @@ rest. T can be chosen freely:
 
 The best T makes both equal: T = (W - R * W / A) / (L + R), between 0 and W / (L + R). The run then has a speed of
 A * (L + R) / (A + L): every worker adds the same gain until the fleet alone keeps the trainer busy (R = A); from there
-on the speed is A. Without any worker a step takes W / L + W / A (co-located training). If the trainer has no engine (L
-= 0), T = 0.
+on the speed is A. Without any worker a step takes W / L + W / A (co-located training). If the trainer has no engine,
+L = 0 and T = 0.
 
 A run that cannot train on some groups while others are generated takes W / (L + R) + W / A.
 

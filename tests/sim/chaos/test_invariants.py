@@ -108,12 +108,12 @@ def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
     def routable(self: Members, version: int, digest: str) -> list[Any]:
         return [m for m in self.all.values() if m.state is WorkerState.READY and not m.suspect and m.version == version]
 
-    def behind(self: Members, version: int, digest: str, *, needed: bool) -> list[Any]:
+    def outdated(self: Members, version: int, digest: str, *, needed: bool) -> list[Any]:
         lacks = real(self, version, digest, needed=needed)
         return [m for m in lacks if m.state is not WorkerState.READY or m.version != version]
 
     patch.setattr(Members, "routable", routable)
-    patch.setattr(Members, "behind", behind)
+    patch.setattr(Members, "outdated", outdated)
 
 
 @breaks("again", seed=1)
@@ -203,7 +203,7 @@ def the_time_away_is_not_billed(patch: Patch) -> None:
 
 @breaks("bill", seed=33)
 def one_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
-    patch.setattr("windfall.cost.accounts.SAME_S", -1.0)
+    patch.setattr("windfall.cost.accounts.SAME_START_S", -1.0)
 
 
 @breaks("bill", seed=8)

@@ -1,18 +1,20 @@
-"""How long one step of rollout takes under four ways to spread responses over workers. Simulated, in virtual time.
+"""The time of one rollout step under four policies for placing responses on workers. Simulated, in virtual time.
 
     python benchmarks/balance.py [--seeds 8] [--groups 128]
 
-What a worker is like: one_step.py; a slower one takes 2, 4 or 10 times as long for everything. Lengths are log-normal
-(sigma 0.7); nobody knows them. In each step the first worker is lost when a third of the work should be done; its
-responses go on from their last token, under every policy. 64 slots: half of the responses run at once; 256: all.
+one_step.py simulates the workers; a slower worker takes 2, 4 or 10 times as long for everything. Lengths are log-normal
+(sigma 0.7) and not known in advance. In each step the first worker is lost when a third of the work should be done;
+under every policy its responses continue from their last token. With 64 slots half of the responses run at once, with
+256 all.
 
-    round-robin   in turn, at once, whatever the load; what does not fit waits at the worker
-    shortest      join the shortest queue by count, hold back what does not fit, share out when somebody is idle
+    round-robin   workers in turn, regardless of load; what does not fit waits at the worker
+    shortest      join the shortest queue by count, hold back what does not fit, rebalance when a worker is idle
     rlboost       Algorithm 2: fewest pending below a bound; then move one pending, or all above B to an idle worker
-    windfall      scheduling/balance.py and rebalance.py, with speeds learned, through noise, in the step before
+    windfall      scheduling/balance.py and rebalance.py, with speeds learned from noisy measurements in the step before
 
-Each figure is the mean time of a step over the seeds, divided by a bound that nothing can beat: all work at the full
-rate of all workers while they are there, or the longest response alone on the fastest. `moved`: responses a step.
+Each figure is the mean time of a step over the seeds, divided by a lower bound: all work at the full rate of all
+workers while they are available, or the longest response alone on the fastest worker. `moved`: moved responses per
+step.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from one_step import PREFILL_S, PROMPT, ROUND_TRIP_S, TICK_S, Policy, Response, 
 
 from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.rebalance import Running, rebalance
-from windfall.scheduling.worker_speed import Profile, Speeds
+from windfall.scheduling.worker_speed import Profile, WorkerSpeeds
 
 ENGINE = Profile(fixed_s=0.010, each_s=0.00006)
 MEDIAN, SIGMA, SIBLINGS, LONGEST = 1500, 0.7, 8, 14_000
 MEAN = MEDIAN * math.exp(SIGMA**2 / 2)
 NOISE = 0.1
 PENDING = 8
-"""rlboost's bound on what waits at one worker: the paper leaves it open; of 1, 8 and 32 this was best or equal here."""
+"""RLBoost's bound on pending responses per worker. The paper leaves it open; of 1, 8 and 32 this was best or equal
+here."""
 FLEETS = {
     "8 equal": [1] * 8,
     "one 4x slower": [1] * 7 + [4],
@@ -45,7 +48,7 @@ FLEETS = {
 
 
 class RoundRobin:
-    """Round-robin; the others say where they differ."""
+    """Round-robin; the other policies override what differs."""
 
     turn = 0
 
@@ -99,7 +102,7 @@ class RLBoost(RoundRobin):
         if any(not w.running for w in workers.values()):
             busiest = max(workers, key=lambda n: len(workers[n].running))
             w = workers[busiest]
-            nearly = 0.8 * w.profile.tok_per_s(w.slots)  # B: four fifths of what a full batch gives
+            nearly = 0.8 * w.profile.tok_per_s(w.slots)  # B: four fifths of a full batch's rate
             b = nearly * w.profile.fixed_s / (1 - nearly * w.profile.each_s)
             for id in list(w.running)[: max(0, len(w.running) - math.ceil(b))]:
                 step.move(busiest, id)
@@ -107,7 +110,7 @@ class RLBoost(RoundRobin):
 
 class Windfall(RoundRobin):
     def __init__(self) -> None:
-        self.speeds, self.meant, self.holds = Speeds(), dict[str, str](), dict[str, list[str]]()
+        self.speeds, self.move_targets, self.prefix_holders = WorkerSpeeds(), dict[str, str](), dict[str, list[str]]()
 
     def decide(self, step: Step) -> None:
         loads = [
@@ -121,15 +124,15 @@ class Windfall(RoundRobin):
             placed = place(
                 [r.id for r in step.queue],
                 loads,
-                holds=self.holds,
-                meant=self.meant,
+                prefix_holders=self.prefix_holders,
+                move_targets=self.move_targets,
                 typical=MEAN,
                 round_trip_s=ROUND_TRIP_S,
             )
             for id, worker in placed:
-                self.meant.pop(id, None)
+                self.move_targets.pop(id, None)
                 step.give(step.queue.popleft(), worker)
-                group = self.holds.setdefault(id.rpartition("/")[0], [])
+                group = self.prefix_holders.setdefault(id.rpartition("/")[0], [])
                 if worker not in group:
                     group.append(worker)
         elif not step.away:
@@ -139,7 +142,7 @@ class Windfall(RoundRobin):
     def back(self, step: Step, r: Response, target: str | None) -> None:
         step.queue.appendleft(r)
         if target is not None:
-            self.meant[r.id] = target
+            self.move_targets[r.id] = target
 
     def observe(self, step: Step, rng: random.Random) -> None:
         for n, w in step.workers.items():
@@ -160,7 +163,7 @@ def held_by(step: Step) -> Callable[[str], Sequence[Running]]:
 
 
 def one(policy: Policy, fleet: list[int], slots: int, groups: int, seed: int) -> tuple[float, int]:
-    """Time over bound, and moves."""
+    """Returns (time / lower bound, moved responses)."""
     rng = random.Random(seed)
     responses = [
         Response(f"{g}/{n}", min(LONGEST, max(2.0, rng.lognormvariate(math.log(MEDIAN), SIGMA))))
@@ -177,14 +180,14 @@ def one(policy: Policy, fleet: list[int], slots: int, groups: int, seed: int) ->
 
 
 def at_scale() -> None:
-    """How long a decision takes with 1,000 workers, a third each of three speeds, and 20,000 responses."""
+    """Prints the time of a decision with 1,000 workers, a third each of three speeds, and 20,000 responses."""
     profiles = [ENGINE, ENGINE.times(2), ENGINE.times(4)]
     names = [f"w{n}" for n in range(1000)]
     ids = [f"{n // SIBLINGS}/{n % SIBLINGS}" for n in range(20_000)]
     empty = [WorkerLoad(worker=w, running=0, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
     busy = [WorkerLoad(worker=w, running=20, slots=32, profile=profiles[n % 3]) for n, w in enumerate(names)]
     held = [Running(id=id, context=1000) for id in ids[:20]]
-    speeds = Speeds()
+    speeds = WorkerSpeeds()
     cases: dict[str, Callable[[], object]] = {
         "place 20,000 on empty workers": lambda: place(ids, empty, typical=MEAN),
         "place 100 on busy ones": lambda: place(ids[:100], busy, typical=MEAN),
@@ -216,7 +219,7 @@ def main() -> None:
                 results = []
                 for seed in range(said.seeds):
                     policy = make()
-                    one(policy, fleet, slots, said.groups, 1000 + seed)  # so that speeds are known, as in a run
+                    one(policy, fleet, slots, said.groups, 1000 + seed)  # to learn the speeds, as in a run
                     results.append(one(policy, fleet, slots, said.groups, seed))
                 ratio = sum(r for r, _ in results) / len(results)
                 cells.append(f"{ratio:>8.2f}x {sum(m for _, m in results) / len(results):>4.0f} moved")

@@ -1,21 +1,22 @@
-"""windfall's policies beside RLBoost's Algorithms 1 and 2 as published, on many spot markets and fleets; simulated.
+"""Compares windfall's policies with RLBoost's Algorithms 1 and 2 as published, on simulated spot markets and fleets.
 
     python benchmarks/policies.py [--jobs 16] [--seeds 5] [--hours 1] [--trace FILE ...] [--out FILE]
-    python benchmarks/policies.py --read FILE ...          print the tables of results written with --out
+    python benchmarks/policies.py --read FILE ...          print the tables of results that --out wrote
 
 The run is rlboost_model.py's 8B: 128 x 8 responses of up to 14,000 tokens, trainer 8 H100, instances of 2 H100.
 Algorithm 1 has eta 3 and T_init 150 s.
 
-    rlboost       Algorithms 1 and 2          algorithm1   1 for T_seed, windfall's balancing
-    windfall      its own policies            algorithm2   2 for balancing, windfall's T_seed
+    rlboost       Algorithms 1 and 2          algorithm1   Algorithm 1 for T_seed, windfall's balancing
+    windfall      windfall's own policies     algorithm2   Algorithm 2 for balancing, windfall's T_seed
 
-A case is a market, a fleet (how many instances there are at most), a number of groups per step, and a seed. All
-policies see the same responses and the same losses in a case, so policies are compared by their paired difference: the
-ratio of tokens per second of windfall to the other's, minus 1, as the mean over seeds and its standard error.
-`windfall` counts as worse where that mean is below 0 by more than two standard errors.
+A case is a market, a fleet (maximum number of instances), a number of groups per step, and a seed. In a case all
+policies have the same responses and the same losses, so policies are compared by their paired difference: the ratio of
+windfall's tokens per second to the other policy's, minus 1, as the mean over seeds and its standard error.
+`windfall` counts as worse if this mean is below 0 by more than two standard errors.
 
-Three times as many groups per step (`--groups 128,384`) are simulated for three times as long, and only on the markets
-of TRIPLE. Cases run in `--jobs` processes; a line is printed for each as it ends, and the tables at the end.
+Cases with three times as many groups per step (`--groups 128,384`) are simulated for three times as long, and only on
+the markets in TRIPLE. Cases run in `--jobs` processes; each prints a line when it ends, and the tables follow at the
+end.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from windfall.sim.report import variants
 from windfall.sim.report.figures import figures
 
 SLOWER = 1.34
-"""What rlboost_table.py fits."""
+"""The value that rlboost_table.py fits."""
 POLICIES = ("rlboost", "algorithm1", "algorithm2", "windfall")
 OWN = "windfall"
 FLEETS = (6, 8, 12, 16)
@@ -60,12 +61,12 @@ MARKETS: dict[str, dict[str, dict[str, Any]]] = {
     "unequal": {"trace": {"mean_up_s": 1800.0, "mean_down_s": 900.0}, "sim": {"worker_spread": 0.5}},
     "late": {},
 }
-"""`unequal`: machines that differ in speed, one in three by more than 1.65 times. `late`: none comes before a third of
-the time is over, then all do."""
+"""`unequal`: machines differ in speed, one in three by a factor of more than 1.65. `late`: no machine joins in the
+first third of the time, then all do."""
 ARRIVALS_PER_H = 14.0 / 6
-"""On the market `poisson`, for each instance of the fleet."""
+"""Arrivals per hour and instance of the fleet on the market `poisson`."""
 TRIPLE = ("steady", "machines", "churn")
-"""Markets for three times as many groups; traces, too."""
+"""Markets that are simulated with three times as many groups, in addition to all traces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,12 +96,12 @@ def recipe(case: Case) -> Recipe:
 
 
 def changes(case: Case) -> list[Change] | None:
-    """What the market does, where no recipe says it."""
+    """The changes of the market, if it is not defined by the recipe."""
     if case.market == "late":
         return [Change(at_s=case.seconds / 3, node=f"n{n}", up=True) for n in range(case.fleet)]
     if case.market in MARKETS:
         return None
-    # Another half of the nodes, and another start, with every seed; a trace with little is taken as it is.
+    # Every seed gets another half of the nodes and another start; a trace with few nodes is used as it is.
     whole = trace.read(Path(case.market))
     enough = trace.summary(whole, whole[-1].at_s + 1).mean_up >= 3 * case.fleet
     some = rb.half(whole, seed=case.seed) if enough else whole
@@ -109,7 +110,7 @@ def changes(case: Case) -> list[Change] | None:
 
 
 def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
-    """A row of figures for every policy."""
+    """One row of figures per policy."""
     given, rows = changes(case), []
     with tempfile.TemporaryDirectory() as place:
         for policy in policies:
@@ -133,11 +134,11 @@ def simulate(case: Case, policies: Sequence[str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:
-    """How much more windfall makes, as a share: over seeds."""
+    """The relative gain of windfall in tokens per second, over seeds."""
 
     mean: float
     error: float
-    """Standard error of the mean; not a number with one seed."""
+    """Standard error of the mean; NaN with one seed."""
     count: int
 
     @property
@@ -215,15 +216,23 @@ def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--hours", type=float, default=1.0, help="simulated; three times as long with more groups")
-    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="also windows of these spot traces")
-    parser.add_argument("--markets", default="", help="only these, with commas; 'none': traces only")
-    parser.add_argument("--fleets", default=",".join(map(str, FLEETS)), help="instances at most, with commas")
-    parser.add_argument("--groups", default="128", help="groups of a step, with commas")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="windfall among them")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, help="append a JSON line for every simulation to this file")
-    parser.add_argument("--read", type=Path, nargs="+", help="print the tables of these files, simulate nothing")
+    parser.add_argument(
+        "--hours", type=float, default=1.0, help="Simulated hours; three times as long with more groups"
+    )
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="Also simulate windows of these spot traces")
+    parser.add_argument("--markets", default="", help="Markets to simulate, separated by commas; 'none': traces only")
+    parser.add_argument(
+        "--fleets", default=",".join(map(str, FLEETS)), help="Maximum numbers of instances, separated by commas"
+    )
+    parser.add_argument("--groups", default="128", help="Groups per step, separated by commas")
+    parser.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        help="Policies to compare, separated by commas; windfall must be one of them",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="Number of processes")
+    parser.add_argument("--out", type=Path, help="Append a JSON line per simulation to this file")
+    parser.add_argument("--read", type=Path, nargs="+", help="Print the tables of these files without simulating")
     args = parser.parse_args()
     args.markets = [n for n in args.markets.split(",") if n] or list(MARKETS)
     if args.markets == ["none"]:
@@ -236,7 +245,7 @@ def options() -> argparse.Namespace:
         if name not in variants.CHANGES:
             parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(variants.CHANGES)}")
     if OWN not in args.policies:
-        parser.error(f"--policies: {OWN} must be among them, the others are compared with it")
+        parser.error(f"--policies: {OWN} is missing; the other policies are compared with it")
     return args
 
 
@@ -252,7 +261,9 @@ def cases(args: argparse.Namespace) -> list[Case]:
                     Case(market=market, fleet=fleet, groups=groups, seed=seed, seconds=times * args.hours * 3600)
                     for seed in range(args.seeds)
                 ]
-    return sorted(out, key=lambda c: (c.seed, -c.seconds))  # whole tables of few seeds first, the longest of each first
+    return sorted(
+        out, key=lambda c: (c.seed, -c.seconds)
+    )  # complete tables of few seeds first; within a seed, the longest cases first
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "scheduling/members.py",
     "scheduling/rlboost.py",
     "scheduling/balance.py",
+    "scheduling/least_squares.py",
     "scheduling/step_model.py",
     "scheduling/fleet_speed.py",
     "scheduling/device_profile.py",

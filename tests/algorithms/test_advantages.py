@@ -1,4 +1,4 @@
-"""Advantages, the replacing of groups, and normalisers, against numbers worked out by hand."""
+"""Advantages, dynamic sampling and normalizers, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ def group(rewards: Sequence[float], lengths: Sequence[int] | None = None) -> lis
 
 # Rewards 3, 1, 1, 1: the mean is 1.5, the deviations 1.5, -0.5, -0.5, -0.5, the population variance
 # (2.25 + 3 * 0.25) / 4 = 0.75, the deviation 0.8660254, so 1.5 / 0.8660254 = 1.7320508 and -0.5773503.
-NORMALISED = [1.7320508, -0.5773503, -0.5773503, -0.5773503]
+NORMALIZED = [1.7320508, -0.5773503, -0.5773503, -0.5773503]
 # Without the division.
-CENTRED = [1.5, -0.5, -0.5, -0.5]
-# The others of the first have the mean 1, those of the rest (3 + 1 + 1) / 3: 3 - 1 = 2 and 1 - 5/3 = -2/3.
+CENTERED = [1.5, -0.5, -0.5, -0.5]
+# The siblings of the first have the mean 1, those of each other one (3 + 1 + 1) / 3: 3 - 1 = 2 and 1 - 5/3 = -2/3.
 LEFT_OUT = [2.0, -2 / 3, -2 / 3, -2 / 3]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("grpo", NORMALISED),
-        ("dr_grpo", CENTRED),
-        ("dapo", NORMALISED),
+        ("grpo", NORMALIZED),
+        ("dr_grpo", CENTERED),
+        ("dapo", NORMALIZED),
         ("rloo", LEFT_OUT),
-        ("gspo", NORMALISED),
-        ("cispo", NORMALISED),
+        ("gspo", NORMALIZED),
+        ("cispo", NORMALIZED),
         # Equal lengths, one group: the tokens of the batch have the group's mean and deviation.
-        ("reinforce_pp", NORMALISED),
+        ("reinforce_pp", NORMALIZED),
     ],
 )
-def test_one_group(name: str, expected: list[float]) -> None:
+def test_advantages_of_one_group(name: str, expected: list[float]) -> None:
     [advantages] = make(name).advantages([group([3, 1, 1, 1])])
     assert advantages == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", GROUP_RELATIVE)
-def test_groups_do_not_see_each_other(name: str) -> None:
+def test_groups_are_independent(name: str) -> None:
     algorithm = make(name)
     assert algorithm.scope == "group"
     first, second = group([3, 1, 1, 1]), group([0, 8])
@@ -58,14 +58,14 @@ def test_groups_do_not_see_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.7], []])
-def test_nothing_to_compare_gives_exactly_zero(name: str, rewards: list[float]) -> None:
-    # Three times 0.1 does not average to 0.1 in floating point: a trace of that must not become an advantage.
+def test_equal_rewards_give_exactly_zero(name: str, rewards: list[float]) -> None:
+    # In floating point the mean of three 0.1 is not 0.1: this error must not become an advantage.
     assert make(name).advantages([group(rewards)]) == [[0.0] * len(rewards)]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "reinforce_pp"])
-def test_rounding_noise_is_not_blown_up(name: str) -> None:
-    # Deviations of 5e-10 over 5e-10 + 1e-6: 0.0005, where the bare formula says 1.
+def test_rounding_errors_are_not_amplified(name: str) -> None:
+    # Deviations of 5e-10 over 5e-10 + 1e-6: 0.0005, where the plain formula gives 1.
     [advantages] = make(name).advantages([group([0.0, 1e-9])])
     assert advantages == pytest.approx([-4.9975e-4, 4.9975e-4], rel=1e-3)
 
@@ -85,7 +85,7 @@ def test_reinforce_pp_over_all_tokens_of_the_batch() -> None:
 
 
 def test_reinforce_pp_with_the_mean_of_the_group_as_baseline() -> None:
-    # Less the group's mean: 0.5, -0.5 | 0, 0. The tokens' mean is (1 * 0.5 - 3 * 0.5) / 8 = -0.125; less that,
+    # Minus the group's mean: 0.5, -0.5 | 0, 0. The tokens' mean is (1 * 0.5 - 3 * 0.5) / 8 = -0.125; minus that,
     # 0.625, -0.375 | 0.125, 0.125; variance (0.390625 + 3 * 0.140625 + 4 * 0.015625) / 8 = 0.109375, deviation
     # 0.3307189; so 1.8898224, -1.1338934 | 0.3779645, 0.3779645.
     first, second = make("reinforce_pp", baseline="group").advantages(BATCH)
@@ -97,7 +97,7 @@ def test_reinforce_pp_without_groups() -> None:
     assert make("reinforce_pp").advantages([]) == []
 
 
-# The limit is 100: with a cache of 20 the penalty starts after 80 tokens and is whole at 100.
+# The limit is 100: with a cache of 20 the penalty starts after 80 tokens and is full at 100.
 @pytest.mark.parametrize(("length", "penalty"), [(10, 0), (80, 0), (81, 0.05), (90, 0.5), (100, 1), (120, 1)])
 def test_dapo_overlong_penalty(length: int, penalty: float) -> None:
     outcome = Outcome(reward=1.0, length=length, limit=LIMIT)
@@ -106,7 +106,7 @@ def test_dapo_overlong_penalty(length: int, penalty: float) -> None:
     assert DAPO().shaped(outcome) == 1
 
 
-def test_dapo_penalty_moves_advantages_but_makes_no_group_informative() -> None:
+def test_dapo_penalty_changes_advantages_but_makes_no_group_informative() -> None:
     # Shaped rewards 1, 0.5, 0: mean 0.5, variance 0.5 / 3, deviation 0.4082483, 0.5 / 0.4082483 = 1.2247449.
     solved = group([1, 1, 1], [80, 90, 100])
     algorithm = make("dapo", overlong_cache=20)
@@ -115,12 +115,12 @@ def test_dapo_penalty_moves_advantages_but_makes_no_group_informative() -> None:
     assert not algorithm.informative(solved)
 
 
-def test_dapo_group_whose_penalties_level_the_rewards_is_informative() -> None:
+def test_dapo_group_with_equal_shaped_but_unequal_rewards_is_informative() -> None:
     # 1 - 0.5 and 0.5 - 0: the shaped rewards are equal, the rewards are not.
-    levelled = group([1, 0.5], [90, 80])
+    leveled = group([1, 0.5], [90, 80])
     algorithm = make("dapo", overlong_cache=20)
-    assert algorithm.advantages([levelled]) == [[0, 0]]
-    assert algorithm.informative(levelled)
+    assert algorithm.advantages([leveled]) == [[0, 0]]
+    assert algorithm.informative(leveled)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -141,12 +141,12 @@ def test_only_dapo_replaces_groups(name: str, rewards: list[float]) -> None:
         ("cispo", 7),
     ],
 )
-def test_normaliser(name: str, expected: float) -> None:
-    assert make(name).normaliser(length=7, limit=LIMIT) == expected
+def test_normalizer(name: str, expected: float) -> None:
+    assert make(name).normalizer(length=7, limit=LIMIT) == expected
 
 
-def test_the_limit_counts_the_environments_words_and_so_does_the_penalty() -> None:
-    """Cut at the limit of 100, with 70 tokens of the environment among them: the whole penalty."""
+def test_penalty_counts_the_tokens_of_the_environment() -> None:
+    """Truncated at the limit of 100, with 70 tokens of the environment: the full penalty."""
     dapo = DAPO(overlong_cache=20, overlong_penalty=0.5)
     assert dapo.shaped(Outcome(reward=1.0, length=30, limit=LIMIT, observed=70)) == 0.5
     assert dapo.shaped(Outcome(reward=1.0, length=30, limit=LIMIT, observed=60)) == 0.75

@@ -13,7 +13,7 @@ from windfall.algorithms.dapo import DAPO
 from windfall.errors import WindfallError
 
 
-def test_names() -> None:
+def test_names_of_the_algorithms() -> None:
     assert sorted(ALGORITHMS) == ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "rloo"]
 
 
@@ -21,14 +21,14 @@ def test_make_passes_options_on() -> None:
     assert make("dapo", clip_high=0.3, overlong_cache=8) == DAPO(clip_high=0.3, overlong_cache=8)
 
 
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(WindfallError, match="no algorithm 'dr-grpo'\nDid you mean 'dr_grpo'"):
+def test_unknown_names_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(WindfallError, match="unknown algorithm 'dr-grpo'\nDid you mean 'dr_grpo'"):
         make("dr-grpo")
-    with pytest.raises(WindfallError, match="algorithm dapo: no option 'clip_hi'\nDid you mean 'clip_high'"):
+    with pytest.raises(WindfallError, match="algorithm dapo: unknown option 'clip_hi'\nDid you mean 'clip_high'"):
         make("dapo", clip_hi=0.3)
-    with pytest.raises(WindfallError, match="no option 'scope'"):
+    with pytest.raises(WindfallError, match="unknown option 'scope'"):
         make("grpo", scope="batch")
-    with pytest.raises(WindfallError, match="no baseline 'grp'"):
+    with pytest.raises(WindfallError, match="unknown baseline 'grp'"):
         make("reinforce_pp", baseline="grp")
 
 
@@ -37,7 +37,7 @@ def test_algorithms_cannot_be_changed(name: str) -> None:
     assert ALGORITHMS[name].__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_light_import() -> None:
+def test_import_does_not_load_torch() -> None:
     code = "import sys, windfall.algorithms, windfall.algorithms.kl, windfall.algorithms.importance as _; "
     code += "sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(Path(windfall.algorithms.__file__).parents[2])}

@@ -1,7 +1,7 @@
 """The weights of every algorithm are the gradient of its loss as the paper writes it, differentiated by torch.
 
-The losses below start from rewards and know nothing of weights. Responses have unequal lengths and groups are equally
-large, as in the papers.
+The losses below start from rewards and do not use weights. Responses have unequal lengths and groups have equal sizes,
+as in the papers.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
 
 
 def weighted(name: str, batch: Batch) -> tuple[list[np.ndarray], float]:
-    """The weights of all responses, in order, and the sum of the normalisers."""
+    """The weights of all responses, in order, and the sum of the normalizers."""
     algorithm = make(name)
     outcomes = [
         [Outcome(reward=float(r), length=n, limit=LIMIT) for r, n in zip(rewards, lengths, strict=True)]
@@ -128,15 +128,15 @@ def weighted(name: str, batch: Batch) -> tuple[list[np.ndarray], float]:
         algorithm.weights(SampledTokens(logp=x.detach().numpy(), old=old.numpy(), advantage=float(a)))
         for x, old, a in responses(batch, advantages)
     ]
-    return each, sum(algorithm.normaliser(length=n, limit=LIMIT) for lengths in LENGTHS for n in lengths)
+    return each, sum(algorithm.normalizer(length=n, limit=LIMIT) for lengths in LENGTHS for n in lengths)
 
 
 def gradient(batch: Batch, loss: Tensor) -> np.ndarray:
     return torch.cat(torch.autograd.grad(loss, [x for group in batch.logp for x in group])).numpy()
 
 
-# How far the log-probs have moved: far enough that a good part of the tokens is clipped. A response's ratio is clipped
-# at a few 1e-4, a weight at 5.
+# How far the log-probs have moved: far enough to clip many tokens. GSPO clips the ratio of a response at a few 1e-4,
+# CISPO clips a weight at 5.
 SPREAD = {"gspo": 1e-3, "cispo": 1.5}
 
 
@@ -150,7 +150,7 @@ def test_weights_are_the_gradient_of_the_loss(name: str, seed: int) -> None:
     if name == "cispo":
         assert max((x - old).max().item() for x, old, _ in responses(batch, batch.rewards)) > np.log(5)
     elif name != "rloo":
-        assert np.any(expected == 0), "no token was clipped: this batch shows too little"
+        assert np.any(expected == 0), "no token was clipped, so this batch does not test the clip"
     np.testing.assert_allclose(-np.concatenate(each) / divisor, expected, rtol=1e-9, atol=1e-14)
 
 
@@ -171,8 +171,8 @@ def test_kl_inside_the_mean_of_grpo() -> None:
 def test_truncated_importance_multiplies_the_terms_of_dapo() -> None:
     batch = draw(1, 0.4)
     each = responses(batch, [standard(r) for r in batch.rewards])
-    behaviours = [old + 0.8 * torch.sin(torch.arange(len(old))) for _, old, _ in each]
-    factors = [torch.exp(old - b).clamp(max=1.5) for (_, old, _), b in zip(each, behaviours, strict=True)]
+    behaviors = [old + 0.8 * torch.sin(torch.arange(len(old))) for _, old, _ in each]
+    factors = [torch.exp(old - b).clamp(max=1.5) for (_, old, _), b in zip(each, behaviors, strict=True)]
     assert any(1.5 in f for f in factors)
     assert any((f < 1.5).any() for f in factors)
     terms = [f * ppo(x, old, a, 0.2, 0.28) for f, (x, old, a) in zip(factors, each, strict=True)]
@@ -180,6 +180,6 @@ def test_truncated_importance_multiplies_the_terms_of_dapo() -> None:
     weights, divisor = weighted("dapo", batch)
     corrected = [
         w * truncated_importance(old.numpy(), b.numpy(), cap=1.5)
-        for w, (_, old, _), b in zip(weights, each, behaviours, strict=True)
+        for w, (_, old, _), b in zip(weights, each, behaviors, strict=True)
     ]
     np.testing.assert_allclose(-np.concatenate(corrected) / divisor, expected, rtol=1e-9, atol=1e-14)

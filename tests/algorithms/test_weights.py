@@ -1,4 +1,4 @@
-"""The weight of each token, against numbers worked out by hand: every side of every clip, for both signs."""
+"""The weight of each token, against numbers computed by hand: both sides of every clip, for both signs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windfall.algorithms.base import SampledTokens
 
 
 def weights(name: str, ratios: list[float], advantage: float, **options: Any) -> np.ndarray:
-    """The weights for tokens whose probability has changed by these ratios."""
+    """The weights of tokens with these ratios of new to old probability."""
     old = np.log(np.linspace(0.01, 0.03, len(ratios)))
     return make(name, **options).weights(SampledTokens(logp=old + np.log(ratios), old=old, advantage=advantage))
 
@@ -45,7 +45,7 @@ def test_dapo_clips_higher() -> None:
     assert weights("dapo", [0.75, 1.3], 1.0, clip_high=0.4) == pytest.approx([0.75, 1.3])
 
 
-def test_rloo_looks_at_no_ratio() -> None:
+def test_rloo_ignores_ratios() -> None:
     assert weights("rloo", [0.01, 1.0, 50.0], -0.5).tolist() == [-0.5, -0.5, -0.5]
 
 
@@ -61,27 +61,27 @@ def test_rloo_looks_at_no_ratio() -> None:
     ],
 )
 def test_gspo_clips_the_response(s: float, good: float, bad: float) -> None:
-    # Ratios 4 s^2 and 1/4: their geometric mean is s, however far out each of them is. w = +-2 s / 2.
+    # Ratios 4 s^2 and 1/4: their geometric mean is s, however far each of them is from 1. w = +-2 s / 2.
     ratios = [4 * s * s, 0.25]
     assert weights("gspo", ratios, 2.0) == pytest.approx([good, good], rel=1e-9)
     assert weights("gspo", ratios, -2.0) == pytest.approx([bad, bad], rel=1e-9)
 
 
-def test_gspo_options() -> None:
+def test_gspo_clip_options() -> None:
     # s = sqrt(1.44) = 1.2 lies inside 1 +- 0.5, and sqrt(0.36) = 0.6 does.
     assert weights("gspo", [1.44, 1.0], 1.0, clip_high=0.5) == pytest.approx([0.6, 0.6])
     assert weights("gspo", [0.36, 1.0], -1.0, clip_low=0.5) == pytest.approx([-0.3, -0.3])
 
 
 def test_cispo_bounds_the_weight_and_drops_no_token() -> None:
-    # At most 5, and nothing from below.
+    # At most 5, and no lower bound.
     assert weights("cispo", [0.01, 1.0, 4.5, 20.0], 2.0) == pytest.approx([0.02, 2, 9, 10])
     assert weights("cispo", [0.01, 1.0, 4.5, 20.0], -2.0) == pytest.approx([-0.02, -2, -9, -10])
     assert weights("cispo", [0.01, 20.0], 2.0, clip_low=0.2, clip_high=0.28) == pytest.approx([1.6, 2.56])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_on_the_policy_that_sampled_nothing_is_clipped(name: str) -> None:
+def test_nothing_is_clipped_on_policy(name: str) -> None:
     per_token = 4 if name in ("grpo", "gspo") else 1
     assert weights(name, [1.0] * 4, -3.0) == pytest.approx([-3 / per_token] * 4)
 

@@ -1,4 +1,5 @@
-"""Every second of every worker, once: worked lives of a worker, and random ones. What it cost, and would have cost."""
+"""Every second of every worker is billed once: worked and random lives of workers, their cost and the alternative
+cost."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from windfall.cost.bill import BUCKETS, Account, Totals, priced, reserved_only
 
 
 def ready(*workers: str, at_s: float = 0.0, usd_per_h: float | None = 3.6) -> Accounts:
-    """Workers that are ready from their first moment on, at a tenth of a cent per second."""
+    """Workers that are ready from the start, at a tenth of a cent per second."""
     accounts = Accounts()
     for worker in workers:
         accounts.join(at_s, worker, kind="spot", usd_per_h=usd_per_h)
@@ -23,7 +24,7 @@ def ready(*workers: str, at_s: float = 0.0, usd_per_h: float | None = 3.6) -> Ac
     return accounts
 
 
-def test_a_long_life() -> None:
+def test_every_phase_of_a_worker_is_accounted_for() -> None:
     a = Accounts()
     a.join(10, "w", kind="spot", usd_per_h=3.6, started_s=4)
     a.pulling(12, "w")  # the first pull is part of booting
@@ -48,21 +49,21 @@ def test_a_long_life() -> None:
     assert account.tokens == 1010
 
 
-def test_what_a_lost_worker_made_after_its_last_frame_is_lost() -> None:
+def test_work_of_a_lost_worker_after_its_last_frame_is_lost() -> None:
     a = ready("w")
     a.busy(5, "w")
     a.frame(10, "w", 100)
-    account = a.gone(18, "w", heard_s=12)  # its heart beat on, but no token came
+    account = a.gone(18, "w", heard_s=12)  # heartbeats arrived, but no tokens
     assert account.seconds == pytest.approx({"waiting": 5, "generating": 5, "lost": 8})
 
 
-def test_of_a_worker_without_work_only_its_silence_is_lost() -> None:
+def test_idle_worker_loses_only_its_silent_time() -> None:
     a = ready("w")
     account = a.gone(100, "w", heard_s=92)
     assert account.seconds == pytest.approx({"waiting": 92, "lost": 8})
 
 
-def test_a_worker_that_dies_while_it_starts_or_pulls() -> None:
+def test_worker_lost_while_booting_or_pulling() -> None:
     a = Accounts()
     a.join(0, "w", kind="spot", usd_per_h=1.0)
     assert a.gone(20, "w", heard_s=12).seconds == pytest.approx({"booting": 12, "lost": 8})
@@ -71,7 +72,7 @@ def test_a_worker_that_dies_while_it_starts_or_pulls() -> None:
     assert a.gone(30, "w", heard_s=22).seconds == pytest.approx({"waiting": 10, "pulling": 12, "lost": 8})
 
 
-def test_prefill_again_ends_with_the_work() -> None:
+def test_repeated_prefill_ends_with_the_work() -> None:
     a = ready("w")
     a.busy(0, "w")
     a.moved_in(0, "w", 1000, prefill_tok_per_s=100)  # the estimate is too high
@@ -82,7 +83,7 @@ def test_prefill_again_ends_with_the_work() -> None:
     assert a.of("w", 9).seconds == pytest.approx({"prefill_again": 4, "waiting": 2, "generating": 3})
 
 
-def test_prefill_speed_that_nobody_measured() -> None:
+def test_unmeasured_prefill_speed_is_estimated() -> None:
     a = ready("w", "fresh")
     for worker in ("w", "fresh"):
         a.busy(0, worker)
@@ -91,10 +92,10 @@ def test_prefill_speed_that_nobody_measured() -> None:
         a.moved_in(10, worker, 2000)
     a.frame(20, "w", 0)
     assert a.of("w", 20).seconds["prefill_again"] == pytest.approx(2000 / (100 * PREFILL_OVER_DECODE))
-    assert a.of("fresh", 20).seconds == {"generating": 20}, "it has made nothing yet: no speed to go by"
+    assert a.of("fresh", 20).seconds == {"generating": 20}, "it has generated nothing yet, so there is no estimate"
 
 
-def test_the_trainer_trains_while_its_engine_is_paused() -> None:
+def test_paused_time_of_the_trainer_is_training() -> None:
     a = Accounts()
     a.join(0, "local", kind="reserved", usd_per_h=36.0, trainer=True)
     a.ready(10, "local")
@@ -109,14 +110,14 @@ def test_the_trainer_trains_while_its_engine_is_paused() -> None:
     assert totals.all.total_usd == pytest.approx(0.95)
 
 
-def test_a_trainer_that_never_generates() -> None:
+def test_trainer_that_never_generates() -> None:
     a = Accounts()
     a.join(0, "local", kind="reserved", usd_per_h=36.0, trainer=True)
     a.paused(5, "local")
     assert a.of("local", 50).seconds == {"booting": 5, "paused": 45}
 
 
-def test_one_that_dials_again_before_it_is_given_up_is_billed_once() -> None:
+def test_worker_that_reconnects_before_it_is_given_up_is_billed_once() -> None:
     a = ready("w")
     a.join(10, "w#2", kind="spot", usd_per_h=36.0, started_s=0, name="w")
     a.ready(11, "w#2")
@@ -128,7 +129,7 @@ def test_one_that_dials_again_before_it_is_given_up_is_billed_once() -> None:
     assert a.totals(21).all.total_s == pytest.approx(24), "another process of the same name is another worker"
 
 
-def test_who_drains_drains_until_it_is_gone() -> None:
+def test_draining_worker_drains_until_it_is_gone() -> None:
     a = ready("w")
     a.draining(5, "w")
     a.ready(6, "w")
@@ -137,7 +138,7 @@ def test_who_drains_drains_until_it_is_gone() -> None:
     assert a.gone(9, "w", heard_s=9).seconds == {"waiting": 5, "draining": 4}
 
 
-def test_work_may_come_before_the_weights() -> None:
+def test_work_may_be_assigned_before_the_weights_are_loaded() -> None:
     a = ready("w")
     a.pulling(1, "w")
     a.busy(2, "w")
@@ -147,7 +148,7 @@ def test_work_may_come_before_the_weights() -> None:
     assert a.of("w", 6).seconds == {"waiting": 1, "pulling": 3, "generating": 2}
 
 
-def test_a_closed_step_is_not_taken_back() -> None:
+def test_closed_step_is_not_changed() -> None:
     a = ready("w", "v")
     for worker in ("w", "v"):
         a.busy(0, worker)
@@ -161,7 +162,7 @@ def test_a_closed_step_is_not_taken_back() -> None:
     assert (first + second).all.seconds == pytest.approx(a.totals(20).all.seconds)
 
 
-def test_an_unknown_price_is_not_taken_for_none() -> None:
+def test_unknown_price_does_not_mean_free() -> None:
     a = ready("w", usd_per_h=None)
     assert a.totals(100).usd_per_million(1000) is None
     a.join(100, "v", kind="reserved", usd_per_h=36.0)
@@ -172,7 +173,7 @@ def test_an_unknown_price_is_not_taken_for_none() -> None:
     assert Totals(holders={"borrowed": priced({"generating": 5}, 0.0, 10)}).usd_per_million(10) == 0.0
 
 
-def test_time_does_not_run_backwards() -> None:
+def test_events_must_be_in_order_of_time() -> None:
     a = ready("w", at_s=10)
     with pytest.raises(AssertionError, match="comes before"):
         a.busy(9, "w")
@@ -180,7 +181,7 @@ def test_time_does_not_run_backwards() -> None:
         a.join(11, "w", kind="spot", usd_per_h=None)
 
 
-def test_reserved_only_by_what_is_known() -> None:
+def test_reserved_only_uses_the_measured_rates() -> None:
     idle_trainer = priced({"paused": 300}, 36.0, 0)
     spot = priced({"generating": 600}, 6.0, 6000)
     reserved = priced({"generating": 100, "waiting": 500}, 18.0, 4000)
@@ -206,19 +207,19 @@ def test_totals_survive_the_event_log() -> None:
     assert again == totals
 
 
-def test_a_worker_that_comes_back_has_cost_money_meanwhile() -> None:
+def test_time_away_of_a_returning_worker_is_billed_as_lost() -> None:
     a = Accounts()
     a.join(10, "w", kind="spot", usd_per_h=3600.0, started_s=4)
     a.ready(12, "w")
     a.gone(15, "w", heard_s=15)
     a.join(18, "w#2", kind="spot", usd_per_h=3600.0, started_s=4, name="w")
     a.ready(19, "w#2")
-    a.join(30, "x", kind="spot", usd_per_h=3600.0, started_s=25, name="x")  # no older one of its name
+    a.join(30, "x", kind="spot", usd_per_h=3600.0, started_s=25, name="x")  # no earlier worker of this name
     assert a.totals(30).all.seconds == pytest.approx({"booting": 8 + 1 + 5, "waiting": 3 + 11, "lost": 3})
     assert a.totals(30).all.total_usd == pytest.approx(30 - 4 + 5)
 
 
-def test_what_a_killed_controller_had_billed_is_not_billed_again() -> None:
+def test_time_billed_by_a_killed_controller_is_not_billed_again() -> None:
     a = Accounts(billed_s=100.0)
     a.join(110, "old", kind="spot", usd_per_h=1.0, started_s=20)
     a.join(110, "new", kind="spot", usd_per_h=1.0, started_s=104)
@@ -226,13 +227,13 @@ def test_what_a_killed_controller_had_billed_is_not_billed_again() -> None:
     assert bill.all.seconds == pytest.approx({"lost": 10, "booting": 2 + 8})
 
 
-def test_a_trainer_with_nothing_to_train_on_waits() -> None:
+def test_trainer_without_anything_to_train_on_waits() -> None:
     a = Accounts()
     a.join(0, "t", kind="reserved", usd_per_h=1.0, trainer=True)
     a.paused(0, "t")
     a.trainer_waited(10, 4.0)
     assert a.step(10).holders["trainer"].seconds == pytest.approx({"paused": 6, "waiting": 4})
-    a.trainer_waited(12, 5.0)  # more than there was: an estimate cannot make time
+    a.trainer_waited(12, 5.0)  # more than the paused time, which is the limit
     assert a.step(12).holders["trainer"].seconds == pytest.approx({"paused": 0, "waiting": 2})
 
 
@@ -242,7 +243,7 @@ stories = st.lists(
 )
 
 
-def tell(a: Accounts, event: str, now_s: float, worker: str, number: int) -> Account | None:
+def report(a: Accounts, event: str, now_s: float, worker: str, number: int) -> Account | None:
     match event:
         case "frame":
             a.frame(now_s, worker, number)
@@ -272,7 +273,7 @@ def test_every_second_is_in_one_bucket_of_one_step(story: list[tuple[str, int, f
             lives[worker] = (now_s - number / 1000, 1.0 + which)
             a.join(now_s, worker, kind="spot", usd_per_h=1.0 + which, started_s=lives[worker][0])
         tokens += number if event == "frame" else 0
-        account = tell(a, event, now_s, worker, number)
+        account = report(a, event, now_s, worker, number)
         if account is not None:
             start_s, price = lives.pop(worker)
             generation[which] += 1
@@ -294,7 +295,7 @@ def test_every_second_is_in_one_bucket_of_one_step(story: list[tuple[str, int, f
         assert all(s.all.seconds.get(bucket, 0.0) >= 0 for s in steps)
 
 
-def test_what_is_left_to_prefill_does_not_depend_on_how_often_one_looks() -> None:
+def test_repeated_prefill_does_not_depend_on_the_number_of_frames() -> None:
     def life(frames: int) -> Account:
         a = ready("w")
         a.busy(0, "w")
@@ -307,11 +308,11 @@ def test_what_is_left_to_prefill_does_not_depend_on_how_often_one_looks() -> Non
     assert life(1000).seconds == pytest.approx(life(1).seconds)
 
 
-def test_the_same_story_gives_the_same_bill() -> None:
+def test_same_events_give_the_same_bill() -> None:
     def run() -> Totals:
         rng, a = random.Random(5), ready("w0", "w1", "w2")
         for n in range(500):
-            tell(a, rng.choice(EVENTS[:8]), n * 0.3, f"w{rng.randrange(3)}", rng.randrange(100))
+            report(a, rng.choice(EVENTS[:8]), n * 0.3, f"w{rng.randrange(3)}", rng.randrange(100))
         return a.totals(200)
 
     assert run() == run()

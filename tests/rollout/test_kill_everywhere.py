@@ -198,7 +198,7 @@ def _busy(crew: Crew) -> bool:
     return (
         member is not None
         and member.state is WorkerState.READY
-        and member.made >= 3
+        and member.generated >= 3
         and _running(crew, crew.hands[0]) > 0
     )
 

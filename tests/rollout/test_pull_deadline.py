@@ -22,7 +22,7 @@ def pulling(name: str = "w") -> Members:
     members = Members(Patience(suspect_s=3.0, gone_s=8.0, stalled_s=STALLED_S))
     members.join(name, Lease(), 0.0)
     members.pull(name, 0.0)
-    members.all[name].asked = (3, "d")
+    members.all[name].requested = (3, "d")
     return members
 
 
@@ -36,7 +36,7 @@ def test_pull_without_a_byte_is_stuck() -> None:
     why = [beat(members, s / 4, "pull") for s in range(50)]
     (first, *_) = [n for n, said in enumerate(why) if said]
     assert STALLED_S <= first / 4 <= STALLED_S + 0.5
-    assert why[first] == [f"no byte of version 3 has reached it in {STALLED_S:.0f} s"]
+    assert why[first] == [f"it has received no byte of version 3 for {STALLED_S:.0f} s"]
 
 
 def test_slow_pull_that_makes_progress_is_not_stuck() -> None:
@@ -50,7 +50,7 @@ def test_failed_attempts_are_no_progress() -> None:
     members = pulling()
     members.all["w"].failed = 2
     why = [beat(members, s / 4, "pull" if s % 8 else "") for s in range(60)]
-    assert any(said and "and 2 tries failed" in said[0] for said in why)
+    assert any(said and "and 2 attempts failed" in said[0] for said in why)
 
 
 def test_building_and_swapping_have_longer_deadlines() -> None:
@@ -60,13 +60,13 @@ def test_building_and_swapping_have_longer_deadlines() -> None:
     assert any(said and "it has been building its engine for" in said[0] for said in late)
     members = pulling()
     why = [beat(members, s / 4, "swap") for s in range(4 * 160)]
-    assert any(said and "its engine has been taking the weights for 150 s" in said[0] for said in why)
+    assert any(said and "it has been swapping in the weights for 150 s" in said[0] for said in why)
 
 
 def test_no_worker_is_stuck_while_the_weights_are_not_served() -> None:
     members = pulling()
     for s in range(400):
-        members.excuse(s / 4)
+        members.extend_deadlines(s / 4)
         assert not beat(members, s / 4, "pull")
     assert not any(beat(members, 100 + s / 4, "pull") for s in range(38))
     assert any(beat(members, 110 + s / 4, "pull") for s in range(4))
@@ -86,13 +86,13 @@ def test_trainers_own_engine_has_no_deadline() -> None:
 def test_draining_worker_that_stays_is_gone() -> None:
     members = pulling()
     members.move("w", WorkerState.DRAINING)
-    members.all["w"].told_s = 0.0
+    members.all["w"].drain_sent_s = 0.0
     gone = []
     for s in range(100):
         members.seen("w", s / 4)
         gone += [(s / 4, c.why) for c in members.tick(s / 4) if c.what == "gone"]
     assert gone[0][0] == membership.LEAVING_S
-    assert "told to leave, and still here after 20 s" in gone[0][1]
+    assert "asked to drain, and still connected after 20 s" in gone[0][1]
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -115,7 +115,7 @@ def test_stuck_worker_is_drained(tmp_path: Path, served: bool) -> None:
             assert world.dispatch.members.all["w"].failed == 0
             hears.cancel()
             return
-        assert "no byte of version 1 has reached it" in (await hears).why
+        assert "it has received no byte of version 1" in (await hears).why
         await link.send(m.Left(why="as told"))
         while world.dispatch.members.all["w"].state is not WorkerState.GONE:
             await asyncio.sleep(0)

@@ -1,4 +1,5 @@
-"""Local generates, is paused, trains; and takes over whenever nobody else is there. Real sessions over memory links."""
+"""The trainer's engine generates, is paused, and takes over when there is no other worker. Real sessions, memory
+links."""
 
 from __future__ import annotations
 
@@ -23,26 +24,26 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
 from windfall.rollout.seeding import Seeding
 from windfall.scheduling.members import WorkerState
-from windfall.scheduling.seed_time import Measured, Others, SeedPlan
-from windfall.scheduling.step_model import Mark
+from windfall.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
+from windfall.scheduling.step_model import Progress
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
 from windfall.worker.in_process import inside
 
 
 class Fixed:
-    """An Offload that always says the same, and hears what was measured."""
+    """A seeding policy with a constant T_seed that records its arguments."""
 
     def __init__(self, seed_s: float) -> None:
         self.seed_s, self.hold = seed_s, False
-        self.heard: list[tuple[Measured | None, Others]] = []
-        self.asked_again: list[Others] = []
+        self.planned: list[tuple[StepMeasurement | None, RemoteFleet]] = []
+        self.replanned: list[RemoteFleet] = []
 
-    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
-        self.heard.append((last, others))
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+        self.planned.append((last, fleet))
         return SeedPlan(seed_s=self.seed_s, most_workers=math.inf, why="a test", hold=self.hold)
 
-    def again(self, others: Others, now: Mark) -> SeedPlan | None:
-        self.asked_again.append(others)
+    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
+        self.replanned.append(fleet)
         return None
 
 
@@ -68,7 +69,7 @@ class World:
         self.rollout = Rollout(self.dispatch, InProcess(Asks(right)), text, options, seed=SEED, events=self.events)
 
     async def step(self, tasks: Sequence[int] = (0, 1, 2)) -> float:
-        """A step's rollout; how long it took."""
+        """Runs the rollout of a step; returns its seconds."""
         started = time.monotonic()
         self.seeding.begin(1)
         groups = [g async for g in self.rollout.groups(tasks, size=4, sampling=Sampling())]
@@ -82,8 +83,8 @@ class World:
     def state(self, name: str = LOCAL) -> WorkerState | None:
         return next((m.state for m in self.dispatch.members.here() if m.name == name), None)
 
-    def made(self, name: str) -> int:
-        return sum(m.made for m in self.dispatch.members.all.values() if m.name == name)
+    def generated(self, name: str) -> int:
+        return sum(m.generated for m in self.dispatch.members.all.values() if m.name == name)
 
     async def until(self, true: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
@@ -112,7 +113,7 @@ async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> 
         w.dispatch.members.check()
     finally:
         for it in inner:
-            with suppress(Exception):  # a test may have ended it before
+            with suppress(Exception):  # the test may have closed it already
                 await it.__aexit__(None, None, None)
         for task in tasks:
             task.cancel()
@@ -124,11 +125,11 @@ def play(coroutine: Any) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def test_alone_it_makes_everything_whatever_the_plan(tmp_path: Path) -> None:
+def test_alone_the_trainers_engine_generates_everything(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.01, (LOCAL, slow(0.002))) as w:
             await w.step()
-            assert w.made(LOCAL) == 12 * 21
+            assert w.generated(LOCAL) == 12 * 21
             assert w.seeding.last is not None
             assert w.seeding.last.local_tokens == 12 * 21
             assert w.seeding.last.workers == 0
@@ -136,54 +137,55 @@ def test_alone_it_makes_everything_whatever_the_plan(tmp_path: Path) -> None:
     play(main())
 
 
-def test_paused_at_its_time_and_its_responses_go_on_elsewhere(tmp_path: Path) -> None:
+def test_engine_is_paused_after_seed_time_and_its_responses_continue_elsewhere(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.1, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
             began = time.monotonic()
             step = asyncio.create_task(w.step())
-            await w.until(lambda: w.policy.heard)
+            await w.until(lambda: w.policy.planned)
             await w.until(w.seeding.over.is_set)
             assert 0.05 < time.monotonic() - began < 0.5
             assert w.state() is WorkerState.PAUSED
             await step
-            assert 0 < w.made(LOCAL) < 12 * 21
-            assert w.made(LOCAL) + w.made("w") == 12 * 21, "nothing twice"
+            assert 0 < w.generated(LOCAL) < 12 * 21
+            assert w.generated(LOCAL) + w.generated("w") == 12 * 21, "nothing is generated twice"
             last = w.seeding.last
             assert last is not None
-            assert (last.local_tokens, last.train_s, last.train_wait_s) == (w.made(LOCAL), 0.5, 0.1)
+            assert (last.local_tokens, last.train_s, last.train_wait_s) == (w.generated(LOCAL), 0.5, 0.1)
             assert 0.08 < last.seed_s < 0.3
             assert 0.9 < last.workers <= 1
-            await w.step([3, 4])  # and it is there again in the next
-            assert [o.workers for _, o in w.policy.heard] == [1, 1]
-            assert w.policy.heard[1][1].tok_per_s > 0
+            await w.step([3, 4])  # the engine takes part in the next step
+            assert [o.workers for _, o in w.policy.planned] == [1, 1]
+            assert w.policy.planned[1][1].tok_per_s > 0
 
     play(main())
 
 
-def test_a_fleet_whose_speed_becomes_known_is_planned_for_again(tmp_path: Path) -> None:
-    """The plan was made when nothing was known of the worker. It is reviewed while local still generates."""
+def test_plan_is_reviewed_when_the_speed_of_the_fleet_becomes_known(tmp_path: Path) -> None:
+    """The plan was made when the worker's speed was unknown. It is reviewed while the trainer's engine still
+    generates."""
 
     async def main() -> None:
         async with world(tmp_path, 5.0, (LOCAL, slow(0.05)), ("w", slow(0.05))) as w:
             await w.step()
-            (_, planned), again = w.policy.heard[0], w.policy.asked_again
-            assert planned.workers == 1
-            assert again
-            assert all(others.workers == 1 for others in again)
-            assert again[-1].tok_per_s > 1.1 * planned.tok_per_s
+            (_, first), replanned = w.policy.planned[0], w.policy.replanned
+            assert first.workers == 1
+            assert replanned
+            assert all(fleet.workers == 1 for fleet in replanned)
+            assert replanned[-1].tok_per_s > 1.1 * first.tok_per_s
 
     play(main())
 
 
-def test_no_time_for_seeding_and_training_may_begin_at_once(tmp_path: Path) -> None:
-    """Also in the second step, when local is paused from the first."""
+def test_zero_seed_time_lets_training_begin_at_once(tmp_path: Path) -> None:
+    """Also in the second step, when the engine is still paused from the first."""
 
     async def main() -> None:
         async with world(tmp_path, 0.0, (LOCAL, slow(0.005)), ("w", slow(0.005))) as w:
             for tasks in ([0, 1, 2], [3, 4, 5]):
-                heard = len(w.policy.heard)
+                count = len(w.policy.planned)
                 step = asyncio.create_task(w.step(tasks))
-                await w.until(lambda heard=heard: len(w.policy.heard) > heard)
+                await w.until(lambda count=count: len(w.policy.planned) > count)
                 began = time.monotonic()
                 await w.until(w.seeding.over.is_set)
                 assert time.monotonic() - began < 0.06
@@ -194,26 +196,26 @@ def test_no_time_for_seeding_and_training_may_begin_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("seed_s", [0.0, 0.05])
-def test_it_generates_until_there_is_something_to_train_on(tmp_path: Path, seed_s: float) -> None:
-    """However short its time is. The trainer could only wait."""
+def test_engine_generates_until_something_is_trainable(tmp_path: Path, seed_s: float) -> None:
+    """Even with a very short T_seed: the trainer could only wait."""
 
     async def main() -> None:
         async with world(tmp_path, seed_s, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
             w.policy.hold = True
             step = asyncio.create_task(w.step())
-            await w.until(lambda: w.made(LOCAL) > 40)
+            await w.until(lambda: w.generated(LOCAL) > 40)
             assert (w.state(), w.seeding.over.is_set()) == (WorkerState.READY, False)
             w.seeding.trainable()
             assert (w.state(), w.seeding.over.is_set()) == (WorkerState.PAUSED, True)
             await step
-            assert w.made(LOCAL) + w.made("w") == 12 * 21
-            await w.step([3, 4])  # nothing ever: then to the end
+            assert w.generated(LOCAL) + w.generated("w") == 12 * 21
+            await w.step([3, 4])  # nothing becomes trainable: it generates until the end
             assert w.seeding.over.is_set()
 
     play(main())
 
 
-def test_a_fleet_that_collapses_brings_it_back(tmp_path: Path) -> None:
+def test_engine_resumes_when_all_other_workers_are_lost(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
             other = inside(w.dispatch, slow(0.01), 64, name="w")
@@ -223,14 +225,14 @@ def test_a_fleet_that_collapses_brings_it_back(tmp_path: Path) -> None:
             await w.until(lambda: w.state() is WorkerState.PAUSED)
             await other.__aexit__(None, None, None)
             await step
-            assert w.made(LOCAL) + w.made("w") == 12 * 21
+            assert w.generated(LOCAL) + w.generated("w") == 12 * 21
 
     play(main())
     assert "local_resumed" in [e["name"] for e in read(tmp_path / "events.jsonl")]
 
 
-def test_one_that_is_still_starting_does_not_keep_it_paused(tmp_path: Path) -> None:
-    """The others are lost while somebody boots, who may take minutes: local takes over."""
+def test_booting_worker_does_not_keep_the_engine_paused(tmp_path: Path) -> None:
+    """The other workers are lost while one boots, which may take minutes: the trainer's engine takes over."""
 
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
@@ -252,10 +254,10 @@ def test_one_that_is_still_starting_does_not_keep_it_paused(tmp_path: Path) -> N
     play(main())
 
 
-def test_time_that_it_generated_before_the_step_is_not_the_steps(tmp_path: Path) -> None:
+def test_time_before_the_step_does_not_count_as_seed_time(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.1, (LOCAL, slow(0.01)), ("w", slow(0.01))) as w:
-            w.seeding.everybody()  # an evaluation
+            w.seeding.begin_evaluation()
             await asyncio.sleep(0.5)
             await w.step()
             assert w.seeding.last is not None
@@ -264,14 +266,14 @@ def test_time_that_it_generated_before_the_step_is_not_the_steps(tmp_path: Path)
     play(main())
 
 
-def test_local_that_comes_after_the_step_began_takes_part_in_it(tmp_path: Path) -> None:
+def test_engine_that_joins_during_a_step_takes_part_in_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, math.inf, ("w", slow(0.02))) as w:
-            step = asyncio.create_task(w.step(range(20)))  # more than `w` has slots for
+            step = asyncio.create_task(w.step(range(20)))  # more responses than `w` has slots
             await w.until(w.seeding.over.is_set)
             async with inside(w.dispatch, slow(0.005), 64, name=LOCAL):
                 await w.until(lambda: not w.seeding.over.is_set())
-                await w.until(lambda: w.made(LOCAL) > 0)
+                await w.until(lambda: w.generated(LOCAL) > 0)
                 await step
             assert w.seeding.last is not None
             assert w.seeding.last.local_tokens > 0
@@ -279,7 +281,7 @@ def test_local_that_comes_after_the_step_began_takes_part_in_it(tmp_path: Path) 
     play(main())
 
 
-def test_who_gave_back_its_last_response_waits(tmp_path: Path) -> None:
+def test_worker_that_released_its_last_response_is_billed_as_waiting(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, math.inf, ("v", slow(0.05)), ("w", slow(0.05))) as w:
             step = asyncio.create_task(w.step())
@@ -297,21 +299,21 @@ def test_who_gave_back_its_last_response_waits(tmp_path: Path) -> None:
     play(main())
 
 
-def test_nobody_there_at_its_time_so_it_goes_on_until_somebody_is(tmp_path: Path) -> None:
+def test_engine_continues_after_seed_time_until_another_worker_joins(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.0, (LOCAL, slow(0.01))) as w:
             step = asyncio.create_task(w.step())
-            await w.until(lambda: w.made(LOCAL) > 24)
+            await w.until(lambda: w.generated(LOCAL) > 24)
             async with inside(w.dispatch, slow(0.005), 64, name="late"):
                 await w.until(lambda: w.state() is WorkerState.PAUSED)
                 assert w.seeding.over.is_set()
                 await step
-            assert w.made("late") > 0
+            assert w.generated("late") > 0
 
     play(main())
 
 
-def test_a_worker_that_flaps_does_no_harm(tmp_path: Path) -> None:
+def test_flapping_worker_does_no_harm(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.05, (LOCAL, slow(0.004))) as w:
             step = asyncio.create_task(w.step(range(6)))
@@ -328,21 +330,21 @@ def test_a_worker_that_flaps_does_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed_s", [0.02, math.inf])
-def test_a_worker_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path, seed_s: float) -> None:
+def test_worker_ten_times_slower_does_not_delay_the_end(tmp_path: Path, seed_s: float) -> None:
     async def main() -> None:
         engines = ((LOCAL, slow(0.01)), ("quick", slow(0.01)), ("slow", slow(0.1)))
         async with world(tmp_path, seed_s, *engines) as w:
             for n in (9, 10):  # speeds are learned
                 await w.step([n])
-            before = {name: w.made(name) for name in ("slow", "quick")}
+            before = {name: w.generated(name) for name in ("slow", "quick")}
             took = await w.step(range(6))
-            assert w.made("slow") - before["slow"] < w.made("quick") - before["quick"]
-            assert took < 21 * 0.1 / 2, "half of what one response takes there"
+            assert w.generated("slow") - before["slow"] < w.generated("quick") - before["quick"]
+            assert took < 21 * 0.1 / 2, "half the time of one response on the slow worker"
 
     play(main())
 
 
-def test_without_a_local_engine_training_may_begin_at_once(tmp_path: Path) -> None:
+def test_without_an_engine_training_may_begin_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, math.inf, ("w", slow(0.001))) as w:
             step = asyncio.create_task(w.step())

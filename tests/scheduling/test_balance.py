@@ -1,4 +1,4 @@
-"""Where responses go, over random fleets and queues: beside one that gives them out one by one, and in worked cases."""
+"""Placement of responses: random fleets and queues against placing them one by one, and worked cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.worker_speed import Profile
 
 FAST = Profile(fixed_s=0.010, each_s=0.0001)
-CROWDED = Profile(fixed_s=1e-9, each_s=0.001)  # a batch twice as large takes twice as long
+CROWDED = Profile(fixed_s=1e-9, each_s=0.001)  # a batch of twice the size takes twice as long
 
 
 @st.composite
@@ -36,7 +36,7 @@ def queues(draw: st.DrawFn) -> list[str]:
     return [f"{task}/{sibling}" for task, size in enumerate(sizes) for sibling in range(size)]
 
 
-holdings = st.dictionaries(
+prefixes = st.dictionaries(
     st.sampled_from("012345"), st.lists(st.sampled_from(["w0", "w1", "w2", "gone"]), unique=True)
 )
 targets = st.dictionaries(st.sampled_from(["0/0", "0/1", "1/0", "2/3"]), st.sampled_from(["w0", "w1", "gone"]))
@@ -53,53 +53,54 @@ def step_s(load: WorkerLoad, more: int = 0) -> float:
 
 
 @given(
-    queues(), fleets() | fleets(measured=True), st.integers(0, 20), st.integers(0, 3), holdings, targets,
+    queues(), fleets() | fleets(measured=True), st.integers(0, 20), st.integers(0, 3), prefixes, targets,
     st.sampled_from([0.0, 1000.0]),
 )  # fmt: skip
 @settings(max_examples=300)
-def test_in_order_once_and_never_over_slots(
-    queued: list[str], loads: list[WorkerLoad], behind: int, coming: int, holds: dict[str, list[str]], meant: dict[str, str],
-    typical: float,
+def test_responses_are_placed_in_order_and_within_free_slots(
+    queued: list[str], loads: list[WorkerLoad], backlog: int, coming: int, prefix_holders: dict[str, list[str]],
+    move_targets: dict[str, str], typical: float,
 ) -> None:  # fmt: skip
     def choose() -> list[tuple[str, str]]:
-        return place(queued, loads, behind=behind, coming=coming, holds=holds, meant=meant, typical=typical)
+        return place(
+            queued, loads, backlog=backlog, coming=coming, prefix_holders=prefix_holders, move_targets=move_targets,
+            typical=typical,
+        )  # fmt: skip
 
     placed = choose()
     assert [id for id, _ in placed] == queued[: len(placed)]
     assert {worker for _, worker in placed} <= {load.worker for load in loads}
     assert all(load.running <= load.slots for load in after(loads, placed))
-    assert choose() == placed, "the same state, the same choice"
+    assert choose() == placed, "the same state gives the same choice"
 
 
 @given(queues(), fleets(), st.just(0) | st.integers(0, 20))
 @settings(max_examples=200)
-def test_nothing_waits_while_there_is_room_and_nobody_is_measured(
-    queued: list[str], loads: list[WorkerLoad], n: int
-) -> None:
+def test_unmeasured_workers_are_filled_up(queued: list[str], loads: list[WorkerLoad], n: int) -> None:
     room = sum(load.slots - load.running for load in loads)
-    assert len(place(queued, loads, behind=n)) == min(room, len(queued))
+    assert len(place(queued, loads, backlog=n)) == min(room, len(queued))
 
 
 @given(queues(), fleets(measured=True), st.integers(0, 20))
 @settings(max_examples=300)
-def test_what_waits_is_better_off_waiting(queued: list[str], loads: list[WorkerLoad], behind: int) -> None:
-    """Held back while there is room: only for somebody full, who would be through with all that waits before."""
-    placed = place(queued, loads, behind=behind)
+def test_held_back_responses_are_better_off_waiting(queued: list[str], loads: list[WorkerLoad], backlog: int) -> None:
+    """With free slots, responses are held back only for full workers that would finish the whole queue sooner."""
+    placed = place(queued, loads, backlog=backlog)
     now = after(loads, placed)
-    waits = len(queued) + behind - len(placed)
+    waits = len(queued) + backlog - len(placed)
     open_ = [load for load in now if load.running < load.slots]
     assume(open_ and len(placed) < len(queued))
     soonest = min(step_s(load, 1) for load in open_)
     full = [load for load in now if load.running == load.slots and step_s(load) < soonest]
-    assert full, "room, nobody faster, and still it waits"
+    assert full, "a response waits although there are free slots and no faster worker"
     rate = sum(load.slots / step_s(load) for load in full)
     assert soonest > min(map(step_s, full)) + waits / rate - 1e-9
 
 
 @given(queues(), fleets(measured=True))
 @settings(max_examples=300)
-def test_like_one_by_one_to_the_shortest_step(queued: list[str], loads: list[WorkerLoad]) -> None:
-    """`typical` is so large that any start is worth a move: nothing is held back."""
+def test_equals_placing_one_by_one_on_the_shortest_step(queued: list[str], loads: list[WorkerLoad]) -> None:
+    """With a very large `typical`, any start is worth a later move, so nothing is held back."""
     heap = [(step_s(load, 1), n, load.running + 1) for n, load in enumerate(loads) if load.running < load.slots]
     heapq.heapify(heap)
     steps = []
@@ -117,8 +118,10 @@ def test_like_one_by_one_to_the_shortest_step(queued: list[str], loads: list[Wor
 
 
 @given(queues(), fleets(), st.integers(1, 3))
-def test_those_who_are_coming_find_their_part(queued: list[str], loads: list[WorkerLoad], coming: int) -> None:
-    """As many as anybody here was brought up to, less one, are left for each of them."""
+def test_share_of_workers_about_to_be_ready_is_held_back(
+    queued: list[str], loads: list[WorkerLoad], coming: int
+) -> None:
+    """Each of them finds as many responses as the fullest worker has, minus one."""
     placed = place(queued, loads, coming=coming)
     before = {load.worker: load.running for load in loads}
     top = max((load.running for load in after(loads, placed) if load.running > before[load.worker]), default=0)
@@ -126,30 +129,30 @@ def test_those_who_are_coming_find_their_part(queued: list[str], loads: list[Wor
 
 
 @given(queues(), fleets())
-def test_siblings_stay_together(queued: list[str], loads: list[WorkerLoad]) -> None:
-    """A group is parted only where somebody's part ends."""
+def test_responses_of_one_group_stay_together(queued: list[str], loads: list[WorkerLoad]) -> None:
+    """A group is split only where the share of a worker ends."""
     placed = place(queued, loads)
     pairs = {(id.rpartition("/")[0], worker) for id, worker in placed}
     groups, workers = {group for group, _ in pairs}, {worker for _, worker in pairs}
     assert len(pairs) <= len(groups) + max(0, len(workers) - 1)
 
 
-def test_whole_groups_side_by_side() -> None:
+def test_groups_are_spread_as_wholes() -> None:
     loads = [WorkerLoad(worker=w, running=0, slots=8) for w in "ab"]
     placed = place([f"{task}/{sibling}" for task in range(4) for sibling in range(4)], loads)
     assert all(len({worker for id, worker in placed if id.startswith(f"{task}/")}) == 1 for task in range(4))
     assert Counter(worker for _, worker in placed) == {"a": 8, "b": 8}
 
 
-def test_a_large_worker_takes_what_a_small_one_cannot() -> None:
+def test_large_worker_takes_what_a_small_one_cannot() -> None:
     loads = [WorkerLoad(worker="small", running=0, slots=1), WorkerLoad(worker="large", running=0, slots=10)]
     placed = place([f"{n}/0" for n in range(8)], loads)
     assert Counter(worker for _, worker in placed) == {"small": 1, "large": 7}
 
 
 @pytest.mark.parametrize(("slower", "share"), [(1, 50), (4, 20), (10, 9.1)])
-def test_a_slower_worker_gets_its_share(slower: int, share: float) -> None:
-    """Where a batch takes as long as it is large: of 100, the 4 times slower one gets a fifth."""
+def test_slower_worker_gets_its_share(slower: int, share: float) -> None:
+    """If step time is proportional to the batch, a worker that is 4 times slower gets a fifth of 100 responses."""
     loads = [
         WorkerLoad(worker="fast", running=0, slots=200, profile=CROWDED),
         WorkerLoad(worker="slow", running=0, slots=200, profile=CROWDED.times(slower)),
@@ -160,7 +163,7 @@ def test_a_slower_worker_gets_its_share(slower: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("slower", [4, 10])
-def test_in_the_tail_the_slow_worker_gets_none_that_a_fast_one_could_take(slower: int) -> None:
+def test_slow_worker_gets_nothing_while_a_fast_one_has_free_slots(slower: int) -> None:
     loads = [
         WorkerLoad(worker="fast", running=30, slots=64, profile=FAST),
         WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.times(slower)),
@@ -175,28 +178,32 @@ def test_held_back_only_when_a_fast_worker_is_free_soon() -> None:
         WorkerLoad(worker="slow", running=0, slots=64, profile=FAST.times(4)),
     ]
     assert place(["1/0"], loads, typical=1000) == []
-    assert len(place([f"{n}/0" for n in range(10)], loads, typical=1000)) > 5, "the last would wait for long"
-    assert place([f"{n}/0" for n in range(10)], loads) == [], "moves cost nobody knows what: wait"
-    assert len(place([f"{n}/0" for n in range(64)], loads, behind=500)) == 64, "a long queue needs everybody"
+    assert len(place([f"{n}/0" for n in range(10)], loads, typical=1000)) > 5, "the last ones would wait too long"
+    assert place([f"{n}/0" for n in range(10)], loads) == [], "the cost of a move is unknown: wait"
+    assert len(place([f"{n}/0" for n in range(64)], loads, backlog=500)) == 64, "a long queue needs every worker"
 
 
-def test_where_the_pages_are_if_that_costs_little() -> None:
+def test_cached_prefix_is_preferred_if_it_costs_little() -> None:
     loads = [WorkerLoad(worker=w, running=n, slots=64, profile=FAST) for w, n in (("a", 10), ("b", 18), ("c", 60))]
     assert place(["7/3"], loads) == [("7/3", "a")]
-    assert place(["7/3"], loads, holds={"7": ["b"]}) == [("7/3", "b")], "11.9 beside 11.1 ms"
-    assert place(["7/3"], loads, holds={"7": ["c"]}) == [("7/3", "a")], "16 beside 11 ms"
-    assert place(["7/3"], loads, holds={"7": ["gone", "c", "b"]}) == [("7/3", "b")]
-    assert place(["7/3"], [replace(loads[1], slots=18), loads[0]], holds={"7": ["b"]}) == [("7/3", "a")], "no slot"
+    assert place(["7/3"], loads, prefix_holders={"7": ["b"]}) == [("7/3", "b")], "11.9 beside 11.1 ms"
+    assert place(["7/3"], loads, prefix_holders={"7": ["c"]}) == [("7/3", "a")], "16 beside 11 ms"
+    assert place(["7/3"], loads, prefix_holders={"7": ["gone", "c", "b"]}) == [("7/3", "b")]
+    assert place(["7/3"], [replace(loads[1], slots=18), loads[0]], prefix_holders={"7": ["b"]}) == [("7/3", "a")], (
+        "no slot"
+    )
 
 
-def test_a_response_that_was_moved_goes_where_it_was_meant_to() -> None:
+def test_moved_response_goes_to_its_target() -> None:
     loads = [WorkerLoad(worker=w, running=10, slots=64, profile=FAST) for w in "abc"]
-    placed = dict(place(["7/3", "7/4", "8/0"], loads, holds={"7": ["a"]}, meant={"7/3": "c", "8/0": "gone"}))
+    placed = dict(
+        place(["7/3", "7/4", "8/0"], loads, prefix_holders={"7": ["a"]}, move_targets={"7/3": "c", "8/0": "gone"})
+    )
     assert placed["7/3"] == "c"
     assert placed["7/4"] == "a"
     assert placed["8/0"] in "abc"
 
 
-def test_nothing_and_nobody() -> None:
+def test_empty_queue_and_empty_fleet() -> None:
     assert place([], [WorkerLoad(worker="a", running=0, slots=1)]) == []
     assert place(["1/0"], []) == []

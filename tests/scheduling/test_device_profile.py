@@ -1,4 +1,5 @@
-"""Workers of one device share a profile: context is told from batch, equal workers stay equal, a slow one is found."""
+"""Workers of one device share a profile: context and batch are separated, equal workers stay equal, a slow one is
+found."""
 
 from __future__ import annotations
 
@@ -7,18 +8,18 @@ import random
 
 import pytest
 
-from windfall.scheduling.worker_speed import Speeds
+from windfall.scheduling.worker_speed import WorkerSpeeds
 
-FIXED_S, EACH_S, BEHIND_S = 0.004, 0.00002, 4e-8
+FIXED_S, EACH_S, CONTEXT_S = 0.004, 0.00002, 4e-8
 
 
 def step_s(batch: float, context: float) -> float:
-    return FIXED_S + EACH_S * batch + BEHIND_S * context
+    return FIXED_S + EACH_S * batch + CONTEXT_S * context
 
 
-def play(speeds: Speeds, levels: dict[str, float], *, steps: int = 3, noise: float = 0.1, seed: int = 0) -> None:
-    """Every step begins with a full batch and no context, and ends with few responses that are long. Each worker begins
-    at another moment: they are never all in the same place."""
+def play(speeds: WorkerSpeeds, levels: dict[str, float], *, steps: int = 3, noise: float = 0.1, seed: int = 0) -> None:
+    """Every step begins with a full batch and little context, and ends with few long responses. Each worker begins at
+    another time, so they are never all at the same point."""
     draw = random.Random(seed)
     for _ in range(steps):
         for at in range(30):
@@ -30,15 +31,15 @@ def play(speeds: Speeds, levels: dict[str, float], *, steps: int = 3, noise: flo
                 speeds.observe(name, batch, 20 * batch, max(seconds, 2.0) if seconds > 2 else seconds, context)
 
 
-def joined(*names: str) -> Speeds:
-    speeds = Speeds()
+def joined(*names: str) -> WorkerSpeeds:
+    speeds = WorkerSpeeds()
     for name in names:
         speeds.join(name, "card")
     return speeds
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_workers_are_equal_whatever_they_have_to_do(seed: int) -> None:
+def test_equal_workers_have_equal_profiles(seed: int) -> None:
     names = ["a", "b", "c", "d"]
     speeds = joined(*names)
     play(speeds, dict.fromkeys(names, 1.0), noise=0.25, seed=seed)
@@ -46,16 +47,16 @@ def test_equal_workers_are_equal_whatever_they_have_to_do(seed: int) -> None:
     assert all(p == profiles[0] for p in profiles)
 
 
-def test_what_context_takes_is_not_what_a_response_takes() -> None:
+def test_time_per_context_token_is_separated_from_time_per_response() -> None:
     speeds = joined("a", "b")
     play(speeds, {"a": 1.0, "b": 1.0})
-    fixed, each, behind = speeds._shapes._devices["card"].fit
+    fixed, each, per_context_token = speeds._devices._devices["card"].fit
     assert fixed == pytest.approx(FIXED_S, rel=0.3)
-    assert behind == pytest.approx(BEHIND_S, rel=0.2)
+    assert per_context_token == pytest.approx(CONTEXT_S, rel=0.2)
     assert each < 6 * EACH_S
 
 
-def test_a_slow_one_is_found_and_a_new_one_is_as_usual() -> None:
+def test_slow_worker_is_found_and_a_new_one_is_assumed_usual() -> None:
     speeds = joined("a", "b", "slow", "new")
     play(speeds, {"a": 1.0, "b": 1.0, "slow": 2.0})
     usual, slow, new = (speeds.profile(name) for name in ("a", "slow", "new"))
@@ -65,7 +66,7 @@ def test_a_slow_one_is_found_and_a_new_one_is_as_usual() -> None:
     assert new == usual
 
 
-def test_one_that_becomes_slow_is_believed_soon() -> None:
+def test_worker_that_becomes_slow_is_noticed_soon() -> None:
     speeds = joined("a", "b", "c")
     play(speeds, dict.fromkeys("abc", 1.0))
     before = speeds.profile("c")
@@ -87,7 +88,7 @@ def test_local_is_a_device_of_its_own() -> None:
     assert a.step_s(100) / local.step_s(100) == pytest.approx(4.0, rel=0.2)
 
 
-def test_prefill_is_what_was_measured() -> None:
+def test_prefill_speed_is_measured_per_device() -> None:
     speeds = joined("a", "b")
     assert speeds.prefill_tok_per_s("a") == 0
     for _ in range(10):

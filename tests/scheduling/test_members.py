@@ -1,4 +1,5 @@
-"""Who may get work, who is suspect, who is gone: over random lives of workers, beside an account of its own."""
+"""Which workers may get work, are suspect or gone: worked cases, and random lives compared with an independent
+model."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def ready(members: Members, name: str, now_s: float = 0.0, version: int = 1, dig
 
 
 def ticks(members: Members, start_s: float, end_s: float) -> list[tuple[str, str]]:
-    """As the controller calls it: every tick, and whoever is gone is moved there."""
+    """Calls `tick` like the controller: periodically, with `move` for every worker that is gone."""
     out, now = [], start_s
     while now <= end_s:
         for change in members.tick(now):
@@ -42,11 +43,11 @@ def ticks(members: Members, start_s: float, end_s: float) -> list[tuple[str, str
     return out
 
 
-def test_suspect_then_well() -> None:
+def test_any_message_ends_suspicion() -> None:
     members = Members(PATIENCE)
     ready(members, "a")
     assert ticks(members, 0.0, 2.75) == []
-    assert ticks(members, 3.0, 5.0) == [("a", "suspect")]  # once
+    assert ticks(members, 3.0, 5.0) == [("a", "suspect")]  # reported once
     assert members.routable(1, "d") == []
     assert members.seen("a", 5.0)
     assert not members.seen("a", 5.1)
@@ -54,7 +55,7 @@ def test_suspect_then_well() -> None:
     assert ticks(members, 5.25, 7.75) == []
 
 
-def test_silent_until_it_is_gone() -> None:
+def test_silent_worker_becomes_suspect_then_gone() -> None:
     members = Members(PATIENCE)
     ready(members, "a")
     ready(members, "b")
@@ -69,7 +70,7 @@ def test_silent_until_it_is_gone() -> None:
     assert "silent for 8.0 s" in members.all["a"].why
 
 
-def test_an_engine_that_stands_still_is_gone_though_it_talks() -> None:
+def test_stalled_engine_is_gone_although_it_sends_messages() -> None:
     members = Members(PATIENCE)
     ready(members, "a")
     members.tick(0.0)
@@ -81,7 +82,7 @@ def test_an_engine_that_stands_still_is_gone_though_it_talks() -> None:
 
 
 @pytest.mark.parametrize("stall_s", [0.6, 5.0, 30.0, 3600.0])
-def test_the_controllers_own_stall_is_nobodys_fault(stall_s: float) -> None:
+def test_stall_of_the_controller_does_not_count_as_silence(stall_s: float) -> None:
     members = Members(PATIENCE)
     ready(members, "a")
     ready(members, "silent")
@@ -90,20 +91,20 @@ def test_the_controllers_own_stall_is_nobodys_fault(stall_s: float) -> None:
         ticks(members, n * TICK_S, n * TICK_S)
     assert members.all["silent"].suspect
     late_s = 19 * TICK_S + stall_s
-    assert ticks(members, late_s, late_s) == [], "nobody was heard, because nobody listened"
+    assert ticks(members, late_s, late_s) == [], "no worker was heard, because the controller was stalled"
     assert not members.all["a"].suspect
-    # From then on the clock runs as before: the silent one had 4.75 s behind it, and is gone 3.25 s later at most.
+    # From then on time counts as before: the silent worker had 4.75 s of silence, and is gone at most 3.25 s later.
     assert ticks(members, late_s + TICK_S, late_s + 3.25) == [("a", "suspect"), ("silent", "gone")]
 
 
-def test_a_clock_that_stands_or_slow_ticks_lose_nobody() -> None:
+def test_stopped_clock_or_late_ticks_lose_no_worker() -> None:
     members = Members(PATIENCE)
     ready(members, "a")
-    for now in (0.0, 0.0, 100.0, 100.0, 200.0, 300.0):  # every tick far too late: it could not be heard
+    for now in (0.0, 0.0, 100.0, 100.0, 200.0, 300.0):  # every tick is far too late
         assert members.tick(now) == []
 
 
-def test_who_comes_back_is_somebody_new() -> None:
+def test_worker_that_comes_back_is_a_new_member() -> None:
     members = Members(PATIENCE)
     first = ready(members, "a")
     members.move("a", WorkerState.GONE, "lost")
@@ -121,32 +122,32 @@ def test_gone_is_final() -> None:
     for state in WorkerState:
         with pytest.raises(AssertionError, match="cannot become"):
             members.move("a", state)
-    members.loaded("a", 2, "e", 4, 1.0)  # a message that was on its way
+    members.loaded("a", 2, "e", 4, 1.0)  # a message that was in flight
     assert members.all["a"].state is WorkerState.GONE
 
 
-def test_only_a_bounded_number_of_the_gone_is_remembered() -> None:
+def test_number_of_remembered_gone_workers_is_bounded() -> None:
     members = Members(PATIENCE, remember=3)
     ready(members, "stays")
     for n in range(10):
         ready(members, f"w{n}")
         members.move(f"w{n}", WorkerState.GONE)
     assert list(members.all) == ["stays", "w7", "w8", "w9"]
-    assert ready(members, "w0").id == "w0#2", "also of those forgotten"
+    assert ready(members, "w0").id == "w0#2", "ids are not reused, even for forgotten workers"
 
 
-def test_pulling_workers_are_waited_for_a_while_only() -> None:
+def test_pulling_worker_counts_as_nearly_ready_for_a_limited_time() -> None:
     members = Members(PATIENCE)
     members.join("a", Lease(), 0.0)
-    coming = lambda now_s: [m.id for m in members.coming(now_s)]  # noqa: E731
-    assert coming(0.0) == [], "nobody has told it to pull"
+    coming = lambda now_s: [m.id for m in members.nearly_ready(now_s)]  # noqa: E731
+    assert coming(0.0) == [], "it is not pulling"
     members.pull("a", 0.0)
-    assert coming(0.4) == [], "who has never been ready may take long to start"
+    assert coming(0.4) == [], "a worker that has never been ready may boot for long"
     members.loaded("a", 1, "d", 4, 30.0)
-    assert members.pull_s == 0, "it built its engine meanwhile"
+    assert members.pull_s == 0, "the first load includes building the engine"
     members.pull("a", 5.0)
     assert coming(5.4) == ["a"]
-    assert coming(5.6) == [], "no pull has been seen that took as long"
+    assert coming(5.6) == [], "no pull has taken as long"
     members.loaded("a", 2, "e", 4, 3.0)
     members.pull("a", 10.0)
     assert coming(15.9) == ["a"]
@@ -157,13 +158,13 @@ def test_pulling_workers_are_waited_for_a_while_only() -> None:
     for n in (1, 2):
         members.pull("local", 20.0)
         members.loaded("local", n, "f", 4, 0.0)
-    assert members.pull_s == 3.0, "local has its weights from the trainer"
+    assert members.pull_s == 3.0, "local gets its weights from the trainer"
 
 
-def test_tokens_per_second_are_over_a_second_or_more() -> None:
+def test_token_rate_covers_at_least_one_second() -> None:
     members = Members(PATIENCE)
     member = ready(members, "a")
-    member.made = 50
+    member.generated = 50
     members.seen("a", 0.5, stats())
     assert member.tok_per_s == 0.0
     members.seen("a", 2.0, stats())
@@ -175,7 +176,7 @@ STEPS = ["join", "seen", "busy", "pull", "pull", "load", "load", "pause", "resum
 
 
 class Account:
-    """What must be true of the workers, kept apart from Members."""
+    """An independent model of the workers."""
 
     def __init__(self) -> None:
         self.state: dict[str, WorkerState] = {}
@@ -183,7 +184,7 @@ class Account:
         self.idle_s: dict[str, float] = {}
         self.holds: dict[str, tuple[int, str]] = {}
         self.listening_s = 0.0
-        """The controller's time, less its own stalls: silence counts in this."""
+        """The controller's time without its own stalls; silence is measured in it."""
         self.routed = 0
 
     def silent_s(self, id: str) -> float:
@@ -203,7 +204,8 @@ def test_long_random_lives(seed: int) -> None:
 
 
 def _live(choose: Callable[[Sequence[Any]], Any], *, steps: int) -> Account:
-    """After every step: nobody is routable who must not be, nobody is lost who was heard, states go one way."""
+    """Checks after every step: only workers that may get work are routable, no worker that sent messages is lost, and
+    states change only as allowed."""
     members, account, now, version = Members(PATIENCE), Account(), 0.0, 1
     members.tick(now)
     for _ in range(steps):
@@ -245,12 +247,12 @@ def _tick(members: Members, now: float, account: Account) -> None:
 
 
 def _act(members: Members, step: str, id: str, now: float, version: int, account: Account) -> None:
-    """What a worker says, or the controller does to it, where its state allows that."""
+    """A message of a worker, or an action of the controller, if the state of the worker allows it."""
     state = members.all[id].state
     if step in ("seen", "busy", "stalled", "load"):
-        was = members.all[id].suspect
+        was_suspect = members.all[id].suspect
         idle_s = {"busy": 0.5, "stalled": 61.0}.get(step)
-        assert members.seen(id, now, None if idle_s is None else stats(idle_s)) == was
+        assert members.seen(id, now, None if idle_s is None else stats(idle_s)) == was_suspect
         account.heard_s[id] = account.listening_s
         if idle_s is not None:
             account.idle_s[id] = idle_s
@@ -284,14 +286,14 @@ def _compare(members: Members, version: int, account: Account) -> None:
         before = account.state.get(id, WorkerState.JOINING)
         assert member.state in NEXT[before].split(), f"{before} to {member.state}"
         account.state[id] = member.state
-        right = (
+        expected = (
             member.state is WorkerState.READY and not member.suspect and account.holds[id] == (version, f"v{version}")
         )
-        assert (id in routable) == right
+        assert (id in routable) == expected
     assert {m.id for m in members.here()} == {i for i, s in account.state.items() if s is not WorkerState.GONE}
 
 
-def test_states_change_as_they_may_only() -> None:
+def test_only_allowed_state_changes_are_accepted() -> None:
     for before in WorkerState:
         for state in WorkerState:
             members = Members(PATIENCE)
@@ -303,12 +305,12 @@ def test_states_change_as_they_may_only() -> None:
                     members.move("a", state)
 
 
-def test_routable_is_ready_with_these_very_weights() -> None:
+def test_routable_workers_are_ready_with_exactly_these_weights() -> None:
     members = Members(PATIENCE)
-    members.join("knew it before", Lease(), 0.0, version=1, digest="d")
+    members.join("had it before joining", Lease(), 0.0, version=1, digest="d")
     ready(members, "right")
     ready(members, "older", version=0)
-    ready(members, "other weights of that number", digest="e")
+    ready(members, "same version, other digest", digest="e")
     ready(members, "suspect").suspect = True
     for state in WorkerState:
         ready(members, f"is {state}").state = state
@@ -318,7 +320,7 @@ def test_routable_is_ready_with_these_very_weights() -> None:
 @pytest.mark.parametrize(
     "change", [{"version": -1}, {"slots": 0}, {"id": "other"}, {"state": WorkerState.GONE, "suspect": True}]
 )
-def test_check_finds_what_is_broken(change: dict[str, Any]) -> None:
+def test_check_finds_broken_rules(change: dict[str, Any]) -> None:
     members = Members(PATIENCE)
     member = ready(members, "a")
     members.check()

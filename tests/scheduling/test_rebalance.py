@@ -1,4 +1,5 @@
-"""Moves that pay, by figures computed here again, and that come to rest; in random fleets and in worked cases."""
+"""Moves gain more than they cost, by figures computed independently here, and come to an end; random and worked
+cases."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Fleet = dict[str, tuple[WorkerLoad, list[Running]]]
 
 
 def fleet(*workers: tuple[Profile | None, int, int], context: int = 500, waiting: int = 0) -> Fleet:
-    """(profile, running, slots) each; of those running at the first, `waiting` wait."""
+    """Workers as (profile, running, slots). At the first worker, `waiting` of the running responses wait."""
     out: Fleet = {}
     for n, (profile, running, slots) in enumerate(workers):
         w = waiting if n == 0 else 0
@@ -27,9 +28,9 @@ def fleet(*workers: tuple[Profile | None, int, int], context: int = 500, waiting
     return out
 
 
-def choose(workers: Fleet, typical: float = 1000.0, queued: int = 0, most: int = 10_000) -> list[Move]:
+def choose(workers: Fleet, typical: float = 1000.0, max_moves: int = 10_000) -> list[Move]:
     loads = [load for load, _ in workers.values()]
-    return rebalance(loads, lambda w: workers[w][1], typical=typical, queued=queued, most=most)
+    return rebalance(loads, lambda w: workers[w][1], typical=typical, max_moves=max_moves)
 
 
 def apply(workers: Fleet, moves: list[Move]) -> Fleet:
@@ -62,7 +63,7 @@ def fleets(draw: st.DrawFn, waits: bool = False) -> Fleet:
         running = [
             Running(
                 id=f"{n}/{k}", context=draw(st.sampled_from([10, 500, 8000])), moves=draw(st.integers(0, 3)),
-                left=draw(st.none() | st.sampled_from([5.0, 3000.0])), waiting=waits and draw(st.booleans()),
+                waiting=waits and draw(st.booleans()),
             )
             for k in range(draw(st.integers(0, slots)))
         ]  # fmt: skip
@@ -74,7 +75,7 @@ def fleets(draw: st.DrawFn, waits: bool = False) -> Fleet:
 
 @given(fleets(), st.sampled_from([20.0, 1000.0]))
 @settings(max_examples=150, deadline=None)
-def test_each_move_pays_and_fits(workers: Fleet, typical: float) -> None:
+def test_each_move_pays_and_fits_into_free_slots(workers: Fleet, typical: float) -> None:
     moved = set()
     for move in choose(workers, typical):
         assert move.gain_s > MARGIN * move.cost_s > 0
@@ -82,12 +83,11 @@ def test_each_move_pays_and_fits(workers: Fleet, typical: float) -> None:
         moved.add(move.id)
         (source, held), (target, _) = workers[move.source], workers[move.target]
         [r] = [r for r in held if r.id == move.id]
-        assert move.gain_s > MARGIN * move.cost_s * 2**r.moves, "moved before, and gains too little"
+        assert move.gain_s > MARGIN * move.cost_s * 2**r.moves, "moved before, and gains too little now"
         assert step_s(target, 1) < step_s(source)
-        # What it costs: its prefill, which all at the target wait for. What it can gain at most: all steps shorter.
+        # Cost: its prefill, during which all responses at the target wait. Gain at most: all steps become shorter.
         assert move.cost_s == pytest.approx(0.05 + r.context * target.profile.each_s * (1 + target.running))  # type: ignore
-        left = typical if r.left is None else r.left
-        most_s = left * (step_s(source) - min(step_s(target, 1), target.profile.fixed_s))  # type: ignore
+        most_s = typical * (step_s(source) - min(step_s(target, 1), target.profile.fixed_s))  # type: ignore
         assert move.gain_s <= most_s + typical * source.profile.each_s * source.running  # type: ignore
         workers = apply(workers, [move])
         assert target.running < target.slots
@@ -95,8 +95,8 @@ def test_each_move_pays_and_fits(workers: Fleet, typical: float) -> None:
 
 @given(fleets(waits=True))
 @settings(max_examples=150, deadline=None)
-def test_it_comes_to_rest(workers: Fleet) -> None:
-    """Whatever is proposed is done, again and again: the sum of all steps falls, or fewer wait, until nothing moves."""
+def test_moving_comes_to_an_end(workers: Fleet) -> None:
+    """Every proposed move is applied, repeatedly: the sum of all steps falls, or fewer wait, until nothing moves."""
 
     def height() -> float:
         return sum(
@@ -106,19 +106,19 @@ def test_it_comes_to_rest(workers: Fleet) -> None:
 
     for _ in range(100):
         before, waited = height(), sum(load.waiting for load, _ in workers.values())
-        moves = choose(workers, most=5)
+        moves = choose(workers, max_moves=5)
         if not moves:
             return
         workers = apply(workers, moves)
         waits = sum(load.waiting for load, _ in workers.values())
         assert waits < waited or (waits == waited and height() < before)
-    pytest.fail("it goes on and on")
+    pytest.fail("moving does not end")
 
 
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_nobody_is_idle_beside_a_crowd(running: list[int]) -> None:
-    """Where moving costs next to nothing."""
+def test_no_worker_stays_idle_beside_a_busy_one(running: list[int]) -> None:
+    """With nearly free moves."""
     workers = fleet(*((ENGINE, n, 30) for n in running), context=1)
     workers = apply(workers, choose(workers, typical=10_000))
     assert choose(workers, typical=10_000) == []
@@ -126,61 +126,57 @@ def test_nobody_is_idle_beside_a_crowd(running: list[int]) -> None:
     assert sum(counts(workers)) == sum(running)
 
 
-def test_an_idle_worker_takes_its_part_of_a_crowd() -> None:
+def test_idle_worker_takes_its_share() -> None:
     workers = fleet((ENGINE, 60, 64), (ENGINE, 0, 64))
     a, b = counts(apply(workers, choose(workers, typical=3000)))
     assert 15 <= b <= 30
-    assert a > b, "the last ones would gain less than they cost"
+    assert a > b, "moving the last ones would gain less than it costs"
 
 
 @pytest.mark.parametrize("slower", [4, 10])
-def test_the_tail_leaves_the_slow_worker(slower: int) -> None:
+def test_last_responses_leave_the_slow_worker(slower: int) -> None:
     workers = fleet((ENGINE.times(slower), 6, 64), (ENGINE, 20, 64), (ENGINE, 10, 64))
     moves = choose(workers)
     assert counts(apply(workers, moves))[0] == 0
-    assert Counter(m.target for m in moves) == {"w2": 6}, "to the one with fewer"
+    assert Counter(m.target for m in moves) == {"w2": 6}, "to the worker with fewer responses"
 
 
 def test_no_move_for_little_gain() -> None:
     assert choose(fleet((ENGINE, 12, 64), (ENGINE, 10, 64))) == [], "about even"
-    assert choose(fleet((ENGINE.times(1.05), 10, 64), (ENGINE, 10, 64))) == [], "that may be noise"
-    assert choose(fleet((ENGINE.times(1.1), 20, 64), (ENGINE, 20, 64), context=1), typical=9000) == [], "that, too"
+    assert choose(fleet((ENGINE.times(1.05), 10, 64), (ENGINE, 10, 64))) == [], "the difference may be noise"
+    assert choose(fleet((ENGINE.times(1.1), 20, 64), (ENGINE, 20, 64), context=1), typical=9000) == [], "so may this"
     assert choose(fleet((ENGINE.times(1.4), 20, 64), (ENGINE, 20, 64), context=1), typical=9000)
-    assert choose(fleet((ENGINE, 3, 64), (ENGINE, 0, 64)), typical=100) == [], "nearly done"
+    assert choose(fleet((ENGINE, 3, 64), (ENGINE, 0, 64)), typical=100) == [], "nearly finished"
     assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 60, 64), context=200_000)) == [], "a very long prefill"
-    assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 64, 64))) == [], "no room"
+    assert choose(fleet((ENGINE.times(4), 1, 64), (ENGINE, 64, 64))) == [], "no free slots"
     assert choose(fleet((ENGINE, 0, 4), (ENGINE, 0, 4))) == []
 
 
-def test_not_while_something_is_queued_or_nobody_was_measured() -> None:
-    crowd = fleet((ENGINE, 60, 64), (ENGINE, 0, 64))
-    assert choose(crowd)
-    assert choose(crowd, queued=1) == []
+def test_no_move_without_measured_speeds() -> None:
+    assert choose(fleet((ENGINE, 60, 64), (ENGINE, 0, 64)))
     assert choose(fleet((None, 60, 64), (None, 0, 64))) == []
 
 
-def test_who_goes_first() -> None:
+def test_response_with_the_shortest_prefill_moves_first() -> None:
     workers = fleet((ENGINE.times(4), 3, 64), (ENGINE, 0, 64))
     load, held = workers["w0"]
-    known = [replace(held[0], left=100.0), replace(held[1], left=5000.0), held[2]]
-    assert [m.id for m in choose({**workers, "w0": (load, known)})] == ["0/1", "0/2", "0/0"], "what has most left"
-    young = [replace(held[0], context=900), replace(held[1], context=100), held[2]]
-    assert [m.id for m in choose({**workers, "w0": (load, young)})] == ["0/1", "0/2", "0/0"], "what costs least"
+    held = [replace(held[0], context=900), replace(held[1], context=100), held[2]]
+    assert [m.id for m in choose({**workers, "w0": (load, held)})] == ["0/1", "0/2", "0/0"]
 
 
-def test_what_waits_goes_first_and_even_to_a_slower_worker() -> None:
+def test_waiting_responses_move_first_even_to_a_slower_worker() -> None:
     workers = fleet((ENGINE, 20, 64), (ENGINE.times(1.1), 4, 5), waiting=3)
     moves = choose(workers)
     assert [m.source for m in moves] == ["w0"]
-    assert int(moves[0].id.rpartition("/")[2]) < 3, "one of those that wait"
-    assert moves[0].target == "w1", "it had room for one"
-    assert choose(fleet((ENGINE, 20, 64), (ENGINE.times(1000), 0, 5), waiting=1)) == [], "sooner done where it waits"
+    assert int(moves[0].id.rpartition("/")[2]) < 3, "one of the waiting responses"
+    assert moves[0].target == "w1", "it has one free slot"
+    assert choose(fleet((ENGINE, 20, 64), (ENGINE.times(1000), 0, 5), waiting=1)) == [], "it ends sooner where it waits"
 
 
-def test_when_nothing_waits_any_more_what_runs_is_next() -> None:
+def test_running_responses_move_after_waiting_ones() -> None:
     moves = choose(fleet((ENGINE.times(4), 6, 64), (ENGINE, 0, 64), waiting=2))
     assert [int(m.id.rpartition("/")[2]) < 2 for m in moves] == [True, True, False, False, False, False]
 
 
-def test_no_more_than_asked_for() -> None:
-    assert len(choose(fleet((ENGINE.times(4), 30, 64), (ENGINE, 0, 64)), most=7)) == 7
+def test_number_of_moves_is_limited() -> None:
+    assert len(choose(fleet((ENGINE.times(4), 30, 64), (ENGINE, 0, 64)), max_moves=7)) == 7

@@ -1,4 +1,4 @@
-"""Workers that are too small for some responses: others make those, and the run ends only if no worker can."""
+"""Workers too small for some responses: other workers take these, and the run fails only if no worker can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windfall.ledger.ledger import Ledger, room
 from windfall.link import messages as m
 from windfall.scheduling import room as rooms
 from windfall.scheduling.balance import WorkerLoad
-from windfall.scheduling.placement import Giving
+from windfall.scheduling.placement import Placement
 from windfall.types import Sampling
 
 
@@ -35,7 +35,7 @@ async def joined(world: World, name: str, longest: int = 0) -> Any:
     return link
 
 
-def test_a_rejected_response_goes_to_another_and_never_back(tmp_path: Path) -> None:
+def test_rejected_response_goes_to_another_worker_and_never_back(tmp_path: Path) -> None:
     async def part(world: World) -> None:
         world.dispatch.set_offer(OFFER)
         small = await joined(world, "small")
@@ -47,7 +47,7 @@ def test_a_rejected_response_goes_to_another_and_never_back(tmp_path: Path) -> N
         large = await joined(world, "large")
         (work,) = (await take(large, m.Assign)).work
         assert len(array("I", work.prompt)) == 50
-        world.open("2/0", prompt=(5,) * 60)  # longer still: not to the small one either
+        world.open("2/0", prompt=(5,) * 60)  # longer still, so it must not go to the small worker either
         world.open("3/0")
         assert {len(w.prompt) // 4 for w in (await take(small, m.Assign)).work} == {2}
         assert {len(w.prompt) // 4 for w in (await take(large, m.Assign)).work} == {60}
@@ -58,8 +58,8 @@ def test_a_rejected_response_goes_to_another_and_never_back(tmp_path: Path) -> N
     assert (event["worker"], event["response"], event["tokens"]) == ("small", "1/0", 59)
 
 
-def test_what_a_worker_says_of_itself_is_enough(tmp_path: Path) -> None:
-    """Nothing is rejected, because nothing too long is given."""
+def test_reported_room_prevents_rejections(tmp_path: Path) -> None:
+    """Nothing is rejected, because no response that is too long is assigned."""
 
     async def part(world: World) -> None:
         world.dispatch.set_offer(OFFER)
@@ -76,7 +76,7 @@ def test_what_a_worker_says_of_itself_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("helped", [False, True])
-def test_what_no_worker_can_take_ends_the_run_after_a_while(
+def test_response_that_fits_no_worker_ends_the_run_after_a_while(
     tmp_path: Path, helped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms, "NO_ROOM_S", 0.6)
@@ -90,7 +90,7 @@ def test_what_no_worker_can_take_ends_the_run_after_a_while(
                 await asyncio.sleep(0.01)
         assert world.rejected == []
         if helped:
-            starting = world.join("large")  # while it is not known how much it has room for, the run goes on
+            starting = world.join("large")  # its room is not known yet, so the run continues
             load = await take(starting, m.Load)
             await asyncio.sleep(1.2)
             assert world.rejected == []
@@ -119,33 +119,33 @@ SIZES = st.one_of(st.just(math.inf), st.integers(10, 80))
     balancing=st.sampled_from([True, False, "algorithm2"]),
 )
 @settings(deadline=None, max_examples=150)
-def test_nothing_goes_where_it_does_not_fit(prompts: list[int], workers: list[Any], balancing: Any) -> None:
+def test_responses_are_assigned_only_where_they_fit(prompts: list[int], workers: list[Any], balancing: Any) -> None:
     ledger = Ledger()
     for n, prompt in enumerate(prompts):
         ledger.open(episode(f"{n}/0", prompt))
-    giving = Giving(ledger, balancing=balancing)
+    placement = Placement(ledger, balancing=balancing)
     longest = {f"w{n}": size for n, (size, _) in enumerate(workers)}
     loads = [WorkerLoad(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
     before = list(ledger.queue)
-    out = giving.give(loads, 1, coming=0, longest=longest)
+    out = placement.assign(loads, 1, coming=0, longest=longest)
     ledger.check()
     for worker, entries in out.items():
         assert len(entries) <= next(load.slots for load in loads if load.worker == worker)
         assert all(room(entry.episode) <= longest[worker] for entry in entries)
     given_ids = {e.episode.id for entries in out.values() for e in entries}
-    assert list(ledger.queue) == [id for id in before if id not in given_ids], "what is left keeps its order"
-    for id in ledger.queue:  # nobody who could take it has a free slot
+    assert list(ledger.queue) == [id for id in before if id not in given_ids], "the rest of the queue keeps its order"
+    for id in ledger.queue:  # no worker with enough room has a free slot
         able = [load for load in loads if longest[load.worker] >= room(ledger.entries[id].episode)]
         assert all(len(out.get(load.worker, ())) == load.slots for load in able)
 
 
-def test_nothing_moves_to_where_it_does_not_fit() -> None:
+def test_responses_move_only_where_they_fit() -> None:
     ledger = Ledger()
-    giving = Giving(ledger, balancing="algorithm2")
+    placement = Placement(ledger, balancing="algorithm2")
     for n in range(3):
         ledger.open(episode(f"{n}/0", 50))
-    giving.give([WorkerLoad(worker="a", running=0, slots=9)], 1, coming=0)
+    placement.assign([WorkerLoad(worker="a", running=0, slots=9)], 1, coming=0)
     loads = [WorkerLoad(worker="a", running=3, slots=9, waiting=2), WorkerLoad(worker="b", running=0, slots=9)]
-    assert giving.take_back(loads, {"a": 99, "b": 40}) == []
-    assert giving._meant == {}
-    assert len(giving.take_back(loads, {"a": 99, "b": 59})) == 1
+    assert placement.reclaim(loads, {"a": 99, "b": 40}) == []
+    assert placement._move_targets == {}
+    assert len(placement.reclaim(loads, {"a": 99, "b": 59})) == 1

@@ -1,4 +1,4 @@
-"""Which algorithm a name stands for. Adding one: a file here that satisfies `base.Algorithm`, and a line below."""
+"""The algorithms by name. To add one, write a file here that satisfies `base.Algorithm`, and add a line below."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def learns_alone(algorithm: Algorithm) -> bool:
-    """Does a response teach anything without siblings, in groups of one?
+    """Whether the algorithm can learn from groups of one response.
 
     >>> [name for name in ALGORITHMS if learns_alone(make(name))]
     ['reinforce_pp']
@@ -38,17 +38,22 @@ def learns_alone(algorithm: Algorithm) -> bool:
 
 
 def make(name: str, **options: Any) -> Algorithm:
-    """
-    >>> make("dapo", clip_high=0.3).normaliser(length=7, limit=100)
+    """The algorithm `name` with these options.
+
+    >>> make("dapo", clip_high=0.3).normalizer(length=7, limit=100)
     7.0
     """
     if name not in ALGORITHMS:
-        raise WindfallError(f"no algorithm '{name}'", fix=nearest(name, ALGORITHMS))
+        raise WindfallError(f"unknown algorithm '{name}'", fix=nearest(name, ALGORITHMS))
     cls: Any = ALGORITHMS[name]
     known = {field.name: field.default for field in fields(cls)}
     for option, value in options.items():
         if option not in known:
-            raise WindfallError(f"no option '{option}'", where=f"algorithm {name}", fix=nearest(option, known))
+            raise WindfallError(f"unknown option '{option}'", where=f"algorithm {name}", fix=nearest(option, known))
         if isinstance(value, str) != isinstance(known[option], str):
-            raise WindfallError(f"{option} = {value!r}", where=f"algorithm {name}", fix=f"Such as {known[option]!r}.")
+            raise WindfallError(
+                f"wrong type: {option} = {value!r}",
+                where=f"algorithm {name}",
+                fix=f"Use a value such as {known[option]!r}.",
+            )
     return cls(**options)

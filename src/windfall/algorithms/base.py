@@ -1,13 +1,13 @@
-"""Credit: what every sampled token is worth. Plain numbers in and out, no torch.
+"""Credit: the weight of every sampled token. Plain numbers in and out, no torch.
 
-Every algorithm here is a policy gradient, so its whole loss is known by one number per token:
+Every algorithm here is a policy gradient, so one number per token determines its whole loss:
 
     gradient of the loss  =  - sum over tokens  weight_t * gradient of log pi(token_t)
 
-`weights` returns those numbers; the trainer multiplies them with the log-probs it computed (as constants) and
-differentiates. Clipping is a weight of zero, an importance ratio a factor. The trainer adds `normaliser` over all
-responses of the mini-batch and divides the accumulated gradient by it once, at the end, so that groups may be
-trained on in any order, as they arrive.
+`weights` returns these numbers. The trainer multiplies the log-probs it computes by them, as constants, and
+differentiates. Clipping is a weight of zero; an importance ratio is a factor. The trainer sums `normalizer` over all
+responses of the mini-batch and divides the accumulated gradient by the sum once, at the end, so groups can be trained
+on in any order, as they arrive.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ class SampledTokens:
     """The sampled tokens of one response, as three arrays of equal length and the response's advantage."""
 
     logp: Floats
-    """Under the weights being trained, now."""
+    """Log-probs under the current weights."""
     old: Floats
-    """Under the policy that the step started from."""
+    """Log-probs under the policy from which the step started."""
     advantage: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What credit may look at: the reward of a response and its length."""
+    """What credit depends on: the reward and the length of a response."""
 
     reward: float
     length: int
     """Tokens that the policy sampled."""
     limit: int
-    """The most tokens that a response may have (rollout.max_tokens), the environment's among them."""
+    """Maximum number of tokens of a response (rollout.max_tokens), including those of the environment."""
     observed: int = 0
-    """Tokens of the environment within the response. Not trained on, but they count towards the limit."""
+    """Tokens of the environment within the response. They are not trained on, but count towards the limit."""
 
 
 class Algorithm(Protocol):
     scope: ClassVar[Literal["group", "batch"]]
-    """Which outcomes `advantages` needs at once: those of one group, or those of all groups of the batch."""
+    """Which outcomes `advantages` needs together: those of one group, or those of all groups of the batch."""
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """One number per response, in the same nesting."""
+        """One number per response, nested like `groups`."""
         ...
 
     def informative(self, group: Sequence[Outcome]) -> bool:
-        """False: the group teaches nothing, and another task is drawn in its place (dynamic sampling)."""
+        """False: nothing can be learned from the group, and another task is drawn instead (dynamic sampling)."""
         ...
 
     def weights(self, tokens: SampledTokens) -> Floats:
         """The factor on the gradient of each token's log-prob."""
         ...
 
-    def normaliser(self, length: int, limit: int) -> float:
-        """What one response of `length` sampled tokens adds to the divisor of the mini-batch's gradient."""
+    def normalizer(self, length: int, limit: int) -> float:
+        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient."""
         ...

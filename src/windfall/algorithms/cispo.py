@@ -4,12 +4,12 @@
     loss  = - 1/sum_i |y_i| sum_i sum_t c_t A_i log pi(y_t),  c_t = clip(r_t, 1 - clip_low, 1 + clip_high) as a constant
     w_t   = c_t A_i
 
-The clip bounds a token's weight instead of taking it away: the rare words at which a line of thought turns have large
-ratios, and PPO's clip drops just those. The sum of lengths is that of the mini-batch.
+The clip bounds the weight of a token instead of removing the token: the rare words at which the reasoning changes
+direction have large ratios, and PPO's clip drops exactly these. The sum of lengths is over the mini-batch.
 
-The paper sets no lower bound (clip_low = 1 is none: a ratio is never below 0) and gives no number for the upper one.
-The default c_t <= 5 is that of "The Art of Scaling Reinforcement Learning Compute for LLMs", arXiv 2510.13786, which
-found 4, 5 and 8 alike.
+The paper sets no lower bound (clip_low = 1 means none, because a ratio is never below 0) and gives no number for the
+upper one. The default, c_t <= 5, is from "The Art of Scaling Reinforcement Learning Compute for LLMs", arXiv
+2510.13786, which found 4, 5 and 8 equally good.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import normalised, ratio, rewards
+from windfall.algorithms.credit import normalized, ratio, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +31,8 @@ class CISPO:
     clip_high: float = 4.0
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group of equal rewards, or of one response."""
-        return [normalised(rewards(group)).tolist() for group in groups]
+        """All zero in a group with equal rewards, or with one response."""
+        return [normalized(rewards(group)).tolist() for group in groups]
 
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
@@ -40,5 +40,5 @@ class CISPO:
     def weights(self, tokens: SampledTokens) -> Floats:
         return np.clip(ratio(tokens), 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
 
-    def normaliser(self, length: int, limit: int) -> float:
+    def normalizer(self, length: int, limit: int) -> float:
         return float(length)

@@ -3,12 +3,12 @@
     R'_i  = R_i - overlong_penalty * min(1, max(0, (n_i - (limit - cache)) / cache))        cache = overlong_cache
     A_i   = (R'_i - mean(R')) / std(R')                       over the G responses of a group
     loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
-    w_t   = A_i r_t, or 0 where the clip holds
+    w_t   = A_i r_t, or 0 where clipped
 
-n_i counts all tokens of the response, the environment's as well, because the limit does: a response that was cut has
-n_i = limit and the whole penalty. |y_i| counts sampled tokens only. Every token counts the same, whichever response
-it is in; the sum of lengths is that of the mini-batch. A group whose
-rewards are all equal is replaced by another (dynamic sampling). The paper's overlong_cache is 4096 of a limit of 20480.
+n_i counts all tokens of the response, including those of the environment, because the limit does: a truncated response
+has n_i = limit and the full penalty. |y_i| counts sampled tokens only. Every token has the same weight in the mean,
+whichever response it is in; the sum of lengths is over the mini-batch. A group with equal rewards is replaced by
+another (dynamic sampling). The paper's overlong_cache is 4096 with a limit of 20480.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import clipped, normalised, ratio
+from windfall.algorithms.credit import clipped, normalized, ratio
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +29,15 @@ class DAPO:
     clip_low: float = 0.2
     clip_high: float = 0.28
     overlong_cache: int = 0
-    """The last so many tokens before the limit are penalised, the more the later. 0: no length is."""
+    """Number of tokens before the limit in which the penalty grows from 0 to `overlong_penalty`. 0: no penalty."""
     overlong_penalty: float = 1.0
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group of equal rewards and penalties, or of one response."""
-        return [normalised(np.array([self.shaped(o) for o in group])).tolist() for group in groups]
+        """All zero in a group with equal rewards and penalties, or with one response."""
+        return [normalized(np.array([self.shaped(o) for o in group])).tolist() for group in groups]
 
     def shaped(self, outcome: Outcome) -> float:
+        """The reward minus the penalty for length."""
         if self.overlong_cache == 0:
             return outcome.reward
         taken = outcome.length + outcome.observed
@@ -44,11 +45,11 @@ class DAPO:
         return outcome.reward - self.overlong_penalty * min(1.0, max(0.0, over))
 
     def informative(self, group: Sequence[Outcome]) -> bool:
-        """By the rewards alone: a task that is always solved stays uninformative however long its responses are."""
+        """By the rewards alone: a task that is always solved stays uninformative, however long its responses are."""
         return len({outcome.reward for outcome in group}) > 1
 
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip_low, high=self.clip_high)
 
-    def normaliser(self, length: int, limit: int) -> float:
+    def normalizer(self, length: int, limit: int) -> float:
         return float(length)

@@ -2,11 +2,11 @@
 
     A_i   = R_i - mean(R)                                     over the G responses of a group
     loss  = - 1/G sum_i 1/limit sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_old(y_t)
-    w_t   = A_i r_t, or 0 where the clip holds
+    w_t   = A_i r_t, or 0 where clipped
 
-GRPO without its two biases. Dividing by std(R) favours tasks that are nearly always or nearly never solved; dividing
-by |y_i| makes a token of a long wrong response cost less than one of a short wrong response. The divisor is a
-constant instead: the most tokens that a response may have.
+GRPO without its two biases. Division by std(R) favors tasks that are nearly always or nearly never solved. Division by
+|y_i| makes a token of a long wrong response cost less than one of a short wrong response. The divisor is a constant
+instead: the maximum number of tokens of a response.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import centred, clipped, ratio, rewards
+from windfall.algorithms.credit import centered, clipped, ratio, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +25,8 @@ class DrGRPO:
     clip: float = 0.2
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group of equal rewards, or of one response."""
-        return [centred(rewards(group)).tolist() for group in groups]
+        """All zero in a group with equal rewards, or with one response."""
+        return [centered(rewards(group)).tolist() for group in groups]
 
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
@@ -34,5 +34,5 @@ class DrGRPO:
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
 
-    def normaliser(self, length: int, limit: int) -> float:
+    def normalizer(self, length: int, limit: int) -> float:
         return float(limit)

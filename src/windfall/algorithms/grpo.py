@@ -2,11 +2,11 @@
 
     A_i   = (R_i - mean(R)) / std(R)                          over the G responses of a group
     loss  = - 1/G sum_i 1/|y_i| sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_old(y_t)
-    w_t   = A_i r_t / |y_i|, or 0 where the clip holds
+    w_t   = A_i r_t / |y_i|, or 0 where clipped
 
-The mean over a group becomes the mean over all responses of the mini-batch: the same when groups are equally large.
-The paper's KL term is `kl.kl_weights`, with beta / |y_i| for its beta of 0.04, because the term lies inside the mean.
-Rewards that are missing are in no mean: a group may have fewer than G responses.
+The mean over a group becomes the mean over all responses of the mini-batch, which is the same if all groups have the
+same size. The paper's KL term is `kl.kl_weights`, with beta / |y_i| for its beta of 0.04, because the term is inside
+the mean. Missing rewards are not part of any mean: a group may have fewer than G responses.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import clipped, normalised, ratio, rewards
+from windfall.algorithms.credit import clipped, normalized, ratio, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GRPO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
     clip: float = 0.2
-    """The usual value of PPO."""
+    """The usual value in PPO."""
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group of equal rewards, or of one response."""
-        return [normalised(rewards(group)).tolist() for group in groups]
+        """All zero in a group with equal rewards, or with one response."""
+        return [normalized(rewards(group)).tolist() for group in groups]
 
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
@@ -35,5 +35,5 @@ class GRPO:
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip) / len(tokens.logp)
 
-    def normaliser(self, length: int, limit: int) -> float:
+    def normalizer(self, length: int, limit: int) -> float:
         return 1.0

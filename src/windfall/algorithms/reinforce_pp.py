@@ -4,11 +4,11 @@ arXiv 2501.03262.
     B_i   = R_i, or R_i - mean(R of its group) with baseline = "group"
     A_i   = (B_i - mean(B)) / std(B)                          over all tokens of the batch
     loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_old(y_t)
-    w_t   = A_i r_t, or 0 where the clip holds
+    w_t   = A_i r_t, or 0 where clipped
 
-The mean and deviation are those of the paper's per-token advantages, so a response counts as often as it has tokens
-and the advantages of all tokens average to zero. The paper's KL penalty inside the reward is left out: a KL term is
-added as a loss (`kl.kl_weights`).
+The mean and deviation are those of the paper's per-token advantages: every response counts once per token, and the
+advantages of all tokens have the mean 0. The paper's KL penalty inside the reward is left out: a KL term is added to
+the loss instead (`kl.kl_weights`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import centred, clipped, normalised, ratio, rewards
+from windfall.algorithms.credit import centered, clipped, normalized, ratio, rewards
 from windfall.errors import WindfallError
 
 
@@ -32,13 +32,15 @@ class ReinforcePP:
 
     def __post_init__(self) -> None:
         if self.baseline not in ("none", "group"):
-            raise WindfallError(f"no baseline '{self.baseline}'", where="reinforce_pp", fix="Known: group, none.")
+            raise WindfallError(
+                f"unknown baseline '{self.baseline}'", where="reinforce_pp", fix="Use one of: group, none."
+            )
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero when the batch has one reward only."""
-        scores = [centred(rewards(g)) if self.baseline == "group" else rewards(g) for g in groups]
+        """All zero if all rewards of the batch are equal."""
+        scores = [centered(rewards(g)) if self.baseline == "group" else rewards(g) for g in groups]
         lengths = np.array([outcome.length for group in groups for outcome in group])
-        flat = iter(normalised(np.concatenate([*scores, []]), lengths).tolist())
+        flat = iter(normalized(np.concatenate([*scores, []]), lengths).tolist())
         return [[next(flat) for _ in group] for group in groups]
 
     def informative(self, group: Sequence[Outcome]) -> bool:
@@ -47,5 +49,5 @@ class ReinforcePP:
     def weights(self, tokens: SampledTokens) -> Floats:
         return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
 
-    def normaliser(self, length: int, limit: int) -> float:
+    def normalizer(self, length: int, limit: int) -> float:
         return float(length)

@@ -6,8 +6,8 @@ arXiv 2402.14740.
     w_t   = A_i
 
 The whole response is one action: no ratio, no clip, no division by length. It is meant for one update per batch; with
-several, nothing holds the policy near the one that made the responses. The mean over a group becomes the mean over all
-responses of the mini-batch: the same when groups are equally large.
+several updates nothing keeps the policy near the one that sampled the responses. The mean over a group becomes the mean
+over all responses of the mini-batch, which is the same if all groups have the same size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import centred, rewards
+from windfall.algorithms.credit import centered, rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +27,9 @@ class RLOO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """A response without siblings gets 0: it has no baseline, and its siblings may just have failed, which must
-        not turn its reward into a weight on another scale than everyone else's."""
-        return [(centred(rewards(group)) * len(group) / max(len(group) - 1, 1)).tolist() for group in groups]
+        """A response without siblings gets 0, because it has no baseline. Its siblings may just have failed; its reward
+        must not become a weight on a different scale than that of all other responses."""
+        return [(centered(rewards(group)) * len(group) / max(len(group) - 1, 1)).tolist() for group in groups]
 
     def informative(self, group: Sequence[Outcome]) -> bool:
         return True
@@ -37,5 +37,5 @@ class RLOO:
     def weights(self, tokens: SampledTokens) -> Floats:
         return np.full_like(tokens.logp, tokens.advantage)
 
-    def normaliser(self, length: int, limit: int) -> float:
+    def normalizer(self, length: int, limit: int) -> float:
         return 1.0

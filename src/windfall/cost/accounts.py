@@ -1,38 +1,63 @@
-"""Where every second of every worker went, and what it cost. Pure: told what happened and when, reads no clock.
+"""Accounts for every second of every worker, and its cost. Pure: the caller reports events with their time.
 
-    booting         from its process's start, if known, else from joining, until it is READY for the first time (its
-                    first pull, of all the weights while the engine is being built, is part of that)
+Every second of a worker goes into one bucket:
+
+    booting         from the start of its process, if known, otherwise from joining, until it is first READY (this
+                    includes the first pull, of all the weights while the engine is built)
     pulling         later pulls
     generating      READY with work
-    prefill_again   READY with work, computing again what another had computed: an estimate, tokens moved in / prefill
-                    speed, taken off the time that follows the move while it has work
-    waiting         READY without work. Of the trainer's machine also: nothing to train on
-    paused          told to make no tokens. Of the trainer's machine: training
-    draining        told to go, until it is gone
-    lost            paid for, and nothing came of it: of a worker that is gone, the time with work after its last frame,
-                    and all the time after it was last heard; of one that comes back, the time it was away
+    prefill_again   READY with work, prefilling what another worker had prefilled. An estimate: tokens moved in /
+                    prefill speed, subtracted from the time with work that follows the move
+    waiting         READY without work; for the trainer's machine also: nothing to train on
+    paused          asked to generate nothing; for the trainer's machine: training
+    draining        asked to leave, until it is gone
+    lost            paid for without a result. For a worker that is gone: the time with work after its last frame, and
+                    all time after its last message. For a worker that comes back: the time it was away
+
+Whether time is lost is known only later. So intervals are provisional until an event shows that their work arrived:
+
+    event ──▶ advance(): the time since the last event becomes a provisional interval, by the worker's phase
+          ──▶ settle():  on a frame, idle, ready, join or the end of a step: provisional intervals are final
+          ──▶ settle_lost(): the worker is gone: provisional time without a result is moved to `lost`
+
+Example: a worker is ready from 0 s, has work from 5 s, sends its last frame at 10 s and is given up at 18 s:
+
+    >>> accounts = Accounts()
+    >>> accounts.join(0, "w", kind="spot", usd_per_h=3.6)
+    >>> accounts.ready(0, "w")
+    >>> accounts.busy(5, "w")
+    >>> accounts.frame(10, "w", tokens=100)
+    >>> accounts.gone(18, "w", heard_s=12).seconds
+    {'waiting': 5.0, 'generating': 5.0, 'lost': 8.0}
 
 Rules:
-- every second from a worker's start until it is gone is in exactly one of these, of exactly one step;
-- a worker that dials again before its last link is given up is billed once: from then on by the new one;
-- what a closed step said is not taken back: `lost` reaches back no further than to the last `step()`.
+- Every second from the start of a worker until it is gone is in exactly one bucket of exactly one step.
+- A worker that reconnects before its last link is given up is billed once: from then on under its new id.
+- A closed step is not changed: `lost` reaches back to the last `step()` at most.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from windfall.cost.bill import Account, Bucket, Holder, Totals, add, priced
 from windfall.types import Terms
 
-SAME_S = 1.0
-"""Processes of one name that began so close to each other are one: it has told its age twice."""
-NAMES = 1000
-"""Of workers that are gone, so many are remembered."""
+SAME_START_S = 1.0
+"""Workers of one name whose processes started less than this many seconds apart are one process: it reported its age
+twice."""
+MAX_NAMES = 1000
+"""Number of gone workers that are remembered."""
 PREFILL_OVER_DECODE = 10.0
-"""Where nobody has measured a worker's prefill speed: so many times the speed at which it makes tokens."""
+"""If a worker's prefill speed was not measured, it is assumed to be this many times its decode speed."""
+
+
+class _Interval(NamedTuple):
+    bucket: Bucket
+    start_s: float
+    end_s: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,198 +66,210 @@ class _Worker:
     holder: Holder
     usd_per_h: float | None
     start_s: float
-    since_s: float
-    """Up to here its time is in `tail` or `settled`."""
-    succeeded: bool = False
-    """The same process is here under another id, and its time is that one's."""
+    """When its process started (loop time, seconds)."""
+    counted_s: float
+    """The time until which all seconds are in `provisional` or `settled` (loop time, seconds)."""
+    replaced: bool = False
+    """The same process is here under a newer id, which is billed from then on."""
     phase: Literal["booting", "pulling", "ready", "paused", "draining"] = "booting"
     was_ready: bool = False
     busy: bool = False
-    owed_s: float = 0.0
-    """Of prefill again, still to be taken off the time with work."""
+    """It has work."""
+    prefill_left_s: float = 0.0
+    """Seconds of repeated prefill that are still to be counted in the time with work."""
     tokens: int = 0
-    tail: list[tuple[Bucket, float, float]] = field(default_factory=list)
-    """From, to: what may yet turn out to be lost."""
+    provisional: list[_Interval] = field(default_factory=list)
+    """Time that may still turn out to be lost."""
     settled: dict[Bucket, float] = field(default_factory=dict)
+    """Final seconds by bucket."""
 
-    def stretches(self, now_s: float) -> list[tuple[Bucket, float, float]]:
-        """The time since `since_s`, by what it does now."""
-        since_s = self.since_s
-        if self.succeeded:
+    def uncounted(self, now_s: float) -> list[_Interval]:
+        """The time from `counted_s` to `now_s`, by the current phase."""
+        start_s = self.counted_s
+        if self.replaced:
             return []
         if self.phase != "ready":
-            return [(self.phase, since_s, now_s)]
+            return [_Interval(self.phase, start_s, now_s)]
         if not self.busy:
-            return [("waiting", since_s, now_s)]
-        until_s = min(now_s, since_s + self.owed_s)
-        return [("prefill_again", since_s, until_s), ("generating", until_s, now_s)]
+            return [_Interval("waiting", start_s, now_s)]
+        prefilled_s = min(now_s, start_s + self.prefill_left_s)
+        return [_Interval("prefill_again", start_s, prefilled_s), _Interval("generating", prefilled_s, now_s)]
 
     def advance(self, now_s: float) -> None:
-        assert now_s >= self.since_s, f"{now_s} s comes before {self.since_s} s"
-        for bucket, start_s, end_s in self.stretches(now_s):
-            if bucket == "prefill_again":
-                self.owed_s = max(0.0, self.owed_s - (end_s - start_s))
-            if end_s > start_s:
-                self.tail.append((bucket, start_s, end_s))
-        self.since_s = now_s
+        """Counts the time until `now_s` provisionally."""
+        assert now_s >= self.counted_s, f"{now_s} s comes before {self.counted_s} s"
+        for interval in self.uncounted(now_s):
+            length_s = interval.end_s - interval.start_s
+            if interval.bucket == "prefill_again":
+                self.prefill_left_s = max(0.0, self.prefill_left_s - length_s)
+            if length_s > 0:
+                self.provisional.append(interval)
+        self.counted_s = now_s
 
     def settle(self) -> None:
-        for bucket, start_s, end_s in self.tail:
-            self._put(bucket, end_s - start_s)
-        self.tail.clear()
+        """Makes all counted time final."""
+        for bucket, start_s, end_s in self.provisional:
+            self._add(bucket, end_s - start_s)
+        self.provisional.clear()
 
-    def lose(self, heard_s: float) -> None:
-        """Settle, with what is lost as lost."""
-        for bucket, start_s, end_s in self.tail:
-            made_nothing = bucket in ("generating", "prefill_again")
-            kept_s = start_s if made_nothing else min(max(heard_s, start_s), end_s)
-            self._put(bucket, kept_s - start_s)
-            self._put("lost", end_s - kept_s)
-        self.tail.clear()
+    def settle_lost(self, heard_s: float) -> None:
+        """Makes all counted time final: as lost, if it is time with work, or time after the last message at
+        `heard_s`."""
+        for bucket, start_s, end_s in self.provisional:
+            no_result = bucket in ("generating", "prefill_again")
+            lost_from_s = start_s if no_result else min(max(heard_s, start_s), end_s)
+            self._add(bucket, lost_from_s - start_s)
+            self._add("lost", end_s - lost_from_s)
+        self.provisional.clear()
 
-    def _put(self, bucket: Bucket, s: float) -> None:
-        if s > 0:
-            self.settled[bucket] = self.settled.get(bucket, 0.0) + s
+    def _add(self, bucket: Bucket, seconds: float) -> None:
+        if seconds > 0:
+            self.settled[bucket] = self.settled.get(bucket, 0.0) + seconds
 
     def account(self, now_s: float) -> Account:
+        """The account until `now_s`, with provisional and uncounted time as if it were final."""
         seconds = dict(self.settled)
-        for bucket, start_s, end_s in (*self.tail, *self.stretches(max(now_s, self.since_s))):
+        for bucket, start_s, end_s in (*self.provisional, *self.uncounted(max(now_s, self.counted_s))):
             if end_s > start_s:
                 seconds[bucket] = seconds.get(bucket, 0.0) + end_s - start_s
         return priced(seconds, self.usd_per_h, self.tokens)
 
 
 class Accounts:
+    """The first argument of every method is the current time in seconds."""
+
     def __init__(self, billed_s: float = -math.inf) -> None:
-        """`billed_s`: up to here every second has been accounted for already, by a controller that was killed."""
+        """`billed_s`: the time until which a previous controller, since killed, has billed every second."""
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
+        """Totals of workers that are gone; totals at the last `step()`."""
         self._here: dict[str, _Worker] = {}
-        self._named: dict[str, str] = {}
-        """The newest worker of every name that is here."""
+        self._newest: dict[str, str] = {}
+        """Id of the newest worker that is here, by name."""
         self._ended: dict[str, float] = {}
-        """Until when the last ones of these names have been accounted for."""
+        """The time until which the last gone worker of a name was billed, by name."""
 
     def join(
         self, now_s: float, worker: str, *, kind: Terms, usd_per_h: float | None, trainer: bool = False,
         started_s: float | None = None, name: str = "",
     ) -> None:  # fmt: skip
-        """`usd_per_h`: None, if not known. `started_s`: when its process began, by the same clock. `name`: of a worker
-        that may have been here before under another id; the time since then was paid for, and nothing came of it."""
+        """A worker has joined. `usd_per_h`: None if not known. `started_s`: when its process started, by the same
+        clock. `name`: its name; a worker of this name may have been here before under another id."""
         assert worker not in self._here, f"{worker} is here already"
         name, start_s = name or worker, now_s if started_s is None else min(started_s, now_s)
         billed_s = max(self._billed_s, self._ended.get(name, -math.inf))
         holder: Holder = "trainer" if trainer else kind
-        before = self._here.get(self._named.get(name, ""))
+        before = self._here.get(self._newest.get(name, ""))
         w = self._here[worker] = _Worker(
-            name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, since_s=start_s
+            name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s
         )
-        self._named[name] = worker
-        if before is not None and abs(before.start_s - start_s) < SAME_S:
+        self._newest[name] = worker
+        if before is not None and abs(before.start_s - start_s) < SAME_START_S:  # reconnected before its old link ended
             before.advance(now_s)
-            before.succeeded, w.since_s = True, now_s
-        elif start_s < billed_s:
-            w.since_s = now_s
+            before.replaced, w.counted_s = True, now_s
+        elif start_s < billed_s:  # came back: the time away was paid for without a result
+            w.counted_s = now_s
             w.settled["lost"] = max(0.0, now_s - billed_s)
-        self._at(now_s, worker).settle()
+        self._advance(now_s, worker).settle()
 
     def pulling(self, now_s: float, worker: str) -> None:
-        self._turn(now_s, worker, "pulling")
+        self._enter(now_s, worker, "pulling")
 
     def ready(self, now_s: float, worker: str) -> None:
-        """It holds the version."""
-        w = self._at(now_s, worker)
+        """The worker holds the current version."""
+        w = self._advance(now_s, worker)
         w.settle()
         w.was_ready = True
-        self._turn(now_s, worker, "ready")
+        self._enter(now_s, worker, "ready")
 
     def busy(self, now_s: float, worker: str) -> None:
-        """It has work from now on."""
-        self._at(now_s, worker).busy = True
+        """The worker has work from now on."""
+        self._advance(now_s, worker).busy = True
 
     def idle(self, now_s: float, worker: str) -> None:
-        """It has none any more: what it made has come, or was called off."""
-        w = self._at(now_s, worker)
+        """The worker has no work left: its results have arrived, or its work was canceled."""
+        w = self._advance(now_s, worker)
         w.settle()
-        w.busy, w.owed_s = False, 0.0
+        w.busy, w.prefill_left_s = False, 0.0
 
     def frame(self, now_s: float, worker: str, tokens: int) -> None:
-        """Tokens of it that the ledger took."""
-        w = self._at(now_s, worker)
+        """The ledger has accepted tokens of the worker."""
+        w = self._advance(now_s, worker)
         w.settle()
         w.tokens += tokens
 
     def moved_in(self, now_s: float, worker: str, tokens: int, prefill_tok_per_s: float | None = None) -> None:
-        """It has been given responses that were begun elsewhere: prompts and tokens to prefill again."""
-        w = self._at(now_s, worker)
+        """The worker was assigned responses begun elsewhere, with this number of tokens to prefill again."""
+        w = self._advance(now_s, worker)
         speed = prefill_tok_per_s or PREFILL_OVER_DECODE * (w.account(now_s).tok_per_s or 0.0)
-        w.owed_s += tokens / speed if speed > 0 else 0.0
+        w.prefill_left_s += tokens / speed if speed > 0 else 0.0
 
     def paused(self, now_s: float, worker: str) -> None:
-        self._turn(now_s, worker, "paused")
+        self._enter(now_s, worker, "paused")
 
     def trainer_waited(self, now_s: float, s: float) -> None:
-        """Of the time since the last `step()` in which the trainer's engine was paused, `s` seconds were no training:
-        there was nothing to train on."""
-        closed, gone = (
+        """The trainer had nothing to train on for `s` seconds since the last `step()`: these move from paused to
+        waiting."""
+        closed_s, gone_s = (
             t.holders.get("trainer", Account()).seconds.get("paused", 0.0) for t in (self._closed, self._gone)
         )
         for worker, w in self._here.items():
             if w.holder == "trainer":
-                self._at(now_s, worker).settle()
+                self._advance(now_s, worker).settle()
                 paused_s = w.settled.get("paused", 0.0)
-                moved_s = min(s, paused_s, max(0.0, gone + paused_s - closed))
-                w.settled["paused"] = paused_s - moved_s
-                w.settled["waiting"] = w.settled.get("waiting", 0.0) + moved_s
+                waited_s = min(s, paused_s, max(0.0, gone_s + paused_s - closed_s))
+                w.settled["paused"] = paused_s - waited_s
+                w.settled["waiting"] = w.settled.get("waiting", 0.0) + waited_s
                 return
 
     def resumed(self, now_s: float, worker: str) -> None:
         if self._here[worker].phase == "paused":
-            self._turn(now_s, worker, "ready")
+            self._enter(now_s, worker, "ready")
 
     def draining(self, now_s: float, worker: str) -> None:
-        self._turn(now_s, worker, "draining")
+        self._enter(now_s, worker, "draining")
 
     def gone(self, now_s: float, worker: str, *, heard_s: float) -> Account:
-        """It is given up, or has left. `heard_s`: when it last said anything. Returns its whole account."""
-        w = self._at(now_s, worker)
-        w.lose(heard_s)
+        """The worker has left or was given up. `heard_s`: when its last message arrived. Returns its whole account."""
+        w = self._advance(now_s, worker)
+        w.settle_lost(heard_s)
         del self._here[worker]
-        if self._named.get(w.name) == worker:
-            del self._named[w.name]
-        if not w.succeeded:
+        if self._newest.get(w.name) == worker:
+            del self._newest[w.name]
+        if not w.replaced:
             self._ended[w.name] = now_s
-        if len(self._ended) > NAMES:
+        if len(self._ended) > MAX_NAMES:
             del self._ended[next(iter(self._ended))]
         account = w.account(now_s)
         self._gone += Totals(holders={w.holder: account})
         return account
 
     def step(self, now_s: float) -> Totals:
-        """Closes a step: what there was since the step before."""
+        """Closes a step. Returns its totals: everything since the previous `step()`."""
         for worker in self._here:
-            self._at(now_s, worker).settle()
+            self._advance(now_s, worker).settle()
         before, self._closed = self._closed, self.totals(now_s)
         return self._closed - before
 
     def totals(self, now_s: float) -> Totals:
-        """Of the run so far."""
+        """The totals of the run so far."""
         by_holder: dict[Holder, list[Account]] = {h: [a] for h, a in self._gone.holders.items()}
         for w in self._here.values():
             by_holder.setdefault(w.holder, []).append(w.account(now_s))
         return Totals(holders={h: add(*accounts) for h, accounts in by_holder.items()})
 
     def of(self, worker: str, now_s: float) -> Account:
-        """Of one worker that is here, so far."""
+        """The account so far of a worker that is here."""
         return self._here[worker].account(now_s)
 
-    def _at(self, now_s: float, worker: str) -> _Worker:
+    def _advance(self, now_s: float, worker: str) -> _Worker:
         w = self._here[worker]
         w.advance(now_s)
         return w
 
-    def _turn(self, now_s: float, worker: str, phase: Literal["pulling", "ready", "paused", "draining"]) -> None:
-        """Who drains drains until it is gone; who was never ready is booting still, unless it is paused."""
-        w = self._at(now_s, worker)
+    def _enter(self, now_s: float, worker: str, phase: Literal["pulling", "ready", "paused", "draining"]) -> None:
+        """A draining worker drains until it is gone. A worker that was never ready keeps booting, unless it is paused
+        or drains."""
+        w = self._advance(now_s, worker)
         if w.phase != "draining":
             w.phase = "booting" if not w.was_ready and phase in ("pulling", "ready") else phase

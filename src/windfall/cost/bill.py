@@ -1,8 +1,10 @@
-"""What a step or a run came to: seconds and dollars by where they went, and what reserved machines alone would have
-cost. Plain sums; `accounts` makes them from what happens to workers, and says what each bucket means.
+"""The bill of a step or a run: seconds and dollars by bucket, and what reserved machines alone would have cost.
 
-Rules: seconds without a known price add to `unpriced_s`, never to dollars, so such a sum of dollars is a lower bound;
-the machine that trains is a holder of its own ("trainer"), all others are summed up by the terms of their lease.
+These are plain sums. accounts.py computes them from the events of workers and defines the buckets.
+
+Rules: seconds without a known price count in `unpriced_s`, never in dollars, so that the sum of dollars is then a lower
+bound. The machine that trains is a holder of its own ("trainer"); all other workers are summed by the terms of their
+lease.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one worker, or of all of one holder."""
+    """The seconds, dollars and tokens of one worker, or of all workers of one holder."""
 
     seconds: dict[Bucket, float] = {}
     usd: dict[Bucket, float] = {}
     tokens: int = 0
     unpriced_s: float = 0.0
+    """Seconds without a known price."""
 
     @property
     def total_s(self) -> float:
@@ -34,7 +37,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tok_per_s(self) -> float | None:
-        """While it was generating; None: it never did."""
+        """Tokens per second of generating time; None if it never generated."""
         generating_s = self.seconds.get("generating", 0.0)
         return self.tokens / generating_s if generating_s > 0 and self.tokens else None
 
@@ -46,13 +49,13 @@ def priced(seconds: dict[Bucket, float], usd_per_h: float | None, tokens: int) -
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a step or a run. `msgspec.to_builtins` makes it JSON for the event log, `msgspec.convert` a Totals again."""
+    """The accounts of a step or a run. `msgspec.to_builtins` converts it for the event log, `msgspec.convert` back."""
 
     holders: dict[Holder, Account] = {}
 
     @property
     def all(self) -> Account:
-        """Every holder together."""
+        """The sum over all holders."""
         return add(*self.holders.values())
 
     def __add__(self, other: Totals) -> Totals:
@@ -63,34 +66,40 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return Totals(holders={h: _subtract(a, earlier.holders.get(h, Account())) for h, a in self.holders.items()})
 
     def usd_per_million(self, trained_tokens: int) -> float | None:
-        """None: nothing was trained on, or no price is known. With `all.unpriced_s` over 0 it is a lower bound."""
+        """Dollars per million trained tokens; None if nothing was trained on, or if no price is known. A lower bound if
+        `all.unpriced_s` > 0."""
         total = self.all
         return _per_million(total.total_usd if total.usd else None, trained_tokens)
 
 
 class ReservedOnly(msgspec.Struct, frozen=True, kw_only=True):
+    """The estimated time and cost of a run on the trainer's machine alone."""
+
     tok_per_s: float
+    """The generation speed on which the estimate is based."""
     measured_on: Literal["the trainer", "reserved workers"]
     s: float
+    """Seconds of the run."""
     usd: float | None
-    """None: the trainer's price is not known."""
+    """None if the trainer's price is not known."""
 
     def usd_per_million(self, trained_tokens: int) -> float | None:
         return _per_million(self.usd, trained_tokens)
 
 
 def reserved_only(totals: Totals, *, train_s: float) -> ReservedOnly | None:
-    """What the same tokens would have cost on the trainer's machine alone, by the rates that were measured:
+    """What the same tokens would have cost on the trainer's machine alone, by the measured rates:
 
-        s   = tokens of everybody / tok_per_s of the trainer's own engine + train_s
+        s   = tokens of all workers / tok_per_s of the trainer's own engine + train_s
         usd = s * the trainer's price
 
-    where tok_per_s = its tokens / its generating seconds; where it never generated, the same of an average reserved
-    worker; None where there is none either. `train_s`: measured seconds of training, less the waits for work. Left
-    out are its start, its weights' way to its own engine, and the thin tail of a rollout (it is measured while
-    batches are full): all would make reserved machines dearer, so the figure does not flatter us.
+    tok_per_s is the engine's tokens / its generating seconds. If the engine never generated, the rate of an average
+    reserved worker is used; the result is None if there is none either. `train_s`: measured seconds of training without
+    waits. The estimate leaves out booting, the transfer of the weights to the trainer's own engine, and the small
+    batches at the end of a rollout (the rate is measured while batches are full). All of these would make reserved
+    machines more expensive, so the comparison does not favor windfall.
 
-    A trainer at $84 per hour made 1M tokens in 100 s, then trained; two spot workers at $6 made 2M in 300 s:
+    A trainer at $84 per hour generated 1M tokens in 100 s, then trained; two spot workers at $6 generated 2M in 300 s:
 
     >>> run = Totals(holders={
     ...     "trainer": priced({"generating": 100, "paused": 200}, 84.0, 1_000_000),
@@ -128,7 +137,7 @@ def add(*accounts: Account) -> Account:
 
 def _subtract(now: Account, before: Account) -> Account:
     def less(a: dict[Bucket, float], b: dict[Bucket, float]) -> dict[Bucket, float]:
-        # Sums round by their order, which a worker that is gone changes: a trace of less than nothing is nothing.
+        # The order of a sum changes when a worker leaves, and its rounding with it: a tiny negative difference is 0.
         return {k: max(0.0, v - b.get(k, 0.0)) for k, v in a.items()}
 
     return Account(

@@ -1,12 +1,13 @@
-"""What a GPU costs: a small table with its date and source, and the price of a lease. Pure; fetches nothing.
+"""GPU prices: a small table with its date and source, and the price of a lease. Pure; fetches nothing.
 
 Rules:
-- a lease's own price wins over the table; a price of 0 in a lease means that none was given;
-- reserved is priced on demand, spot as spot; what is borrowed costs nothing, its lender pays for it anyway;
-- a name must say exactly which GPU it is: an L40 is no L40S, an A100 of 40 GB none of 80, a MIG slice no whole GPU.
-  What the table does not know has no price; that is said (`known`), never guessed;
-- where no cloud is named, the price is that of the middle one by on-demand price (of two in the middle, the dearer).
-  Both of its prices are used, so that a discount is one that somebody really offers.
+- The price in a lease takes precedence over the table. A price of 0 in a lease means that none is set.
+- Reserved workers have the on-demand price, spot workers the spot price. Borrowed workers cost nothing, because their
+  lender pays for them anyway.
+- A name must identify the GPU exactly: an L40 is not an L40S, an A100 with 40 GB is not one with 80 GB, and a MIG slice
+  is not a whole GPU. A GPU that is not in the table has no price; this is reported (`known`), never guessed.
+- If no cloud is named, the price is that of the median cloud by on-demand price (the more expensive of two in the
+  middle). Both its prices are used, so that a discount is one that a cloud really offers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from windfall.types import Lease, Terms
 DATE = "2026-08-22"
 SOURCE = "skypilot-org/skypilot-catalog"
 
-# cloud, GPU, $ per GPU-hour on demand, and spot
+# cloud, GPU, $ per GPU-hour on demand, $ per GPU-hour spot
 TABLE: tuple[tuple[str, str, float, float], ...] = (
     ("aws", "H100", 7.36, 2.63),
     ("aws", "H200", 8.55, 3.29),
@@ -41,25 +42,26 @@ GPUS = frozenset(row[1] for row in TABLE)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
     usd_per_h: float
-    """Of the whole lease, all its GPUs together."""
+    """Dollars per hour for the whole lease, all its GPUs together."""
     source: str
     date: str = ""
-    """When the source said so; empty: now."""
+    """Date of the source; empty: current."""
     known: bool = True
+    """False: the price is not known."""
 
     @property
     def said(self) -> str:
-        """Where it comes from."""
+        """The source and its date, as text."""
         return f"{self.source}, {self.date}" if self.date else self.source
 
     @property
     def or_none(self) -> float | None:
-        """For sums that must not take an unknown price for a free one."""
+        """The price, or None if not known: for sums in which unknown must not mean free."""
         return self.usd_per_h if self.known else None
 
 
 def of(lease: Lease) -> Price:
-    """What a lease costs.
+    """The price of a lease.
 
     >>> of(Lease(kind="spot", device="NVIDIA H200")).usd_per_h
     3.29
@@ -71,7 +73,7 @@ def of(lease: Lease) -> Price:
     own = lease.price_usd_per_h
     if not (math.isfinite(own) and own >= 0):
         raise WindfallError(
-            f"a price of {own} $ per hour", where="price_usd_per_h", fix="Give 0 or more; 0: the table's price is used."
+            f"the price is {own} $ per hour", where="price_usd_per_h", fix="Set it to 0 or more; 0 uses the table."
         )
     if own > 0:
         return Price(usd_per_h=own, source="the lease")
@@ -79,7 +81,7 @@ def of(lease: Lease) -> Price:
 
 
 def kind(lease: Lease) -> str:
-    """What leases of the same terms, device and price are called.
+    """The common name of all leases with these terms, device and price.
 
     >>> kind(Lease(kind="spot", device="NVIDIA H200"))
     'spot NVIDIA H200 at $3.29/h'
@@ -92,8 +94,8 @@ UNKNOWN = Price(usd_per_h=0.0, source="unknown", known=False)
 
 
 def lookup(device: str, *, kind: Terms, where: str = "") -> Price | None:
-    """The table's price of a device as torch names it ("8x" in front: of eight). `where`: a cloud or a region; it
-    narrows the choice if it names a cloud of the table, as in "aws" or "aws/us-east-1". None: not in the table.
+    """The table's price of a device named as in torch; a prefix "8x" means eight of them. `where`: a cloud or a region;
+    only this cloud is used if it is in the table, as in "aws" or "aws/us-east-1". None: not in the table.
 
     >>> lookup("NVIDIA H100 80GB HBM3", kind="spot", where="nebius")
     Price(usd_per_h=2.15, source='nebius H100 spot, skypilot-org/skypilot-catalog', date='2026-08-22', known=True)
@@ -104,7 +106,7 @@ def lookup(device: str, *, kind: Terms, where: str = "") -> Price | None:
     if kind not in get_args(Terms):
         raise WindfallError(f"unknown terms {kind!r}", where="lease.kind", fix=nearest(kind, get_args(Terms)))
     if kind == "borrowed":
-        return Price(usd_per_h=0.0, source="borrowed: its lender pays")
+        return Price(usd_per_h=0.0, source="borrowed: the lender pays")
     count, gpu = _gpu(device)
     named = CLOUDS & set(_words(where.lower()))
     rows = sorted((row for row in TABLE if row[1] == gpu and (not named or row[0] in named)), key=lambda row: row[2])
@@ -116,7 +118,7 @@ def lookup(device: str, *, kind: Terms, where: str = "") -> Price | None:
 
 
 def _gpu(device: str) -> tuple[int, str | None]:
-    """How many, and which of the table's.
+    """The number of GPUs, and the name of the GPU in the table.
 
     >>> _gpu("2 x NVIDIA L4")
     (2, 'L4')
@@ -125,7 +127,7 @@ def _gpu(device: str) -> tuple[int, str | None]:
     digits = "".join(takewhile(str.isdecimal, name))
     times = name[len(digits) :].lstrip()
     if digits and not times.startswith("X"):
-        return 0, None  # a number that says nothing clear
+        return 0, None  # the meaning of the number is not clear
     count, words = (int(digits), set(_words(times[1:]))) if digits else (1, set(_words(name)))
     if "MIG" in words or count < 1:
         return count, None

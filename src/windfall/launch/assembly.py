@@ -36,8 +36,7 @@ from windfall.models.text import Text
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout, Stopped
-from windfall.rollout.seeding import Seeding
-from windfall.scheduling import seed_time
+from windfall.rollout.seeding import Seeding, seeding_policy
 from windfall.scheduling.members import Patience
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import CheckpointState
@@ -66,7 +65,7 @@ class ControllerLife:
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
-        policy = seed_time.make(f.offload if t.seeding else "never", first_s=f.first_seed_s)
+        policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
         self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.telling = Telling(recipe, self.dispatch, events)
         self.rollout: Rollout | None = None

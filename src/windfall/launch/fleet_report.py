@@ -17,7 +17,7 @@ from windfall.events.log import EventLog, Foreign, scan
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import WorkerState as Stage
-from windfall.scheduling.seed_time import Measured
+from windfall.scheduling.seed_time import StepMeasurement
 from windfall.types import LOCAL
 
 MOST = 64
@@ -73,10 +73,10 @@ class Telling:
         self._counted: dict[str, int] = {}
         self._advisor = Advisor(
             dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
-            most=MOST, overlap=overlaps(recipe),
+            max_count=MOST, overlap=overlaps(recipe),
         )  # fmt: skip
 
-    def counters(self, last: Measured | None, now_s: float) -> dict[str, Any]:
+    def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
         """A step is over: what happened to the fleet since the one before, and what it cost. `last`: what the step was
         like."""
         c = self._dispatch.ledger.counts
@@ -103,7 +103,7 @@ class Telling:
         sums: dict[str, dict[int, list[float]]] = {}
         for member in self._dispatch.members.here():
             kind = LOCAL if member.name == LOCAL else prices.kind(member.lease)
-            for size, (batch, step_s, windows) in self._dispatch.giving.speeds.seen(member.id).items():
+            for size, (batch, step_s, windows) in self._dispatch.placement.speeds.measured(member.id).items():
                 row = sums.setdefault(kind, {}).setdefault(size, [0.0, 0.0, 0.0])
                 for n, x in enumerate((batch * windows, step_s * windows, windows)):
                     row[n] += x
@@ -113,7 +113,7 @@ class Telling:
         """Of what came after the last step."""
         return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
-    def _advise(self, last: Measured, now_s: float) -> None:
+    def _advise(self, last: StepMeasurement, now_s: float) -> None:
         for kind, a in self._advisor.step(last, now_s).items():
             self._events.instant(
                 "advice", lease=kind, now=a.now, count=a.count, why=a.why, tokens_per_usd_now=a.tokens_per_usd_now,
@@ -131,7 +131,7 @@ class Telling:
                 "device": w.lease.device, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
-                "tok_per_s": w.tok_per_s, "made": w.made, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
+                "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
             }
             for w in members
             if w.state is not Stage.GONE or w.id in told

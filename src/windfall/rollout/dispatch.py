@@ -30,7 +30,7 @@ from windfall.rollout.loading import MAX_CHARS, Loading
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
-from windfall.scheduling.placement import Giving
+from windfall.scheduling.placement import Placement
 from windfall.scheduling.room import Room
 from windfall.types import LOCAL
 
@@ -55,7 +55,7 @@ class Dispatch:
     ) -> None:  # fmt: skip
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.giving, self.accounts = Giving(self.ledger, balancing=t.balancing), Accounts(billed_s)
+        self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.journal, self._migration = journal, t.migration
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
@@ -78,7 +78,7 @@ class Dispatch:
 
     def close(self, id: str) -> None:
         """Close a response that is finished and part of its group."""
-        self.giving.finished(len(self.ledger.entries[id].episode.tokens))
+        self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
 
     def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
@@ -114,7 +114,7 @@ class Dispatch:
         now = asyncio.get_running_loop().time()
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
-        self.giving.speeds.join(id, hello.lease.device)
+        self.placement.speeds.join(id, hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
         self.accounts.join(now, id, kind=hello.lease.kind, usd_per_h=price.or_none, trainer=hello.name == LOCAL,
@@ -175,11 +175,11 @@ class Dispatch:
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
         accepted = self.ledger.accept(member.id, frame)
-        member.made += accepted.tokens
+        member.generated += accepted.tokens
         if accepted.tokens:
-            self.giving.observe(member.id, batch, accepted.tokens, now - member.framed_s, context)
+            self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
             self.accounts.frame(now, member.id, accepted.tokens)
-        member.framed_s = now
+        member.last_tokens_s = now
         if batch:
             self._account_idle(member.id)
         if self.journal is not None and accepted.tokens:
@@ -241,7 +241,7 @@ class Dispatch:
             timer.cancel()
         elif member.state is WorkerState.DRAINING:
             return
-        member.taken, member.why = source not in OPERATOR_SOURCES, f"{source}: {detail}"
+        member.preempted, member.why = source not in OPERATOR_SOURCES, f"{source}: {detail}"
         self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
         if not self._migration:  # a response that it cannot finish would start again from its first token
             self._stop_assigning(member.id, member.why)
@@ -253,7 +253,7 @@ class Dispatch:
         if member is None or member.state is WorkerState.GONE:
             return
         self._stop_assigning(id, why)
-        member.told_s = min(member.told_s, asyncio.get_running_loop().time())
+        member.drain_sent_s = min(member.drain_sent_s, asyncio.get_running_loop().time())
         self._send(id, m.Drain(why=why))
 
     def _stop_assigning(self, id: str, why: str) -> None:
@@ -293,7 +293,7 @@ class Dispatch:
         if id in self._drain_timers:
             self._drain_timers.pop(id).cancel()
         now = asyncio.get_running_loop().time()
-        self.giving.forget(id)
+        self.placement.forget(id)
         self.refusals.gone(member, now)
         self.accounts.gone(now, id, heard_s=member.seen_s)
         self._events.instant(
@@ -310,7 +310,7 @@ class Dispatch:
         while True:
             now = loop.time()
             if not self.loading.served():
-                self.members.excuse(now)
+                self.members.extend_deadlines(now)
             for change in self.members.tick(now):
                 if change.what == "gone":
                     self._lose(change.id, change.why)
@@ -365,20 +365,20 @@ class Dispatch:
             return
         self._request_loads()
         ready = self.members.routable(offer.version, offer.digest)
-        loads, longest = self.giving.loads(ready), {w.id: w.longest for w in ready}
+        loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
-            coming = len(self.members.coming(asyncio.get_running_loop().time()))
-            for worker, entries in self.giving.give(loads, offer.version, coming=coming, longest=longest).items():
+            coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
+            for worker, entries in self.placement.assign(loads, offer.version, coming=coming, longest=longest).items():
                 self._assign(worker, entries)
         elif loads and not self._releasing:
-            for worker, entry in self.giving.take_back(loads, longest):
+            for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
 
     def _request_loads(self) -> None:
         """Workers without the offered version load it: at once if they are new, else when there is work for them."""
         offer, now = self.offer, asyncio.get_running_loop().time()
         assert offer is not None
-        for member in self.members.behind(offer.version, offer.digest, needed=bool(self.ledger.queue)):
+        for member in self.members.outdated(offer.version, offer.digest, needed=bool(self.ledger.queue)):
             if member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
@@ -388,7 +388,7 @@ class Dispatch:
         """Send a worker the responses that the ledger has just assigned to it."""
         now = asyncio.get_running_loop().time()
         if self.ledger.running(worker) == len(entries):  # it was idle, and idle time is not part of a step time
-            self.members.all[worker].framed_s = now
+            self.members.all[worker].last_tokens_s = now
             self.accounts.busy(now, worker)
         prefilled_again = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in entries if e.moved)
         if prefilled_again:

@@ -176,7 +176,7 @@ class Rollout:
             for future in now.drawing.values():
                 future.cancel()
             self.dispatch.withdraw(list(now.live))
-            self.dispatch.giving.done_with(f"{scope}{index}" for index in tasks)
+            self.dispatch.placement.done_with(f"{scope}{index}" for index in tasks)
             for task in now.grading:
                 task.cancel()
             await asyncio.gather(*now.grading, return_exceptions=True)

@@ -40,7 +40,7 @@ class Loading:
         """Ask a worker to load the offered version."""
         offer = self.offer
         if offer is not None:
-            member.asked = (offer.version, offer.digest)
+            member.requested = (offer.version, offer.digest)
             self._send(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
 
     def retry(self, id: str) -> None:

@@ -1,271 +1,355 @@
-"""Acts on `offload`: lets the trainer's own engine roll out at the start of a step, then pauses it so that it trains.
+"""Runs T_seed: the trainer's own engine generates at the start of a step, then it is paused so that the GPU can train.
 
-    begin() ──▶ local generates ──(seed_s, and somebody else is there)──▶ paused: `over` is set, training may begin
-                     ▲             (and something to train on, if the plan holds)    │
-                     └───────── nobody else is there, and work is open ◀─────────────┘
+scheduling/seed_time.py and scheduling/rlboost.py decide how long T_seed is; this module acts on the decision.
 
-Without a worker called `local` training may begin at once. Rule: whenever responses are open, either somebody else can
-take them or local is not paused; so a run never waits for a fleet that is not there.
+                 T_seed passed, but nothing is trainable yet (plan.hold)
+    begin() ──▶ GENERATING ─────────────────────────────────────────────▶ DUE
+                  ▲     │ T_seed passed,                                   │  ▲
+                  │     │ another worker can continue                      │  │
+                  │     ▼                     trainable(), another worker  │  │
+                  │  TRAINING ◀────────────────────────────────────────────┘  │
+                  └─────┴─────────────────────────────────────────────────────┘
+                     no other worker can take the queued responses: back to the phase before TRAINING
+
+    any phase ──▶ NO_ENGINE when the trainer's engine is gone ──▶ GENERATING when it is back and responses are open
+    any phase ──▶ TRAINING  when every response of the step is generated
+
+`over` is set in TRAINING and NO_ENGINE, and only there: then training may begin. If T_seed has passed but no other
+worker is available, the phase stays as it is, and the check is repeated every RETRY_S.
+
+Rule: while responses are open, either another worker can take them or the trainer's engine is not paused. A run
+therefore never waits for workers that do not exist.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from windfall.events.log import EventLog
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.fleet_speed import FleetSpeed
 from windfall.scheduling.members import Member, WorkerState
-from windfall.scheduling.seed_time import Measured, Offload, Others, SeedPlan
-from windfall.scheduling.step_model import Mark
+from windfall.scheduling.rlboost import RLBoostSeeding
+from windfall.scheduling.seed_time import (
+    NoSeeding,
+    PredictedSeeding,
+    RemoteFleet,
+    SeedingPolicy,
+    SeedPlan,
+    StepMeasurement,
+)  # fmt: skip
+from windfall.scheduling.step_model import Progress
 from windfall.types import LOCAL
 
-AGAIN_S = 0.05
-NEWS = 0.1
-"""If the measured speed of the fleet has changed by more than this share since the plan was made, plan again."""
+RETRY_S = 0.05
+"""Seconds between two checks for another worker after T_seed has passed."""
+SPEED_CHANGE = 0.1
+"""Plan again if the measured speed of the fleet has changed by more than this share since the last plan."""
 REVIEW_S = 0.5
-"""Seconds between two looks at what has been measured since the plan was made."""
+"""Seconds between two comparisons of the plan with new measurements."""
+WITHOUT_LIMIT = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="")
+
+
+def seeding_policy(name: str, *, first_s: float = 150.0) -> SeedingPolicy:
+    """The policy that `techniques.seeding` names.
+
+    >>> seeding_policy("predict").plan(None, RemoteFleet(workers=0, tok_per_s=0)).seed_s
+    inf
+    """
+    if name.startswith("feedback"):
+        return RLBoostSeeding(first_s=first_s, remembers=name == "feedback")
+    return NoSeeding() if name == "never" else PredictedSeeding()
+
+
+class Phase(Enum):
+    """What the trainer's machine does in the current step; the module docstring draws the transitions."""
+
+    IDLE = auto()
+    """No step has begun."""
+    GENERATING = auto()
+    """The trainer's engine generates. T_seed may still be planned again."""
+    DUE = auto()
+    """T_seed has passed, but nothing is trainable: the trainer's engine keeps generating."""
+    TRAINING = auto()
+    """Training may begin. The trainer's engine is paused, or everything is generated."""
+    NO_ENGINE = auto()
+    """The trainer has no engine, so training may begin."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """The plan of one step, and what the step accumulates."""
+
+    number: int
+    began_s: float
+    """When the step began (loop time, seconds)."""
+    plan: SeedPlan
+    fleet: RemoteFleet | None
+    """The other workers for which the plan was made; None in an evaluation, which is never planned again."""
+    accepted_before: int
+    """Tokens that the ledger had accepted when the step began."""
+    generated_before: dict[str, int]
+    """Tokens that each worker had generated when the step began, by worker id."""
+    observed_s: float
+    """When `worker_seconds` and `generators` were last updated (loop time, seconds)."""
+    review_s: float = 0.0
+    """The earliest time of the next comparison with new measurements (loop time, seconds)."""
+    trainable: bool = False
+    """Something can be trained on."""
+    seeding: Phase = Phase.GENERATING
+    """GENERATING, or DUE once the step has been there: the phase to which TRAINING can return."""
+    generating_since_s: float | None = None
+    """When the trainer's engine began to generate (loop time, seconds); None while it does not."""
+    seeded_s: float = 0.0
+    """Seconds for which the trainer's engine generated before `generating_since_s`."""
+    worker_seconds: float = 0.0
+    """Other workers times seconds, from which their mean number is computed."""
+    trainable_tokens: int = 0
+    """Tokens in groups that are complete."""
+    progress: list[Progress] = field(default_factory=list)
+    generators: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
+    """(seconds from the start of the step, ids of the workers that can generate from then on)."""
+
+    def stop_generating(self, now: float) -> None:
+        if self.generating_since_s is not None:
+            self.seeded_s += now - self.generating_since_s
+            self.generating_since_s = None
 
 
 class Seeding:
-    def __init__(self, dispatch: Dispatch, policy: Offload, events: EventLog, responses: int) -> None:
-        """`responses`: of one step."""
+    def __init__(self, dispatch: Dispatch, policy: SeedingPolicy, events: EventLog, responses: int) -> None:
+        """`responses`: the number of responses in a step."""
         self.over = asyncio.Event()
+        """Set while training may begin."""
+        self.last: StepMeasurement | None = None
+        """Measurements of the last complete step."""
         self._dispatch, self._policy, self._events, self._responses = dispatch, policy, events, responses
+        self._phase, self._step = Phase.IDLE, self._new_step(0, 0.0, WITHOUT_LIMIT, None)
         self._timer: asyncio.TimerHandle | None = None
-        self._plan: SeedPlan | None = None
-        self._trainable = self._due = self._missing = False
-        self._began_s = self._seeded_s = 0.0
-        self._step = 0
-        self._since_s: float | None = None
-        """Since when local generates; None while it does not."""
-        self._made: dict[str, int] = {}
-        self._area = 0.0
-        """Workers times seconds, for their mean."""
-        self._looked_s = self._review_s = 0.0
-        self.last: Measured | None = None
-        self._found: Others | None = None
-        self._marks: list[Mark] = []
-        self._makers: list[tuple[float, tuple[str, ...]]] = []
-        """Who makes tokens, each from a time of the step on."""
-        self._accepted = self._whole = 0
-        """Tokens that had been accepted when the step began; those of groups that are whole."""
 
-    # of a step
+    # called by the controller
 
     def begin(self, step: int) -> None:
-        """A step begins: plan it, let local generate."""
-        now = self._now()
-        found = self._found = self._find()
-        self._step = step
-        plan = self._policy.plan(self.last, found)
-        self._began_s = self._looked_s = now
-        self._since_s = None  # it may have generated before: for an evaluation, or a step that was given up
-        self._seeded_s = self._area = 0.0
-        self._accepted, self._whole = self._dispatch.ledger.counts.accepted, 0
-        self._marks, self._makers = [], []
-        self._made = {m.id: m.made for m in self._dispatch.members.all.values()}
-        self._go(plan)
-        self._tell(plan, found)
+        """Plans a step and lets the trainer's engine generate."""
+        fleet = self._remote_fleet()
+        self._step = self._new_step(step, self._now(), self._policy.plan(self.last, fleet), fleet)
+        self._start()
+        self._log_plan(self._step.plan, fleet)
 
-    def _tell(self, plan: SeedPlan, found: Others) -> None:
-        self._events.instant(
-            "plan", step=self._step, seed_s=plan.seed_s, most_workers=plan.most_workers, others=found.workers,
-            why=plan.why,
-        )  # fmt: skip
-
-    def _find(self) -> Others:
-        others, giving, local = self._others(), self._dispatch.giving, self._local()
-        return Others(
-            workers=len(others), responses=self._responses,
-            pull_s=0.0 if any(m.name != LOCAL for m in self._working()) else self._dispatch.members.pull_s,
-            tok_per_s=sum(giving.rate(member, self._responses, len(others) + 1) for member in others),
-            crowd=giving.crowd(others), local=giving.crowd([local]) if local is not None else None,
-        )  # fmt: skip
-
-    def _replan(self, now: float) -> None:
-        """While local generates, who is there has changed, or is better known: until when should it?"""
-        if self._found is None or self._since_s is None or self._due or self._missing or self.over.is_set():
-            return
-        before, changed = self._plan, len(self._others()) != self._found.workers
-        measures = before is not None and math.isinf(before.seed_s) and self._found.workers > 0
-        if not changed and now < self._review_s:
-            return
-        found, self._review_s = self._find(), now + REVIEW_S
-        known = abs(found.tok_per_s - self._found.tok_per_s) <= NEWS * self._found.tok_per_s
-        if not changed and not measures and known:
-            return
-        self._found = found
-        plan = self._policy.again(found, self._stands(now))
-        if plan is not None and before is not None:
-            self._cancel()
-            self._plan = plan
-            if math.isfinite(plan.seed_s):
-                left_s = max(0.0, self._began_s + plan.seed_s - now)
-                self._timer = asyncio.get_running_loop().call_later(left_s, self._enough)
-            if changed or plan.seed_s != before.seed_s:
-                self._tell(plan, found)
-
-    def everybody(self) -> None:
-        """For work that nothing is trained on meanwhile, such as an evaluation."""
-        self._found = None
-        self._go(SeedPlan(seed_s=math.inf, most_workers=math.inf, why=""))
-
-    def _go(self, plan: SeedPlan) -> None:
-        self._plan, self._trainable = plan, False
-        self._apply(plan)
-
-    def _apply(self, plan: SeedPlan) -> None:
-        self._cancel()
-        self.over.clear()
-        self._due = False
-        local = self._local()
-        self._missing = local is None
-        if local is None:
-            self.over.set()
-        elif plan.seed_s > 0 or plan.hold:
-            self._resume(local)
-        if math.isfinite(plan.seed_s):
-            self._timer = asyncio.get_running_loop().call_later(plan.seed_s, self._enough)
+    def begin_evaluation(self) -> None:
+        """Lets the trainer's engine generate without a limit: nothing is trained on during an evaluation."""
+        self._step = self._new_step(0, self._now(), WITHOUT_LIMIT, None)
+        self._start()
 
     def arrived(self, tokens: int) -> None:
-        """A group of so many tokens is whole."""
-        self._whole += tokens
-        self._marks.append(self._stands(self._now()))
-
-    def _stands(self, now: float) -> Mark:
-        ledger = self._dispatch.ledger
-        made, makers = ledger.counts.accepted - self._accepted, self._makers[-1][1] if self._makers else ()
-        behind = sum(ledger.context(id) for id in makers)
-        return Mark(now - self._began_s, max(made, self._whole), self._whole, len(ledger), behind)
-
-    def _there(self) -> tuple[tuple[float, FleetSpeed], ...]:
-        """Who made tokens, by what is known of them now."""
-        members, out = self._dispatch.members.all, list[tuple[float, FleetSpeed]]()
-        for at_s, ids in self._makers:
-            crowd = self._dispatch.giving.crowd(members[id] for id in ids if id in members)
-            if ids and crowd is None:
-                return ()
-            out.append((at_s, crowd or FleetSpeed()))
-        return tuple(out)
+        """A group with this number of tokens is complete."""
+        self._step.trainable_tokens += tokens
+        self._step.progress.append(self._progress(self._now()))
 
     def trainable(self) -> None:
-        """There is something to train on."""
-        self._trainable = True
-        if self._due:
-            self._enough()
-
-    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
-        """The step is over: what it was like."""
-        now = self._now()
-        self._look(now)
-        self._stop_clock(now)
-        members = self._dispatch.members.all.values()
-        made = {m.id: m.made - self._made.get(m.id, 0) for m in members}
-        local = {m.id for m in members if m.name == LOCAL}
-        ends = [m.framed_s for m in members if m.id not in local and m.framed_s > self._began_s]
-        self.last = Measured(
-            tokens=tokens, seed_s=self._seeded_s, local_tokens=sum(made[i] for i in local), train_s=train_s,
-            train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
-            remote_s=max(ends) - self._began_s if ends else 0.0,
-            workers=self._area / max(1e-9, now - self._began_s), course=tuple(self._marks), there=self._there(),
-            responses=self._responses,
-        )  # fmt: skip
+        """Something can be trained on."""
+        self._step.trainable = True
+        if self._step.seeding is Phase.DUE:
+            self._seed_time_passed()
 
     def generated(self) -> None:
-        """Every response of the step is made: from here on local only trains."""
-        self._cancel()
+        """Every response of the step is generated. From now on the trainer's machine only trains."""
+        self._cancel_timer()
         now = self._now()
-        self._stop_clock(now)
-        self.over.set()
+        self._step.stop_generating(now)
+        self._enter(Phase.TRAINING)
         local = self._local()
         if local is not None and local.state is WorkerState.READY:
-            self._dispatch.accounts.paused(now, local.id)  # what it does from here on is training
+            self._dispatch.accounts.paused(now, local.id)
 
-    # local
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        """The step is complete. Its measurements become `last`."""
+        now, step = self._now(), self._step
+        self._observe(now)
+        step.stop_generating(now)
+        members = self._dispatch.members.all.values()
+        generated = {m.id: m.generated - step.generated_before.get(m.id, 0) for m in members}
+        local = {m.id for m in members if m.name == LOCAL}
+        ends = [m.last_tokens_s for m in members if m.id not in local and m.last_tokens_s > step.began_s]
+        self.last = StepMeasurement(
+            tokens=tokens, seed_s=step.seeded_s, local_tokens=sum(generated[id] for id in local), train_s=train_s,
+            train_wait_s=train_wait_s, remote_wait_s=now - max(ends) if ends else 0.0,
+            remote_s=max(ends) - step.began_s if ends else 0.0,
+            workers=step.worker_seconds / max(1e-9, now - step.began_s), progress=tuple(step.progress),
+            speeds=self._speeds(), responses=self._responses,
+        )  # fmt: skip
+
+    # transitions
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        if phase in (Phase.TRAINING, Phase.NO_ENGINE):
+            self.over.set()
+        else:
+            self.over.clear()
+
+    def _start(self) -> None:
+        """GENERATING if the trainer has an engine, else NO_ENGINE."""
+        self._cancel_timer()
+        step, local = self._step, self._local()
+        step.seeding = Phase.GENERATING
+        if local is None:
+            self._enter(Phase.NO_ENGINE)
+            return
+        self._enter(Phase.GENERATING)
+        if step.plan.seed_s > 0 or step.plan.hold:
+            self._resume(local)
+        self._set_timer(step.plan.seed_s)
+
+    def _seed_time_passed(self) -> None:
+        """DUE if the plan waits for something trainable; TRAINING if another worker can continue; else check again."""
+        local, step = self._local(), self._step
+        if local is None or self._phase is Phase.NO_ENGINE:
+            self._enter(Phase.NO_ENGINE)
+        elif step.plan.hold and not step.trainable:
+            step.seeding = Phase.DUE
+            self._enter(Phase.DUE)
+        elif local.state in (WorkerState.READY, WorkerState.PAUSED) and self._others():
+            if local.state is WorkerState.READY:
+                step.stop_generating(self._now())
+                self._dispatch.pause(local.id)
+            self._enter(Phase.TRAINING)
+        elif len(self._dispatch.ledger) or local.state is WorkerState.PULLING:
+            self._set_timer(RETRY_S)
+        else:
+            self._enter(Phase.TRAINING)
 
     def tick(self) -> None:
-        """Every now and then: has the fleet collapsed, is there no local any more, or is there one now?"""
+        """Called periodically: updates measurements and the plan, and notices engines and workers that come and go."""
         now = self._now()
-        self._look(now)
+        self._observe(now)
         self._replan(now)
         local = self._local()
         if local is None:
-            self._missing = True
-            self.over.set()
-        elif self._missing and self._plan is not None and len(self._dispatch.ledger):
-            self._apply(self._plan)
-        elif local.state is WorkerState.PAUSED and self._dispatch.ledger.queue and (why := self._alone()):
+            self._enter(Phase.NO_ENGINE)
+        elif self._phase is Phase.NO_ENGINE:
+            if len(self._dispatch.ledger):
+                self._start()
+        elif local.state is WorkerState.PAUSED and self._dispatch.ledger.queue and (why := self._why_alone()):
             self._events.instant("local_resumed", why=why)
-            self.over.clear()  # from here on the step is one of local alone, whoever else may come
+            self._enter(self._step.seeding)
             self._resume(local)
 
-    def _enough(self) -> None:
-        """T_seed is over. If nobody else is there, local goes on until somebody is; if the plan says so, until there is
-        something to train on."""
-        local = self._local()
-        if local is not None and self._plan is not None and self._plan.hold and not self._trainable:
-            self._due = True
+    def _replan(self, now: float) -> None:
+        """While GENERATING: plans T_seed again if the fleet has changed, or if its speed is better known."""
+        step, before, fleet = self._step, self._step.plan, self._step.fleet
+        if self._phase is not Phase.GENERATING or fleet is None or step.generating_since_s is None:
             return
-        if local is not None and local.state in (WorkerState.READY, WorkerState.PAUSED) and self._others():
-            if local.state is WorkerState.READY:
-                self._pause(local)
-        elif local is not None and (len(self._dispatch.ledger) or local.state is WorkerState.PULLING):
-            self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._enough)
+        changed = len(self._others()) != fleet.workers
+        if not changed and now < step.review_s:
             return
-        self.over.set()
+        measuring = math.isinf(before.seed_s) and fleet.workers > 0
+        new, step.review_s = self._remote_fleet(), now + REVIEW_S
+        same_speed = abs(new.tok_per_s - fleet.tok_per_s) <= SPEED_CHANGE * fleet.tok_per_s
+        if not changed and not measuring and same_speed:
+            return
+        step.fleet = new
+        plan = self._policy.replan(new, self._progress(now))
+        if plan is not None:
+            step.plan = plan
+            self._set_timer(max(0.0, step.began_s + plan.seed_s - now))
+            if changed or plan.seed_s != before.seed_s:
+                self._log_plan(plan, new)
 
     def _resume(self, local: Member) -> None:
-        self._dispatch.accounts.resumed(self._now(), local.id)
+        now = self._now()
+        self._dispatch.accounts.resumed(now, local.id)
         if local.state is WorkerState.PAUSED:
             self._dispatch.resume(local.id)
-        if self._since_s is None:
-            self._since_s = self._now()
+        if self._step.generating_since_s is None:
+            self._step.generating_since_s = now
 
-    def _pause(self, local: Member) -> None:
-        self._stop_clock(self._now())
-        self._dispatch.pause(local.id)
+    def _set_timer(self, seconds: float) -> None:
+        """Calls `_seed_time_passed` after `seconds`; never, if infinite. Replaces an earlier timer."""
+        self._cancel_timer()
+        if math.isfinite(seconds):
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._seed_time_passed)
 
-    def _stop_clock(self, now: float) -> None:
-        if self._since_s is not None:
-            self._seeded_s += now - self._since_s
-            self._since_s = None
-
-    def _cancel(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    # what is known of the workers
+
+    def _new_step(self, number: int, now: float, plan: SeedPlan, fleet: RemoteFleet | None) -> _Step:
+        return _Step(
+            number=number, began_s=now, observed_s=now, plan=plan, fleet=fleet,
+            accepted_before=self._dispatch.ledger.counts.accepted,
+            generated_before={m.id: m.generated for m in self._dispatch.members.all.values()},
+        )  # fmt: skip
+
+    def _log_plan(self, plan: SeedPlan, fleet: RemoteFleet) -> None:
+        self._events.instant(
+            "plan", step=self._step.number, seed_s=plan.seed_s, most_workers=plan.most_workers, others=fleet.workers,
+            why=plan.why,
+        )  # fmt: skip
 
     def _local(self) -> Member | None:
         return next((m for m in self._dispatch.members.here() if m.name == LOCAL), None)
 
     def _others(self) -> list[Member]:
-        """Workers that can do something for this step, now or any moment."""
+        """The other workers that can take part in this step, now or as soon as their pull ends."""
         members = self._dispatch.members
         ready = [m for m in members.here() if m.state is WorkerState.READY and not m.suspect]
-        return [m for m in (*ready, *members.coming(self._now())) if m.name != LOCAL]
+        return [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
 
-    def _working(self) -> list[Member]:
-        """Those that make tokens of this step, or could."""
+    def _generators(self) -> list[Member]:
+        """Workers that hold the current version: they generate tokens of this step, or could."""
         offer = self._dispatch.offer
         return self._dispatch.members.routable(offer.version, offer.digest) if offer is not None else []
 
-    def _alone(self) -> str:
-        """Why nobody but local can make what is queued, if so."""
+    def _why_alone(self) -> str:
+        """Why only the trainer's engine can generate what is queued; empty if another worker can."""
         others = self._others()
         if not others:
-            return "no other worker is there"
-        small = self._dispatch.room.too_long(max(m.longest for m in others))
-        return "no other worker has room for a response that is queued" if small else ""
+            return "no other worker is available"
+        too_long = self._dispatch.room.too_long(max(m.longest for m in others))
+        return "no other worker has room for a queued response" if too_long else ""
 
-    def _look(self, now: float) -> None:
-        self._area += len(self._others()) * (now - self._looked_s)
-        self._looked_s = now
-        makers = tuple(m.id for m in self._working())
-        if len(self._dispatch.ledger) and (not self._makers or makers != self._makers[-1][1]):
-            self._marks.append(self._stands(now))
-            self._makers.append((now - self._began_s, makers))
+    def _remote_fleet(self) -> RemoteFleet:
+        others, placement, local = self._others(), self._dispatch.placement, self._local()
+        return RemoteFleet(
+            workers=len(others), responses=self._responses,
+            pull_s=0.0 if any(m.name != LOCAL for m in self._generators()) else self._dispatch.members.pull_s,
+            tok_per_s=sum(placement.rate(member, self._responses, len(others) + 1) for member in others),
+            speed=placement.fleet_speed(others),
+            local_speed=placement.fleet_speed([local]) if local is not None else None,
+        )  # fmt: skip
+
+    def _observe(self, now: float) -> None:
+        """Records how many other workers there were, and which workers can generate from now on."""
+        step = self._step
+        step.worker_seconds += len(self._others()) * (now - step.observed_s)
+        step.observed_s = now
+        generators = tuple(m.id for m in self._generators())
+        if len(self._dispatch.ledger) and (not step.generators or generators != step.generators[-1][1]):
+            step.progress.append(self._progress(now))
+            step.generators.append((now - step.began_s, generators))
+
+    def _progress(self, now: float) -> Progress:
+        ledger, step = self._dispatch.ledger, self._step
+        generated = max(ledger.counts.accepted - step.accepted_before, step.trainable_tokens)
+        context = sum(ledger.context(id) for id in (step.generators[-1][1] if step.generators else ()))
+        return Progress(now - step.began_s, generated, step.trainable_tokens, len(ledger), context)
+
+    def _speeds(self) -> tuple[tuple[float, FleetSpeed], ...]:
+        """The speed of the workers of each time of the step, by what is known now; empty if one is unknown."""
+        members, out = self._dispatch.members.all, list[tuple[float, FleetSpeed]]()
+        for at_s, ids in self._step.generators:
+            speed = self._dispatch.placement.fleet_speed(members[id] for id in ids if id in members)
+            if ids and speed is None:
+                return ()
+            out.append((at_s, speed or FleetSpeed()))
+        return tuple(out)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,13 +1,33 @@
-"""Where a queued response goes. Pure: loads in, choices out. Which running one should move is in rebalance.py.
+"""Chooses a worker for each queued response. Pure: loads in, choices out. rebalance.py moves running responses.
 
-A response goes where its next tokens come soonest: to the worker whose step, with one more in its batch, is shortest by
-the profile learned of it (speed.py). Equal workers get equal numbers, a slower one fewer, and none while a fast one
-with room is still the faster. Rules:
-- in order of the queue, and never more than a worker has slots: what nobody has room for is held back rather than
-  queued where it cannot be moved; so is the part of workers about to be ready;
-- delayed dispatch: a response is held back from a worker so slow that one who is full now would be through with it
-  sooner, when that one is free so soon that a start on the slow one is not worth the move that would follow;
-- siblings go together, and to a worker that holds pages of theirs when that makes the longest step at most NEAR longer.
+A response goes to the worker on which its next tokens come soonest: the one whose engine step, with one more response
+in the batch, is shortest by its learned speed profile (worker_speed.py). Equal workers get equal numbers of responses,
+a slower worker gets fewer, and it gets none while a fast worker with free slots is still faster.
+
+Example: `a` has steps of 10 ms + 1 ms per response, `b` of 13 ms + 2 ms per response. With ten responses queued, `a`
+gets eight and `b` two, and their steps are about equally long (18 ms and 17 ms):
+
+    >>> from collections import Counter
+    >>> fast, slow = Profile(fixed_s=0.010, each_s=0.001), Profile(fixed_s=0.013, each_s=0.002)
+    >>> def workers(slots):
+    ...     return [WorkerLoad(worker=w, running=0, slots=slots, profile=p) for w, p in (("a", fast), ("b", slow))]
+    >>> queued = [f"{n}/0" for n in range(10)]
+    >>> Counter(worker for _, worker in place(queued, workers(slots=16)))
+    Counter({'a': 8, 'b': 2})
+
+With four slots each, `a` has no free slots after four responses. `b` gets four, and two stay in the queue:
+
+    >>> Counter(worker for _, worker in place(queued, workers(slots=4), typical=1000))
+    Counter({'a': 4, 'b': 4})
+
+Rules:
+- Responses are placed in the order of the queue, and no worker gets more than its free slots. A response for which
+  there is no free slot stays in the queue, because from there it can still go anywhere. The share of workers that are
+  about to be ready is held back as well.
+- Delayed dispatch: a response is held back from a slow worker if a fast worker, now full, would finish it sooner, and
+  if that worker is free so soon that starting on the slow one is not worth the move that would follow.
+- Responses of one group go together. They go to a worker that has their prompt in its prefix cache if this makes the
+  longest step at most NEAR longer.
 """
 
 from __future__ import annotations
@@ -22,168 +42,186 @@ import numpy as np
 from windfall.scheduling.worker_speed import UNKNOWN, Profile
 
 NEAR = 0.1
-PAYS = 4.0
-"""A start elsewhere must save so many round trips."""
+"""A cached prefix may make the longest step longer by this share."""
+MIN_ROUND_TRIPS = 4.0
+"""Start on a slow worker at once if that saves more than this number of round trips."""
 ROUND_TRIP_S = 0.05
+"""Seconds that a move takes, apart from prefill."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A worker as it is now. Many are made, hence no dataclass."""
+    """The current load of a worker. A Struct, not a dataclass, because very many are created."""
 
     worker: str
     running: int
-    """All it was given, also what waits there."""
+    """Responses assigned to the worker, including those that wait there."""
     slots: int
+    """Responses that the worker can run at once."""
     profile: Profile | None = None
-    """None: nobody has been measured yet."""
+    """Its speed; None: no worker has been measured yet."""
     waiting: int = 0
-    """Of those running: given to it, but its engine makes steps without them."""
+    """Assigned responses that its engine does not run yet."""
     prefill_tok_per_s: float = 0.0
-    """0: not known. A token of a prefill is then taken to cost what a response adds to a step."""
+    """0: not known. A prefilled token is then assumed to cost as much time as a response adds to a step."""
 
 
 def place(
-    queued: Sequence[str], loads: Sequence[WorkerLoad], *, behind: int = 0, coming: int = 0,
-    holds: Mapping[str, Collection[str]] | None = None, meant: Mapping[str, str] | None = None,
+    queued: Sequence[str], loads: Sequence[WorkerLoad], *, backlog: int = 0, coming: int = 0,
+    prefix_holders: Mapping[str, Collection[str]] | None = None, move_targets: Mapping[str, str] | None = None,
     typical: float = 0.0, round_trip_s: float = ROUND_TRIP_S,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """(response, worker) for as many of `queued`, in order, as should go now. `behind`: responses that wait behind
-    these; `coming`: workers about to be ready; `holds`: group to workers that have pages of it; `meant`: the worker
-    that a response was moved for.
+    """(response, worker) for each response of `queued` that should start now, in order.
 
-    >>> place(["1/0", "1/1", "2/0"], [WorkerLoad(worker="a", running=0, slots=8), Load(worker="b", running=1, slots=8)])
+    `backlog`: number of responses in the queue after `queued`. `coming`: number of workers about to be ready.
+    `prefix_holders`: the workers that have a group's prompt in their prefix cache. `move_targets`: the worker to which
+    a response is being moved. `typical`: mean length of a response in tokens; 0: not known.
+
+    >>> place(["1/0", "1/1", "2/0"], [WorkerLoad(worker=w, running=n, slots=8) for w, n in (("a", 0), ("b", 1))])
     [('1/0', 'a'), ('1/1', 'a'), ('2/0', 'b')]
     """
     if not loads or not queued:
         return []
     fleet = _Fleet(loads, coming)
-    fleet.fill(len(queued) + behind)
-    if fleet.more[: len(loads)].sum() > len(queued):  # the rest of these places are for those behind
+    fleet.fill(len(queued) + backlog)
+    if fleet.new[: len(loads)].sum() > len(queued):  # the free slots that are left belong to the backlog
         fleet = _Fleet(loads, 0)
         fleet.fill(len(queued))
-    fleet.hold_back(len(queued) + behind, typical, round_trip_s)
-    more = fleet.more[: len(loads)].tolist()
-    return _give(queued[: sum(more)], loads, more, fleet, holds or {}, meant or {})
+    fleet.hold_back(len(queued) + backlog, typical, round_trip_s)
+    new = fleet.new[: len(loads)].tolist()
+    return _match(queued[: sum(new)], loads, new, fleet, prefix_holders or {}, move_targets or {})
 
 
 class _Fleet:
-    """Step times of workers as arrays. Those who are coming are like the typical one here, and have no work yet."""
+    """The workers as arrays. A worker that is coming is assumed to be idle and as fast as the median worker."""
 
     def __init__(self, loads: Sequence[WorkerLoad], coming: int) -> None:
         profiles = [load.profile or UNKNOWN for load in loads]
         self.measured = all(load.profile is not None for load in loads)
         if not self.measured:
-            profiles = [UNKNOWN] * len(loads)  # seconds beside no seconds say nothing
+            profiles = [UNKNOWN] * len(loads)  # measured seconds cannot be compared with an unmeasured worker
         middle = len(loads) // 2
         self.fixed = np.array([p.fixed_s for p in profiles])
         self.each = np.array([p.each_s for p in profiles])
-        self.start = np.array([load.running for load in loads])
+        self.running = np.array([load.running for load in loads])
         self.slots = np.array([load.slots for load in loads])
         if coming:
             self.fixed = np.append(self.fixed, np.repeat(np.sort(self.fixed)[middle], coming))
             self.each = np.append(self.each, np.repeat(np.sort(self.each)[middle], coming))
-            self.start = np.append(self.start, np.zeros(coming, dtype=int))
+            self.running = np.append(self.running, np.zeros(coming, dtype=int))
             self.slots = np.append(self.slots, np.repeat(self.slots.max(), coming))
-        self.more = np.zeros(len(self.start), dtype=int)
+        self.new = np.zeros(len(self.running), dtype=int)
+        """Responses to be placed on each worker."""
 
     def step_s(self, extra: int = 0) -> np.ndarray:
-        return self.fixed + self.each * (self.start + self.more + extra)
+        """Step time of each worker with its new responses and `extra` more."""
+        return self.fixed + self.each * (self.running + self.new + extra)
 
     def fill(self, count: int) -> None:
-        """`count` more, one by one to the shortest step: all at once up to a common level, then the last few."""
-        room = np.maximum(self.slots - self.start, 0)
-        count = min(count, int(room.sum()))
-        enter, leave = self.fixed + self.each * self.start, self.fixed + self.each * (self.start + room)
-        levels = np.concatenate([enter, leave])
-        order = np.argsort(levels, kind="stable")
-        slope = np.cumsum(np.concatenate([1 / self.each, -1 / self.each])[order])
-        levels = levels[order]
-        filled = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(levels))])
-        at = max(0, int(np.searchsorted(filled, count, side="right")) - 1)
-        level = levels[-1]
-        if at < len(levels) - 1:
-            level = min(levels[at + 1], levels[at] + (count - filled[at]) / slope[at])
-        level *= 1 - 1e-9  # so that rounding never takes one too many
-        self.more = np.clip(np.floor((level - enter) / self.each), 0, room).astype(int)
-        heap = [(s, n) for n, s in enumerate(self.step_s(1).tolist()) if self.more[n] < room[n]]
+        """Places `count` responses, each on the worker whose step would be shortest.
+
+        Placing them one by one would be slow. Instead, a common step time ("level") is computed up to which every
+        worker is filled; then the few responses lost to rounding are placed one by one."""
+        free = np.maximum(self.slots - self.running, 0)
+        count = min(count, int(free.sum()))
+        start_s = self.fixed + self.each * self.running
+        level_s = self._level_s(count, start_s, self.fixed + self.each * (self.running + free))
+        self.new = np.clip(np.floor((level_s - start_s) / self.each), 0, free).astype(int)
+        heap = [(s, n) for n, s in enumerate(self.step_s(1).tolist()) if self.new[n] < free[n]]
         heapq.heapify(heap)
-        for _ in range(count - int(self.more.sum())):
+        for _ in range(count - int(self.new.sum())):
             s, n = heap[0]
-            self.more[n] += 1
-            if self.more[n] < room[n]:
+            self.new[n] += 1
+            if self.new[n] < free[n]:
                 heapq.heapreplace(heap, (s + float(self.each[n]), n))
             else:
                 heapq.heappop(heap)
 
+    def _level_s(self, count: int, start_s: np.ndarray, full_s: np.ndarray) -> float:
+        """The step time to which all workers must be filled to place `count` responses, or a little less.
+
+        A worker takes 1 / each_s responses per second of level, from its present step time `start_s` until its slots
+        are full at `full_s`. So the number of placed responses is piecewise linear in the level."""
+        levels = np.concatenate([start_s, full_s])
+        order = np.argsort(levels, kind="stable")
+        slope = np.cumsum(np.concatenate([1 / self.each, -1 / self.each])[order])
+        levels = levels[order]
+        placed = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(levels))])
+        at = max(0, int(np.searchsorted(placed, count, side="right")) - 1)
+        level = levels[-1]
+        if at < len(levels) - 1:
+            level = min(levels[at + 1], levels[at] + (count - placed[at]) / slope[at])
+        return level * (1 - 1e-9)  # rounding must never place one response too many
+
     def hold_back(self, count: int, typical: float, round_trip_s: float) -> None:
-        """Take back from the slowest what those who are full by then would have finished sooner."""
-        now = self.step_s()
-        full = np.flatnonzero(self.start + self.more >= self.slots)
+        """Delayed dispatch: takes responses back from the slowest workers if full, faster workers would finish them
+        sooner. `count`: responses in the whole queue."""
+        now_s = self.step_s()
+        full = np.flatnonzero(self.running + self.new >= self.slots)
         if not self.measured or not len(full):
             return
-        full = full[np.argsort(now[full], kind="stable")]
-        fast_s = now[full]
-        # In responses of the usual length per time that one of its tokens takes: the length cancels out.
-        rate = np.cumsum((self.start + self.more)[full] / fast_s)
-        left = count - int(self.more.sum())
-        heap = [(-s, n) for n, s in enumerate(now.tolist()) if self.more[n]]
-        heapq.heapify(heap)
-        while heap:
-            s, n = -heap[0][0], heap[0][1]
-            faster = int(np.searchsorted(fast_s, s * (1 - 1e-9)))
+        full = full[np.argsort(now_s[full], kind="stable")]
+        full_s = now_s[full]
+        # Slots that become free per time that one response takes on a worker with steps of one second. Response lengths
+        # cancel out, because both times are proportional to them.
+        freed = np.cumsum((self.running + self.new)[full] / full_s)
+        backlog = count - int(self.new.sum())
+        slowest = [(-s, n) for n, s in enumerate(now_s.tolist()) if self.new[n]]
+        heapq.heapify(slowest)
+        while slowest:
+            step_s, n = -slowest[0][0], slowest[0][1]
+            faster = int(np.searchsorted(full_s, step_s * (1 - 1e-9)))
             if not faster:
                 return
-            wait = (left + 1) / rate[faster - 1]
-            if s <= fast_s[0] + wait or typical * wait * fast_s[0] / s > PAYS * round_trip_s:
+            wait = (backlog + 1) / freed[faster - 1]
+            if step_s <= full_s[0] + wait or typical * wait * full_s[0] / step_s > MIN_ROUND_TRIPS * round_trip_s:
                 return
-            self.more[n] -= 1
-            left += 1
-            if self.more[n]:
-                heapq.heapreplace(heap, (float(self.each[n]) - s, n))
+            self.new[n] -= 1
+            backlog += 1
+            if self.new[n]:
+                heapq.heapreplace(slowest, (float(self.each[n]) - step_s, n))
             else:
-                heapq.heappop(heap)
+                heapq.heappop(slowest)
 
 
-def _give(
-    queued: Sequence[str], loads: Sequence[WorkerLoad], more: list[int], fleet: _Fleet, holds: Mapping[str, Collection[str]],
-    meant: Mapping[str, str],
+def _match(
+    queued: Sequence[str], loads: Sequence[WorkerLoad], new: list[int], fleet: _Fleet,
+    prefix_holders: Mapping[str, Collection[str]], move_targets: Mapping[str, str],
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Who of `queued` goes where, when worker n may have `more[n]`: siblings together, and where their pages are."""
+    """Chooses which responses go to which worker, when worker n may get `new[n]`: responses of one group together, and
+    where their prefix is cached."""
     names = [load.worker for load in loads]
-    number = {name: n for n, name in enumerate(names)}
-    steps = fleet.step_s()[: len(loads)][np.array(more) > 0]
+    index = {name: n for n, name in enumerate(names)}
+    steps = fleet.step_s()[: len(loads)][np.array(new) > 0]
     near_s = (1 + NEAR) * float(steps.max()) if len(steps) else 0.0
     taken = [0] * len(loads)
-
-    def fits(n: int) -> int:
-        """How many more it may have for the sake of pages it holds."""
-        in_step = int((near_s - fleet.fixed[n]) / fleet.each[n])
-        return max(more[n], min(in_step, loads[n].slots) - loads[n].running) - taken[n]
-
-    heap = [(-m, n) for n, m in enumerate(more) if m]
-    heapq.heapify(heap)
     groups = [id.rpartition("/")[0] for id in queued]
-    runs = list(zip(groups, map(meant.get, queued), strict=True)) if meant else groups
+    runs = list(zip(groups, map(move_targets.get, queued), strict=True)) if move_targets else groups
+    most_free = [(-count, n) for n, count in enumerate(new) if count]
+    heapq.heapify(most_free)
     out: list[tuple[str, str]] = []
     at = 0
+
+    def take(n: int, count: int) -> None:
+        nonlocal at
+        out.extend(zip(queued[at : at + count], repeat(names[n])))
+        taken[n] += count
+        at += count
+
     for _, run in groupby(runs):
         end = at + len(list(run))
-        target = meant.get(queued[at])
-        wanted = holds.get(groups[at], ()) if target is None else (target,)
-        for n in (number[name] for name in wanted if name in number):
-            count = max(0, min(end - at, fits(n)))
-            out += zip(queued[at : at + count], repeat(names[n]))
-            taken[n] += count
-            at += count
+        target = move_targets.get(queued[at])
+        wanted = prefix_holders.get(groups[at], ()) if target is None else (target,)
+        for n in (index[name] for name in wanted if name in index):
+            # For a cached prefix a worker may get more than new[n], up to a step of near_s.
+            in_step = int((near_s - fleet.fixed[n]) / fleet.each[n])
+            free = max(new[n], min(in_step, loads[n].slots) - loads[n].running) - taken[n]
+            take(n, max(0, min(end - at, free)))
         while at < end:
-            free, n = heap[0]
-            if -free == more[n] - taken[n]:  # else some went there for its pages
-                count = min(end - at, -free)
-                out += zip(queued[at : at + count], repeat(names[n]))
-                taken[n] += count
-                at += count
-            if more[n] > taken[n]:
-                heapq.heapreplace(heap, (taken[n] - more[n], n))
+            free, n = -most_free[0][0], most_free[0][1]
+            if free == new[n] - taken[n]:  # the entry is current
+                take(n, min(end - at, free))
+            if new[n] > taken[n]:
+                heapq.heapreplace(most_free, (taken[n] - new[n], n))
             else:
-                heapq.heappop(heap)
+                heapq.heappop(most_free)
     return out

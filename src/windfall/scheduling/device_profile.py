@@ -1,12 +1,13 @@
-"""What workers of one device have in common, learned from all of them together, and how much each one is slower. Pure.
+"""The speed profile that workers of one device share, and how much slower each worker is. Pure.
 
-    step = level * (fixed + each * batch + behind * (tokens behind all of the batch))
+    step time = level * (fixed + each * batch + per_context_token * (tokens in the context of the whole batch))
 
-Seen over the batch alone, a worker whose responses happen to be long looks slow and one that has just begun looks
-fast: reading the cache takes time, too. So the three figures are fitted to what every worker of a device showed, in
-relative error, the old slowly forgotten, none below 0. A worker has one figure of its own, its level, and workers
-within EQUAL of what is usual count as equal: else noise would give one of two equal workers twice as much as the other.
-A change of level is believed after three windows. Nothing is said of workers whose context is not told.
+Over the batch size alone, a worker with long responses looks slow and one that has just begun looks fast, because
+reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of every worker of a
+device: in relative error, with older measurements slowly forgotten, and with no coefficient below 0. A worker has one
+value of its own, its level. Levels within EQUAL of the usual one count as equal; otherwise noise would give one of two
+equal workers twice as many responses as the other. A change of level is believed after three windows. Workers that do
+not report their context are not included.
 """
 
 from __future__ import annotations
@@ -16,40 +17,48 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-KEEP = 0.999
-"""Of what was seen, with every window that comes."""
-ENOUGH = 16
-"""Windows before anything is said of a device."""
-EVERY = 4
-"""Windows between two fits, at least."""
+from windfall.scheduling.least_squares import non_negative
+
+RETAIN = 0.999
+"""Weight that older measurements keep with every new window."""
+MIN_WINDOWS = 16
+"""Windows before a device has a profile."""
+MIN_REFIT_WINDOWS = 4
+"""Minimum number of windows between two fits."""
 EQUAL = math.log(1.15)
-GAIN, QUICK = 0.05, 0.5
-OFF, ODD = math.log(1.3), math.log(4)
-SMALL = 1 / 4096
-TOLD = 2
-"""Tokens of every response that make a window: fewer are mostly noise."""
+"""Levels (logarithms) below this count as 0."""
+GAIN, FAST_GAIN = 0.05, 0.5
+"""Weight of a new window in a level: normally, and from the third deviating window in a row on."""
+DEVIATION, MAX_DEVIATION = math.log(1.3), math.log(4)
+"""A window deviates if its logarithm is off by more than the first; larger values than the second are clipped."""
+MIN_RATIO = 1 / 4096
+"""Minimum of fixed / each and of each / fixed."""
+MIN_TOKENS = 2
+"""Tokens of every response that make a window; fewer are mostly noise."""
 
 
 @dataclass(slots=True)
 class _Device:
-    squares: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
-    """Sums of products of (1, batch, context, step) over the step's time."""
+    products: np.ndarray = field(default_factory=lambda: np.zeros((4, 4)))
+    """Weighted sums of products of (1, batch, context, step time), each divided by the expected step time."""
     windows: int = 0
     fit: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Seconds: fixed, per response, per token in the context."""
     level: float = 0.0
-    """What is usual, of its workers."""
-    due: int = 0
-    """Windows until these two are looked at again: many workers change them little each."""
+    """Median level (logarithm) of its workers."""
+    refit_in: int = 0
+    """Windows until the fit and the level are computed again; each of many workers changes them little."""
 
     def add(self, batch: float, context: float, step_s: float, expected_s: float) -> None:
         row = np.array([1.0, batch, context, step_s]) / expected_s
-        self.squares = KEEP * self.squares + np.outer(row, row)
+        self.products = RETAIN * self.products + np.outer(row, row)
         self.windows += 1
-        self.due -= 1
+        self.refit_in -= 1
 
 
 def streak(before: int, off: float, bound: float) -> int:
-    """So many windows in a row were off by more than the bound, this one counted; below 0: faster than expected.
+    """Number of windows in a row that were off by more than the bound, including this one; negative if the worker was
+    faster than expected.
 
     >>> streak(2, 0.5, 0.2), streak(2, 0.1, 0.2), streak(2, -0.5, 0.2)
     (3, 0, -1)
@@ -62,29 +71,31 @@ def streak(before: int, off: float, bound: float) -> int:
 class _Worker:
     device: str
     level: float = 0.0
-    """The logarithm."""
+    """Logarithm of how many times slower it is than its device's fit."""
     windows: int = 0
     streak: int = 0
     tokens: float = 0.0
+    """Tokens of the current window."""
     seconds: float = 0.0
-    waited: float = 0.0
-    """Seconds times batch."""
-    behind: float = 0.0
-    """Seconds times context."""
+    """Seconds of the current window."""
+    batch_seconds: float = 0.0
+    """Seconds times batch size."""
+    context_seconds: float = 0.0
+    """Seconds times tokens in the context of the batch."""
 
     def learn(self, off: float) -> None:
         off -= self.level
-        self.streak = streak(self.streak, off, OFF)
+        self.streak = streak(self.streak, off, DEVIATION)
         self.windows += 1
-        self.level += off * (QUICK if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + ENOUGH)))
+        self.level += off * (FAST_GAIN if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + MIN_WINDOWS)))
 
 
-class Shapes:
+class DeviceProfiles:
     def __init__(self) -> None:
         self._devices: dict[str, _Device] = {}
         self._workers: dict[str, _Worker] = {}
         self.context, self._windows = 0.0, 0
-        """Tokens behind one response, on average."""
+        """Mean number of tokens in the context of one response."""
 
     def join(self, worker: str, device: str) -> None:
         self._workers[worker] = _Worker(device)
@@ -92,64 +103,51 @@ class Shapes:
     def forget(self, worker: str) -> None:
         self._workers.pop(worker, None)
 
-    def observe(self, worker: str, tokens: float, seconds: float, waited: float, behind: float) -> None:
-        """What it made in some time; `waited` and `behind`: seconds times batch, and times the tokens behind it."""
+    def observe(self, worker: str, tokens: float, seconds: float, batch_seconds: float, context_seconds: float) -> None:
+        """Tokens that a worker generated in `seconds`. `batch_seconds` and `context_seconds`: seconds times the batch
+        size, and times the tokens in the context of the batch."""
         known = self._workers.get(worker)
-        if known is None or behind <= 0:
+        if known is None or context_seconds <= 0:
             return
         known.tokens, known.seconds = known.tokens + tokens, known.seconds + seconds
-        known.waited, known.behind = known.waited + waited, known.behind + behind
-        batch, context = known.waited / known.seconds, known.behind / known.seconds
-        if known.tokens >= TOLD * batch:
-            self._learn(known, batch, context, known.waited / known.tokens)
-            known.tokens = known.seconds = known.waited = known.behind = 0.0
+        known.batch_seconds += batch_seconds
+        known.context_seconds += context_seconds
+        batch, context = known.batch_seconds / known.seconds, known.context_seconds / known.seconds
+        if known.tokens >= MIN_TOKENS * batch:
+            self._learn(known, batch, context, known.batch_seconds / known.tokens)
+            known.tokens = known.seconds = known.batch_seconds = known.context_seconds = 0.0
 
     def _learn(self, known: _Worker, batch: float, context: float, step_s: float) -> None:
         device, expected_s = self._devices.setdefault(known.device, _Device()), step_s
-        if device.windows >= ENOUGH:
-            if device.due <= 0:
-                self._look(known.device, device)
-            fixed, each, behind = device.fit
-            expected_s = fixed + each * batch + behind * context
-            off = max(-ODD, min(ODD, math.log(step_s / expected_s)))
+        if device.windows >= MIN_WINDOWS:
+            if device.refit_in <= 0:
+                self._refit(known.device, device)
+            fixed, each, per_context_token = device.fit
+            expected_s = fixed + each * batch + per_context_token * context
+            off = max(-MAX_DEVIATION, min(MAX_DEVIATION, math.log(step_s / expected_s)))
             known.learn(off)
-            # Levels are beside each other, not beside the shape: else both could drift away together.
+            # Levels are relative to each other, not to the fit; otherwise both could drift away together.
             step_s = expected_s * math.exp(off - known.level + device.level)
         device.add(batch, context, step_s, expected_s)
         self._windows += 1
         self.context += (context / batch - self.context) / min(self._windows, 1000)
 
-    def _look(self, name: str, device: _Device) -> None:
+    def _refit(self, name: str, device: _Device) -> None:
         levels = sorted(w.level for w in self._workers.values() if w.device == name and w.windows)
-        device.fit = _least_squares(device.squares)
+        fixed, each, per_context_token = non_negative(device.products)
+        device.fit = fixed, each, per_context_token
         device.level = levels[len(levels) // 2] if levels else 0.0
-        device.due = max(EVERY, len(levels))
+        device.refit_in = max(MIN_REFIT_WINDOWS, len(levels))
 
     def line(self, worker: str) -> tuple[float, float, float] | None:
-        """(fixed_s, each_s, context_s) of a worker: `each_s` with the usual context, of which every token adds
-        `context_s`. None: not enough is known."""
+        """(fixed_s, each_s, context_s) of a worker. `each_s` includes the usual context, every token of which adds
+        `context_s`. None: too little has been measured."""
         known = self._workers.get(worker)
         device = self._devices.get(known.device) if known is not None else None
         if known is None or device is None or not any(device.fit):
             return None
-        fixed, each, behind = device.fit
+        fixed, each, per_context_token = device.fit
         level = math.exp(known.level) if abs(known.level) > EQUAL else 1.0
-        each += behind * self.context
-        fixed = max(fixed, each * SMALL)
-        return level * fixed, level * max(each, fixed * SMALL), level * behind
-
-
-def _least_squares(squares: np.ndarray) -> tuple[float, float, float]:
-    """The best fit with no figure below 0: of every choice of figures that are not 0."""
-    best, found = math.inf, (0.0, 0.0, 0.0)
-    for mask in range(1, 8):
-        columns = [n for n in range(3) if mask >> n & 1]
-        a, b = squares[np.ix_(columns, columns)], squares[columns, 3]
-        scale = np.sqrt(np.diag(a))
-        x = np.linalg.lstsq(a / np.outer(scale, scale), b / scale, rcond=1e-10)[0] / scale
-        left = float(squares[3, 3] - 2 * x @ b + x @ a @ x)
-        if (x >= 0).all() and left < best:
-            whole = np.zeros(3)
-            whole[columns] = x
-            best, found = left, (float(whole[0]), float(whole[1]), float(whole[2]))
-    return found
+        each += per_context_token * self.context
+        fixed = max(fixed, each * MIN_RATIO)
+        return level * fixed, level * max(each, fixed * MIN_RATIO), level * per_context_token

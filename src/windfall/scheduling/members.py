@@ -1,19 +1,19 @@
-"""The workers of a run and their states. Decides who may get work, and who is lost; acts on nothing, reads no clock.
+"""The workers of a run and their states. Decides which workers may get work and which are lost. No clock, no I/O.
 
     JOINING ▶ PULLING ▶ READY ⇄ PAUSED ▶ DRAINING ▶ GONE        every state may go straight to GONE
                  ▲────────┘  (a newer version)
 
 Rules, all in `check()`:
-- only a READY worker that is not suspect, and holds the version asked for, is given work;
-- a worker that is silent for `suspect_s` is suspect: it gets no new work. Any message makes it well again. Silent for
-  `gone_s`, or making no step for `stalled_s` though it has work, it is gone;
-- a PULLING worker that gets no byte of the weights for `stalled_s` is stuck, whatever it says and however often it
-  tries: it is sent away. Bytes that arrive put the deadline off, and so does every moment in which nobody serves the
-  weights (`excuse`). Building the engine and swapping the weights in have limits of their own, which the worker keeps
-  itself; LOADING_S is for one that does not;
-- a worker that was told to leave and is still here after LEAVING_S is gone;
-- GONE is final: who comes back is a new worker with a new id;
-- the controller's own stall is not held against anybody: after a late tick every deadline is put off by the delay.
+- Only a READY worker that is not suspect and holds the current version gets work.
+- A worker that is silent for `suspect_s` becomes suspect and gets no new work. Any message ends this. A worker that is
+  silent for `gone_s`, or has work but makes no engine step for `stalled_s`, is gone.
+- A PULLING worker that receives no byte of the weights for `stalled_s` is stuck, even if it sends messages and retries;
+  it is drained. Every received byte extends the deadline, and so does any time in which no process serves the weights
+  (`extend_deadlines`). Building the engine and swapping in the weights have their own limits, which the worker
+  enforces; LOADING_S is for a worker that does not.
+- A worker that was asked to drain and is still here after LEAVING_S is gone.
+- GONE is final: a worker that comes back is a new worker with a new id.
+- A stall of the controller itself counts against no worker: after a late tick every deadline is extended by the delay.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from windfall.link.messages import Stats
 from windfall.types import LOCAL, Lease
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
-"""Longest time in these parts of a load: a little more than the worker allows itself (worker/startup.py, session.py)."""
+"""Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/startup.py,
+session.py)."""
 LEAVING_S = 20.0
-"""From Drain until the worker must have left; it takes 8 s at most."""
+"""Maximum seconds from the Drain message until the worker has left; it takes 8 s at most."""
 
 
 class WorkerState(StrEnum):
@@ -55,12 +56,16 @@ _NEXT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How long a worker may be silent, and how often the controller looks."""
+    """How long a worker may be silent, and how often the controller checks."""
 
     suspect_s: float = 3.0
+    """Seconds of silence after which a worker gets no new work."""
     gone_s: float = 8.0
+    """Seconds of silence after which a worker is gone."""
     stalled_s: float = 60.0
+    """Seconds without an engine step, or without a byte of the weights, after which a worker is given up."""
     tick_s: float = 0.25
+    """Seconds between two checks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,41 +74,47 @@ class Member:
     name: str
     lease: Lease
     joined_s: float
+    """When it joined (loop time, seconds)."""
     seen_s: float
+    """When its last message arrived (loop time, seconds)."""
     state: WorkerState = WorkerState.JOINING
     suspect: bool = False
     version: int = -1
+    """The version that it holds."""
     digest: str = ""
     slots: int = 0
+    """Responses that it can run at once; 0 until it has been ready."""
     stats: Stats | None = None
-    asked: tuple[int, str] = (-1, "")
-    """Version and digest that it was asked to load last."""
+    """Its last Stats message."""
+    requested: tuple[int, str] = (-1, "")
+    """Version and digest that it was last asked to load."""
     failed: int = 0
-    """Loads in a row that it could not do."""
-    pulling_s: float = 0.0
-    """Since when."""
-    moved_s: float = 0.0
-    """While it pulls: when its load last got anywhere."""
-    told_s: float = math.inf
-    """When it was told to leave."""
+    """Failed loads in a row."""
+    pull_started_s: float = 0.0
+    """When its current pull began (loop time, seconds)."""
+    progress_s: float = 0.0
+    """When its current pull last made progress (loop time, seconds)."""
+    drain_sent_s: float = math.inf
+    """When it was asked to drain (loop time, seconds)."""
     longest: float = math.inf
-    """The most tokens, prompt and response together, that it can take, as far as is known."""
-    made: int = 0
-    """Tokens the ledger took from it."""
-    framed_s: float = 0.0
-    """When its last tokens came."""
+    """Maximum number of tokens, prompt and response together, for which it has room, as far as known."""
+    generated: int = 0
+    """Tokens that the ledger accepted from it."""
+    last_tokens_s: float = 0.0
+    """When its last tokens arrived (loop time, seconds)."""
     moved: int = 0
-    """Responses it lost, or gave back, unfinished."""
+    """Unfinished responses that it lost or released."""
     tok_per_s: float = 0.0
+    """Tokens per second over the last second or more."""
     why: str = ""
-    """Why it is gone, or draining."""
-    taken: bool = False
-    """Its machine was taken away, with or without a word."""
+    """Why it is gone or draining."""
+    preempted: bool = False
+    """Its machine was taken away, with or without a notice."""
     _rate_from: tuple[float, int] = field(default=(0.0, 0))
 
     @property
     def booted(self) -> bool:
-        """It has been ready before."""
+        """Whether it has ever been ready."""
         return self.slots > 0
 
 
@@ -118,26 +129,28 @@ class Members:
     def __init__(self, patience: Patience | None = None, *, remember: int = 1000) -> None:
         self.patience = patience or Patience()
         self.all: dict[str, Member] = {}
-        """Those that are here, and the newest of those that are gone."""
+        """Workers that are here, and the newest of those that are gone, by id."""
         self._here: dict[str, Member] = {}
         self._gone: deque[str] = deque()
         self.lost = 0
+        """Number of workers that were lost without draining."""
         self._remember = remember
         self._generation: dict[str, int] = {}
+        """How often a worker of each name has joined."""
         self._ticked_s: float | None = None
         self.pull_s = 0.0
-        """How long the last pull took."""
+        """Seconds that the last pull took."""
 
     def here(self) -> Iterator[Member]:
         return iter(self._here.values())
 
     @property
     def count(self) -> int:
-        """How many are here."""
+        """Number of workers that are here."""
         return len(self._here)
 
     def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
-        """A new member, also when one of this name was here before."""
+        """Adds a new member, also if a worker of this name was here before."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
         id = name if n == 1 else f"{name}#{n}"
         if len(self._generation) > 100 * self._remember:
@@ -152,7 +165,7 @@ class Members:
         assert state in _NEXT[member.state], f"{id}: {member.state} cannot become {state}"
         if state is WorkerState.GONE and member.state is not WorkerState.DRAINING:
             self.lost += 1
-            member.taken = True
+            member.preempted = True
         member.state = state
         member.why = why or member.why
         if state is WorkerState.GONE:
@@ -164,15 +177,16 @@ class Members:
 
     def pull(self, id: str, now_s: float) -> None:
         self.move(id, WorkerState.PULLING)
-        self.all[id].pulling_s = self.all[id].moved_s = now_s
+        self.all[id].pull_started_s = self.all[id].progress_s = now_s
 
-    def excuse(self, now_s: float) -> None:
-        """Nobody serves the weights just now: that nothing arrives is not the fault of those who pull."""
+    def extend_deadlines(self, now_s: float) -> None:
+        """No process serves the weights at the moment, so pulling workers are not expected to make progress."""
         for member in self.here():
-            member.moved_s = now_s
+            member.progress_s = now_s
 
     def loaded(self, id: str, version: int, digest: str, slots: int, s: float) -> None:
-        """`s`: how long that took it. The first time it built its engine as well, and local has the weights."""
+        """A worker has loaded a version in `s` seconds. The first load includes building the engine, and local has the
+        weights already; neither is used as a pull time."""
         member = self.all[id]
         if member.booted and member.name != LOCAL and 0 <= s < math.inf:
             self.pull_s = s
@@ -181,38 +195,39 @@ class Members:
             self.move(id, WorkerState.READY)
             member.failed = 0
 
-    def coming(self, now_s: float) -> list[Member]:
-        """Workers that should be ready any moment, judged by how long the last pull took. Nobody waits for others, nor
-        for one that has never been ready: who knows how long it takes to start."""
+    def nearly_ready(self, now_s: float) -> list[Member]:
+        """Workers that should be ready soon, judged by the duration of the last pull. Workers that have never been
+        ready are not included, because their boot time is not known."""
         soon_s = max(0.5, 2 * self.pull_s)
         return [
             m for m in self._here.values()
-            if m.state is WorkerState.PULLING and m.booted and not m.suspect and now_s - m.pulling_s < soon_s
+            if m.state is WorkerState.PULLING and m.booted and not m.suspect and now_s - m.pull_started_s < soon_s
         ]  # fmt: skip
 
     def seen(self, id: str, now_s: float, stats: Stats | None = None) -> bool:
-        """It has said something. True: it was suspect, and is well again."""
+        """A message has arrived from a worker. Returns True if the worker was suspect until now."""
         member = self.all[id]
         member.seen_s = now_s
         if stats is not None:
             before, member.stats = member.stats, stats
             if before is None or (before.pulled_bytes, _part(before)) != (stats.pulled_bytes, _part(stats)):
-                member.moved_s = now_s
-            since_s, made = member._rate_from
+                member.progress_s = now_s
+            since_s, generated = member._rate_from
             if now_s - since_s >= 1.0:
-                member.tok_per_s = (member.made - made) / (now_s - since_s)
-                member._rate_from = (now_s, member.made)
-        was, member.suspect = member.suspect, False
-        return was
+                member.tok_per_s = (member.generated - generated) / (now_s - since_s)
+                member._rate_from = (now_s, member.generated)
+        was_suspect, member.suspect = member.suspect, False
+        return was_suspect
 
     def tick(self, now_s: float) -> list[MemberChange]:
-        """Called every `tick_s`. Who has become suspect, and who is gone (the caller then says so with `move`)."""
+        """Called every `tick_s`. Returns the workers that became suspect, stuck or gone; the caller then calls
+        `move`."""
         p = self.patience
         if self._ticked_s is not None and (late_s := now_s - self._ticked_s - 2 * p.tick_s) > 0:
-            for member in self.here():  # nobody could be heard while the controller itself stood still
+            for member in self.here():  # no message could be received while the controller itself was stalled
                 member.seen_s = min(now_s, member.seen_s + late_s)
-                member.moved_s = min(now_s, member.moved_s + late_s)
-                member.told_s += late_s
+                member.progress_s = min(now_s, member.progress_s + late_s)
+                member.drain_sent_s += late_s
         self._ticked_s = now_s
         changes = []
         for member in self.here():
@@ -221,8 +236,9 @@ class Members:
                 changes.append(MemberChange(member.id, "gone", f"silent for {silent_s:.1f} s"))
             elif member.stats is not None and member.stats.idle_s >= p.stalled_s:
                 changes.append(MemberChange(member.id, "gone", f"no engine step for {member.stats.idle_s:.0f} s"))
-            elif now_s - member.told_s >= LEAVING_S:
-                changes.append(MemberChange(member.id, "gone", f"told to leave, and still here after {LEAVING_S:g} s"))
+            elif now_s - member.drain_sent_s >= LEAVING_S:
+                why = f"asked to drain, and still connected after {LEAVING_S:g} s"
+                changes.append(MemberChange(member.id, "gone", why))
             elif why := self._stuck(member, now_s):
                 changes.append(MemberChange(member.id, "stuck", why))
             elif silent_s >= p.suspect_s and not member.suspect:
@@ -231,30 +247,29 @@ class Members:
         return changes
 
     def _stuck(self, member: Member, now_s: float) -> str:
-        """Why its load will not come to an end, if so."""
-        if (
-            member.state is not WorkerState.PULLING or member.name == LOCAL
-        ):  # local has the weights when the trainer has
+        """Why its load will not complete; empty if it may."""
+        if member.state is not WorkerState.PULLING or member.name == LOCAL:  # local gets its weights from the trainer
             return ""
         part = _part(member.stats) if member.stats is not None else ""
-        still_s = now_s - member.moved_s
+        still_s = now_s - member.progress_s
         if still_s < LOADING_S.get(part, self.patience.stalled_s):
             return ""
-        what = {"build": "it has been building its engine", "swap": "its engine has been taking the weights"}.get(part)
-        version = member.asked[0]
-        if what:
-            return f"{what} for {still_s:.0f} s and is not ready with version {version}"
-        failed = f", and {member.failed} tries failed" if member.failed else ""
-        return f"no byte of version {version} has reached it in {still_s:.0f} s{failed}"
+        doing = {"build": "it has been building its engine", "swap": "it has been swapping in the weights"}.get(part)
+        version = member.requested[0]
+        if doing:
+            return f"{doing} for {still_s:.0f} s and is not ready with version {version}"
+        failed = f", and {member.failed} attempts failed" if member.failed else ""
+        return f"it has received no byte of version {version} for {still_s:.0f} s{failed}"
 
     def routable(self, version: int, digest: str) -> list[Member]:
+        """Workers that may get work of this version."""
         return [
             m for m in self._here.values()
             if m.state is WorkerState.READY and not m.suspect and m.version == version and m.digest == digest
         ]  # fmt: skip
 
-    def behind(self, version: int, digest: str, *, needed: bool) -> list[Member]:
-        """Who should pull this version now: at once when new, else when there is work that needs it."""
+    def outdated(self, version: int, digest: str, *, needed: bool) -> list[Member]:
+        """Workers that should pull this version now: new workers at once, others if there is work that needs it."""
         here, wanted = self._here.values(), (version, digest)
         if not needed:
             return [m for m in here if m.state is WorkerState.JOINING]
@@ -262,7 +277,7 @@ class Members:
             m for m in here
             if m.state is WorkerState.JOINING
             or (m.state is WorkerState.READY and (m.version != version or m.digest != digest))
-            or (m.state is WorkerState.PULLING and m.asked != wanted)
+            or (m.state is WorkerState.PULLING and m.requested != wanted)
         ]  # fmt: skip
 
     def check(self) -> None:
@@ -270,14 +285,14 @@ class Members:
         for id, m in self.all.items():
             assert id == m.id
             assert m.state is not WorkerState.READY or (m.version >= 0 and m.slots > 0), (
-                f"{id} is ready with no version"
+                f"{id} is ready without a version"
             )
-            assert m.state is not WorkerState.GONE or not m.suspect, f"{id} is gone and suspect"
+            assert m.state is not WorkerState.GONE or not m.suspect, f"{id} is both gone and suspect"
             assert (m.state is not WorkerState.GONE) == (id in self._here) == (id not in self._gone), (
-                f"{id}: here or gone"
+                f"{id} must be either here or gone"
             )
 
 
 def _part(stats: Stats) -> str:
-    """What its load waits for, apart from bytes. A pull that begins anew is no progress."""
+    """The part of the load that does not wait for bytes; empty otherwise. A pull that starts again is no progress."""
     return stats.loading if stats.loading in LOADING_S else ""

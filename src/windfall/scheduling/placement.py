@@ -1,8 +1,16 @@
-"""Who gets what, and who gives what back: `balance` and `rebalance`, or `algorithm2`, applied to the ledger. No clock,
-no I/O.
+"""Places responses on workers, and takes them back to move them: applies balance.py and rebalance.py, or RLBoost's
+Algorithm 2 (rlboost.py), to the ledger. No clock, no I/O.
 
-It remembers what those two need: how fast everybody is, who has pages of which group, for whom a response was moved,
-and how long responses are.
+    Example: the queue is ["1/0", "1/1", "2/0"], `a` and `b` have free slots, and `b` has the prompt of group 1 in its
+    prefix cache.
+
+    loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
+    assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
+    reclaim()   once the queue is empty: responses that should move; the worker releases them, they return to the queue,
+                and assign() gives each to the worker for which it was moved
+
+The object stores what these decisions need: the speed of every worker, which workers have which group in their prefix
+cache, the target of every move, and how long responses are.
 """
 
 from __future__ import annotations
@@ -22,48 +30,51 @@ from windfall.scheduling.balance import WorkerLoad, place
 from windfall.scheduling.fleet_speed import FleetSpeed
 from windfall.scheduling.members import Member
 from windfall.scheduling.rebalance import Running, rebalance
-from windfall.scheduling.worker_speed import Speeds
+from windfall.scheduling.worker_speed import WorkerSpeeds
 
-MUCH = 0.1
-"""Of the tokens behind what a worker runs: to compute so many again takes time that says nothing of its steps."""
+PREFILL_SHARE = 0.1
+"""If more than this share of a worker's tokens must be prefilled again, ignore its step times: they measure prefill,
+not decode."""
 
 
 @dataclass(slots=True)
-class _Again:
-    """What a worker computes again."""
+class _Prefill:
+    """Tokens that a worker prefills again."""
 
     last: LedgerEntry
+    """The last response of the prefill; when it continues, the prefill is complete."""
     tokens: int = 0
     seconds: float = 0.0
-    """Since it was given that, less what its steps should have taken."""
+    """Seconds since the responses were assigned, minus the expected time of the worker's decode steps."""
 
 
-class Giving:
+class Placement:
     def __init__(self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True) -> None:
-        """`balancing` off: everybody counts as equally fast, and what runs stays where it is."""
-        self.speeds = Speeds()
+        """`balancing` False: all workers count as equally fast, and running responses do not move."""
+        self.speeds = WorkerSpeeds()
         self._ledger, self._balancing = ledger, balancing
-        self._holds: dict[str, dict[str, None]] = {}
-        """Group to workers that have pages of it, in the order in which they got them: the same in every process."""
-        self._meant: dict[str, str] = {}
-        """Response to the worker that it was moved for."""
-        self._ended = self._ended_tokens = 0
-        self._prefilling: dict[str, _Again] = {}
-        """Workers that were given what others had begun, where that is much of all they have."""
+        self._prefix_holders: dict[str, dict[str, None]] = {}
+        """Group: the workers that have its prompt in their prefix cache, in the order in which they got it, which is
+        the same in every process."""
+        self._move_targets: dict[str, str] = {}
+        """Response: the worker to which it is being moved."""
+        self._finished = self._finished_tokens = 0
+        self._prefilling: dict[str, _Prefill] = {}
+        """Workers that were assigned responses begun elsewhere, if these are a large part of their tokens."""
 
     @property
     def typical(self) -> float:
-        """How long a response is, on average, as far as is known; 0: nothing is."""
-        return self._ended_tokens / self._ended if self._ended else 0.0
+        """Mean length of finished responses in tokens; 0: none has finished."""
+        return self._finished_tokens / self._finished if self._finished else 0.0
 
     def rate(self, member: Member, responses: int, sharing: int) -> float:
-        """What it should make, in tokens per second, with its part of so many responses that `sharing` workers share;
-        0: nobody knows."""
+        """Expected tokens per second of a worker that gets an equal share of `responses` among `sharing` workers; 0:
+        not known."""
         batch = min(member.slots, -(-responses // max(1, sharing)))
         return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
-    def crowd(self, members: Iterable[Member]) -> FleetSpeed | None:
-        """What these make together; None: of one of them, nobody knows."""
+    def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
+        """The combined speed of these workers; None if the speed of one is not known, or if there is none."""
         out = FleetSpeed()
         for member in members:
             profile = self.speeds.profile(member.id)
@@ -73,21 +84,21 @@ class Giving:
         return out if out.workers else None
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
-        """What a frame says of a worker's speed; nothing while it computes again what others had begun."""
-        again = self._prefilling.get(worker)
-        if again is None:
+        """Learns the speed of a worker from a frame, or the speed of its prefill while it prefills moved responses."""
+        prefill = self._prefilling.get(worker)
+        if prefill is None:
             self.speeds.observe(worker, batch, tokens, seconds, context)
             return
         rate = self.speeds.tok_per_s(worker, batch)
-        again.seconds += seconds - (tokens / rate if rate else 0.0)
-        if again.last.worker != worker:  # it has ended, or gone elsewhere, before it was seen to go on here
+        prefill.seconds += seconds - (tokens / rate if rate else 0.0)
+        if prefill.last.worker != worker:  # it ended or moved away before it was seen to continue here
             del self._prefilling[worker]
-        elif len(again.last.episode.tokens) > again.last.recorded:
-            self.speeds.prefilled(worker, again.tokens, again.seconds)
+        elif len(prefill.last.episode.tokens) > prefill.last.recorded:
+            self.speeds.prefilled(worker, prefill.tokens, prefill.seconds)
             del self._prefilling[worker]
 
     def forget(self, worker: str) -> None:
-        """It is gone."""
+        """The worker is gone."""
         self.speeds.forget(worker)
         self._prefilling.pop(worker, None)
 
@@ -103,58 +114,56 @@ class Giving:
             for w in ready
         ]  # fmt: skip
 
-    def give(
+    def assign(
         self, loads: Sequence[WorkerLoad], version: int, *, coming: int, longest: Mapping[str, float] | None = None
     ) -> dict[str, list[LedgerEntry]]:
-        """Takes from the queue what should go now, and assigns it. `longest`: the most tokens that a worker has room
-        for, where that is known. A response goes only where it fits: those that fit into the fewest workers first."""
+        """Takes the responses that should start now from the queue and assigns them. `longest`: the most tokens for
+        which a worker has room, where known. A response goes only where it fits. Responses that fit on the fewest
+        workers are placed first."""
         out: dict[str, list[LedgerEntry]] = {}
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # in most fleets no worker is too small, and this is one pass
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
-            self._place(self._queued(small, n) if small else self._ledger.queue, fit, version, coming, out)
+            self._assign_queued(self._queued(small, n) if small else self._ledger.queue, fit, version, coming, out)
         for worker, entries in out.items():
             moved = [e for e in entries if e.moved]
             tokens = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
-            if tokens > MUCH * self._ledger.context(worker):
-                before = self._prefilling.get(worker, _Again(moved[-1]))
-                self._prefilling[worker] = _Again(moved[-1], before.tokens + tokens, before.seconds)
+            if tokens > PREFILL_SHARE * self._ledger.context(worker):
+                before = self._prefilling.get(worker, _Prefill(moved[-1]))
+                self._prefilling[worker] = _Prefill(moved[-1], before.tokens + tokens, before.seconds)
         return out
 
     def _queued(self, small: Sequence[float], n: int) -> list[str]:
-        """In order: what needs more room than all of the first n of these sizes, and not more than the next."""
+        """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
+        next."""
         entries = self._ledger.entries
         return [id for id in self._ledger.queue if bisect_left(small, room(entries[id].episode)) == n]
 
-    def _place(
-        self,
-        queued: Sequence[str],
-        loads: Sequence[WorkerLoad],
-        version: int,
-        coming: int,
+    def _assign_queued(
+        self, queued: Sequence[str], loads: Sequence[WorkerLoad], version: int, coming: int,
         out: dict[str, list[LedgerEntry]],
-    ) -> None:
-        free = sum(max(0, load.slots - load.running) for load in loads)
-        first = list(islice(queued, free))
-        behind = len(queued) - len(first)
+    ) -> None:  # fmt: skip
+        free_slots = sum(max(0, load.slots - load.running) for load in loads)
+        first = list(islice(queued, free_slots))
         if self._balancing == "algorithm2":
-            chosen = rlboost.select(first, loads, coming=coming, meant=self._meant)
+            chosen = rlboost.select(first, loads, coming=coming, move_targets=self._move_targets)
         else:
             chosen = place(
-                first, loads, behind=behind, coming=coming, holds=self._holds, meant=self._meant, typical=self.typical
-            )
+                first, loads, backlog=len(queued) - len(first), coming=coming, prefix_holders=self._prefix_holders,
+                move_targets=self._move_targets, typical=self.typical,
+            )  # fmt: skip
         for id, worker in chosen:
-            self._ledger.queue.remove(id)  # at its head, unless something before it has to wait for more room
-            self._meant.pop(id, None)
-            self._holds.setdefault(id.rpartition("/")[0], {})[worker] = None
+            self._ledger.queue.remove(id)  # at its head, unless an earlier response must wait for more room
+            self._move_targets.pop(id, None)
+            self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
             out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
 
-    def take_back(
+    def reclaim(
         self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
     ) -> list[tuple[str, LedgerEntry]]:
-        """(worker, what it should give back), when nothing is queued. `longest`: as in `give`."""
+        """(worker, response that it should release), for an empty queue. `longest`: as in `assign`."""
         if not self._balancing:
             return []
         if self._balancing == "algorithm2":
@@ -163,30 +172,30 @@ class Giving:
             moves = rebalance(loads, self._held, typical=self.typical)
         rooms, entries = longest or {}, self._ledger.entries
         moves = [move for move in moves if room(entries[move.id].episode) <= rooms.get(move.target, math.inf)]
-        self._meant |= {move.id: move.target for move in moves}
+        self._move_targets |= {move.id: move.target for move in moves}
         return [(move.source, entries[move.id]) for move in moves]
 
     def _held(self, worker: str) -> list[Running]:
         return [
             Running(
                 id=e.episode.id, context=len(e.episode.prompt) + len(e.episode.tokens), moves=e.moves,
-                waiting=len(e.episode.tokens) == e.recorded,  # nothing has come of it there, as far as can be seen
+                waiting=len(e.episode.tokens) == e.recorded,  # the worker has not sent a token of it
             )
             for e in self._ledger.held(worker)
         ]  # fmt: skip
 
     def finished(self, tokens: int) -> None:
-        """A response came to this length."""
-        self._ended += 1
-        self._ended_tokens += tokens
+        """A response has finished with this number of tokens."""
+        self._finished += 1
+        self._finished_tokens += tokens
 
     def done_with(self, groups: Iterable[str]) -> None:
-        """Nobody needs the pages of these any more, nor moves their responses."""
-        over = set(groups)
-        for group in over:
-            self._holds.pop(group, None)
-        # One that was asked back may have ended where it was.
-        self._meant = {id: worker for id, worker in self._meant.items() if id.rpartition("/")[0] not in over}
+        """These groups are complete: their prefixes and moves are forgotten."""
+        done = set(groups)
+        for group in done:
+            self._prefix_holders.pop(group, None)
+        # A response may have finished on the worker that was asked to release it.
+        self._move_targets = {id: w for id, w in self._move_targets.items() if id.rpartition("/")[0] not in done}
 
 
 def _with(load: WorkerLoad, more: int) -> WorkerLoad:

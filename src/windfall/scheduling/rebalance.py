@@ -1,14 +1,30 @@
-"""Which responses should go on elsewhere, when nothing is queued. Pure: loads in, moves out.
+"""Chooses running responses that should continue on another worker, when the queue is empty. Pure: loads in, moves out.
 
-What waits at a worker whose slots or pages are full goes to one where nothing waits. What runs goes from the worker
-with the longest step to the one with the shortest, then to whoever is idle. Rules:
-- every move gains MARGIN times what it costs, by its own figures, in seconds summed over all it makes faster or slower.
-  Cost: the round trip, and the prefill, which stops everybody at its target. Gain: shorter steps for what is left of
-  the response, for those it leaves, less what it takes from those it joins;
-- the target's step, with it, is shorter than its own was. So each move makes the sum of all steps smaller, and moving
-  comes to rest;
-- what was measured is never exact: a worker with work must be faster by KEEP to be worth joining, and a response that
-  has moved before must gain twice as much each time.
+Responses that wait at a worker with full slots or pages go to a worker where none waits. Running responses go from the
+worker with the longest engine step to the one with the shortest, then to idle workers.
+
+Example: `a` has steps of 40.4 ms with one response, `b` of 10.3 ms with three. About 1,000 tokens are left, so moving
+the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500 tokens of prefill, during which
+`b` generates nothing:
+
+    >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
+    >>> loads = [
+    ...     WorkerLoad(worker="a", running=1, slots=9, profile=slow),
+    ...     WorkerLoad(worker="b", running=2, slots=9, profile=fast),
+    ... ]
+    >>> [move] = rebalance(loads, lambda worker: [Running(id="1/0", context=500)], typical=1000)
+    >>> move.source, move.target, round(move.gain_s), round(move.cost_s, 2)
+    ('a', 'b', 30, 0.2)
+
+Rules:
+- The predicted gain of every move is at least MARGIN times its cost. Both are in seconds, summed over all responses
+  that become faster or slower. The cost is the round trip, and the prefill, which stops every response at the target.
+  The gain is the shorter steps for the rest of the response and for the responses it leaves behind, minus the longer
+  steps of those it joins.
+- The target's step, with the response, is shorter than the source's step was. So every move makes the sum of all steps
+  smaller, and moving comes to an end.
+- Measurements are never exact. A busy worker must be faster by the factor MAX_STEP_RATIO to be worth joining, and a
+  response that has moved before must gain twice as much each time.
 """
 
 from __future__ import annotations
@@ -22,23 +38,23 @@ import msgspec
 from windfall.scheduling.balance import ROUND_TRIP_S, WorkerLoad
 from windfall.scheduling.worker_speed import Profile
 
-KEEP = 0.85
+MAX_STEP_RATIO = 0.85
+"""A busy worker is joined only if its step is shorter than this share of the source's step."""
 MARGIN = 2.0
-CROWD = 0.5
-"""What is left of a crowd, on average, while a response goes on: others end, here and there."""
+REMAINING = 0.5
+"""Mean share of a batch that is still running while a response continues: other responses end, here and there."""
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A response that may move. Many are made, hence no dataclass."""
+    """A response that may move. A Struct, not a dataclass, because very many are created."""
 
     id: str
     context: int
-    """Tokens to compute again after a move: prompt and all made so far."""
-    left: float | None = None
-    """Tokens it will still make, if known."""
+    """Tokens to prefill again after a move: the prompt and everything generated so far."""
     moves: int = 0
+    """How often it has moved."""
     waiting: bool = False
-    """Given to the worker, but its engine makes steps without it."""
+    """Assigned to the worker, but its engine does not run it yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,108 +67,99 @@ class Move:
 
 
 Held = Callable[[str], Sequence[Running]]
+"""The responses that a worker has."""
 
 
 def rebalance(
-    loads: Sequence[WorkerLoad], held: Held, *, typical: float, queued: int = 0, round_trip_s: float = ROUND_TRIP_S,
-    most: int = 256,
+    loads: Sequence[WorkerLoad], held: Held, *, typical: float, round_trip_s: float = ROUND_TRIP_S,
+    max_moves: int = 256,
 ) -> list[Move]:  # fmt: skip
-    """At most `most` moves. `held`: what a worker has, asked only of those that may give. `typical`: tokens that a
-    response will still make where that is not known: the mean length of finished ones is right whatever it has made,
-    as long as lengths are about log-normal.
-
-    >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
-    >>> loads = [WorkerLoad(worker="a", running=1, slots=9, profile=slow), Load(worker="b", running=2, slots=9, profile=fast)]
-    >>> [move] = rebalance(loads, lambda worker: [Running(id="1/0", context=500)], typical=1000)
-    >>> move.source, move.target, round(move.gain_s), round(move.cost_s, 2)
-    ('a', 'b', 30, 0.2)
-    """
-    crews = [_Crew(n, load, load.profile) for n, load in enumerate(loads) if load.profile is not None]
-    if queued or len(crews) < 2 or typical <= 0:
+    """At most `max_moves` moves. `held` is called only for possible sources. `typical`: tokens that a response will
+    still generate. The mean length of finished responses is right for any response, however long it already is, as long
+    as lengths are about log-normal."""
+    workers = [_Worker(n, load, load.profile) for n, load in enumerate(loads) if load.profile is not None]
+    if len(workers) < 2 or typical <= 0:
         return []
-    choice = _Choice(held, typical, round_trip_s, most)
-    if any(crew.waiting for crew in crews):
-        choice.match([c for c in crews if c.waiting], [c for c in crews if not c.waiting], waiting=True)
-    if not any(crew.waiting for crew in crews):
-        choice.match(crews, crews)
-        choice.match(crews, [c for c in crews if not c.count])  # slower than the one that was not worth joining
-    return choice.moves
+    planner = _Planner(held, typical, round_trip_s, max_moves)
+    if any(w.waiting for w in workers):
+        planner.move([w for w in workers if w.waiting], [w for w in workers if not w.waiting], waiting=True)
+    if not any(w.waiting for w in workers):
+        planner.move(workers, workers)
+        planner.move(workers, [w for w in workers if not w.count])  # idle, but slower than a worker not worth joining
+    return planner.moves
 
 
-class _Crew:
+class _Worker:
     """A worker while moves are being chosen."""
 
     def __init__(self, n: int, load: WorkerLoad, profile: Profile) -> None:
         self.n, self.name, self.slots, self.profile = n, load.worker, load.slots, profile
         self.count, self.waiting = load.running, load.waiting
         self.prefill_s = 1 / load.prefill_tok_per_s if load.prefill_tok_per_s > 0 else profile.each_s
-        self.may_go: dict[bool, list[Running]] = {}
-        """By whether they wait: the one to go first is last."""
+        """Seconds to prefill one token."""
+        self.candidates: dict[bool, list[Running]] = {}
+        """Waiting (True) and running (False) responses; the best one to move is last."""
 
     def step_s(self, more: int = 0) -> float:
+        """Step time with `more` responses than now."""
         return self.profile.step_s(self.count - self.waiting + more)
 
 
-class _Choice:
-    def __init__(self, held: Held, typical: float, round_trip_s: float, most: int) -> None:
-        self.held, self.typical, self.round_trip_s, self.most = held, typical, round_trip_s, most
+class _Planner:
+    def __init__(self, held: Held, typical: float, round_trip_s: float, max_moves: int) -> None:
+        self.held, self.typical, self.round_trip_s, self.max_moves = held, typical, round_trip_s, max_moves
         self.moves: list[Move] = []
 
-    def match(self, givers: Sequence[_Crew], takers: Sequence[_Crew], waiting: bool = False) -> None:
-        """From the longest step to the shortest, until nobody gains enough."""
-        crews = {crew.n: crew for crew in (*givers, *takers)}
-        giving = [(-crew.step_s(), crew.n) for crew in givers if crew.count]
-        taking = [(crew.step_s(1), crew.n) for crew in takers if crew.count < crew.slots]
-        heapq.heapify(giving)
-        heapq.heapify(taking)
-        while giving and taking and len(self.moves) < self.most:
-            giver, taker = crews[giving[0][1]], crews[taking[0][1]]
-            if -giving[0][0] != giver.step_s():  # it was given something since
-                heapq.heapreplace(giving, (-giver.step_s(), giver.n))
+    def move(self, sources: Sequence[_Worker], targets: Sequence[_Worker], waiting: bool = False) -> None:
+        """Moves responses from the worker with the longest step to the one with the shortest, while that gains enough.
+        `waiting`: move waiting responses, not running ones."""
+        workers = {w.n: w for w in (*sources, *targets)}
+        longest = [(-w.step_s(), w.n) for w in sources if w.count]
+        shortest = [(w.step_s(1), w.n) for w in targets if w.count < w.slots]
+        heapq.heapify(longest)
+        heapq.heapify(shortest)
+        while longest and shortest and len(self.moves) < self.max_moves:
+            source, target = workers[longest[0][1]], workers[shortest[0][1]]
+            if -longest[0][0] != source.step_s():  # it was a target since this entry was pushed
+                heapq.heapreplace(longest, (-source.step_s(), source.n))
                 continue
-            if taking[0][0] != taker.step_s(1):  # it gave something since
-                heapq.heapreplace(taking, (taker.step_s(1), taker.n))
+            if shortest[0][0] != target.step_s(1):  # it was a source since this entry was pushed
+                heapq.heapreplace(shortest, (target.step_s(1), target.n))
                 continue
-            if not waiting and taker.step_s(1) >= giver.step_s():
+            if not waiting and target.step_s(1) >= source.step_s():
                 return
-            move = self._best(giver, taker, waiting) if giver is not taker else None
+            move = self._best_move(source, target, waiting) if source is not target else None
             if move is None:
-                heapq.heappop(giving)
+                heapq.heappop(longest)
                 continue
             self.moves.append(move)
-            giver.count, giver.waiting, taker.count = giver.count - 1, giver.waiting - waiting, taker.count + 1
-            if not (giver.waiting if waiting else giver.count):
-                heapq.heappop(giving)
-            if taker.count >= taker.slots:
-                heapq.heappop(taking)
+            source.count, source.waiting, target.count = source.count - 1, source.waiting - waiting, target.count + 1
+            if not (source.waiting if waiting else source.count):
+                heapq.heappop(longest)
+            if target.count >= target.slots:
+                heapq.heappop(shortest)
 
-    def _best(self, giver: _Crew, taker: _Crew, waiting: bool) -> Move | None:
-        shorter_s = giver.step_s() - taker.step_s(1)
-        if not waiting and taker.count and taker.step_s(1) >= KEEP * giver.step_s():
+    def _best_move(self, source: _Worker, target: _Worker, waiting: bool) -> Move | None:
+        """The move of the best candidate; None if it does not gain enough."""
+        if not waiting and target.count and target.step_s(1) >= MAX_STEP_RATIO * source.step_s():
             return None
-        if waiting not in giver.may_go:
-
-            def worth(r: Running) -> float:
-                return self._left(r) * shorter_s - r.context * taker.prefill_s
-
-            mine = (r for r in self.held(giver.name) if r.waiting == waiting)
-            giver.may_go[waiting] = sorted(mine, key=worth)
-        if not giver.may_go[waiting]:
+        if waiting not in source.candidates:  # the fewer tokens to prefill, the better
+            candidates = (r for r in self.held(source.name) if r.waiting == waiting)
+            source.candidates[waiting] = sorted(candidates, key=lambda r: -r.context)
+        if not source.candidates[waiting]:
             return None
-        r = giver.may_go[waiting][-1]
-        fixed_s = giver.profile.fixed_s - taker.profile.fixed_s
-        gain_s = self._left(r) * (fixed_s + CROWD * (shorter_s - fixed_s))
-        gain_s -= CROWD * self.typical * taker.profile.each_s * taker.count
+        r = source.candidates[waiting][-1]
+        shorter_s = source.step_s() - target.step_s(1)
+        fixed_s = source.profile.fixed_s - target.profile.fixed_s
+        gain_s = self.typical * (fixed_s + REMAINING * (shorter_s - fixed_s))
+        gain_s -= REMAINING * self.typical * target.profile.each_s * target.count
         cost_s = self.round_trip_s
-        if waiting:  # until one of those that run has ended, for it and for everybody before it; prefilled anyhow
-            gain_s += self.typical * giver.step_s() * giver.waiting / max(1, giver.count - giver.waiting)
+        if waiting:  # it and those before it wait until a running response ends; it has to be prefilled in any case
+            gain_s += self.typical * source.step_s() * source.waiting / max(1, source.count - source.waiting)
         else:
-            gain_s += CROWD * self.typical * giver.profile.each_s * (giver.count - 1)
-            cost_s += r.context * taker.prefill_s * (1 + taker.count)
+            gain_s += REMAINING * self.typical * source.profile.each_s * (source.count - 1)
+            cost_s += r.context * target.prefill_s * (1 + target.count)
         if gain_s <= cost_s * MARGIN * 2**r.moves:
             return None
-        giver.may_go[waiting].pop()
-        return Move(id=r.id, source=giver.name, target=taker.name, gain_s=gain_s, cost_s=cost_s)
-
-    def _left(self, r: Running) -> float:
-        return self.typical if r.left is None else r.left
+        source.candidates[waiting].pop()
+        return Move(id=r.id, source=source.name, target=target.name, gain_s=gain_s, cost_s=cost_s)

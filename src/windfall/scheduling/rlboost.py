@@ -1,39 +1,92 @@
-"""RLBoost's Algorithm 2 as published: where a response goes, and what moves. Pure. For comparison: balance.py and
-rebalance.py are windfall's own. `techniques.balancing = "algorithm2"` chooses it.
+"""RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies. Pure.
 
-    select    among workers with fewer than THETA pending, the one with the fewest; else the response is held back
-    balance   one worker has none pending and another some: one moves from whoever has most. None has any and one is
-              idle: of the busiest, all that is above B, the batch at which it makes nearly what it ever would
+Algorithm 1 (`RLBoostSeeding`) chooses T_seed; windfall's own policy is seed_time.PredictedSeeding.
+`fleet.offload = "feedback"` selects Algorithm 1.
 
-What the paper leaves open, and how it is here:
-- pending is what a worker's engine has and makes no steps with. No worker is given more than its slots, so mostly none
-  is, and equal numbers of pending are told apart by how full they are: executing over slots. So the trainer's machine,
-  that stands for several of the paper's instances, gets its part;
-- THETA is 8: of 1, 8 and 32 it was best or equal in benchmarks/balance.py;
-- B is the knee of the profile that was measured of that worker (speed.py).
+Algorithm 2 (`select` and `balance`) places and moves responses; windfall's own policies are balance.py and
+rebalance.py. `techniques.balancing = "algorithm2"` selects Algorithm 2.
+
+    select    Choose the worker with the fewest pending responses among those with fewer than THETA. If there is none,
+              hold the response back.
+    balance   If one worker has no pending responses and another has some, move one from the worker with the most. If no
+              worker has any and one is idle, move from the busiest worker everything above B, the batch size at which
+              it has nearly its highest throughput.
+
+The paper leaves some points open. They are resolved here as follows:
+- A response is pending if a worker's engine holds it but does not run it. No worker gets more responses than it has
+  slots, so there is usually no pending response. Workers with equally many pending responses are compared by their
+  load, executing / slots. The trainer's machine, which stands for several of the paper's instances, thereby gets its
+  share.
+- THETA is 8: of 1, 8 and 32 it was best or equal in benchmarks/balance.py.
+- B is the knee of the profile that was measured for that worker (worker_speed.py).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from windfall.scheduling.balance import WorkerLoad
 from windfall.scheduling.rebalance import Held, Move, Running
+from windfall.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedPlan, StepMeasurement
+from windfall.scheduling.step_model import Progress
 
 THETA = 8
+SAME = 1e-3
+"""Two mean numbers of workers that differ by less are equal; the difference is rounding."""
+
+
+@dataclass(slots=True)
+class RLBoostSeeding:
+    """Algorithm 1: T_seed follows the imbalance of the last step."""
+
+    first_s: float = 150.0
+    """T_init: T_seed of the first step, in seconds."""
+    eta: float = 3.0
+    seed_s: float = field(init=False)
+    """T_seed in seconds."""
+    memory: dict[int, float] = field(default_factory=dict)
+    """T_seed by number of workers."""
+    most_workers: float = math.inf
+    """With more workers than this, some would wait for training."""
+    remembers: bool = True
+    """Use `memory`."""
+
+    def __post_init__(self) -> None:
+        self.seed_s = self.first_s
+
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+        if last is not None and last.workers > 0 and math.isfinite(last.seed_s):
+            self.seed_s = max(0.0, self.seed_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
+            if last.train_s > 0:
+                self.most_workers = (last.remote_s * last.workers + self.seed_s) / last.train_s
+            if abs(last.workers - fleet.workers) < SAME and self.remembers:
+                self.memory[fleet.workers] = self.seed_s
+        if fleet.workers == 0:
+            return GENERATE_ALL
+        self.seed_s = self.memory.get(fleet.workers, self.seed_s)
+        why = f"from the imbalance of earlier steps, {fleet.workers} workers"
+        return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
+
+    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
+        """Algorithm 1 plans once per step."""
+        return None
 
 
 def select(
-    queued: Sequence[str], loads: Sequence[WorkerLoad], *, coming: int = 0, meant: Mapping[str, str] | None = None
-) -> list[tuple[str, str]]:
-    """(response, worker) for as many, in order, as somebody has room for. `meant`: whom a response was moved for.
-    `coming`: workers about to be ready, whose part is held back.
+    queued: Sequence[str], loads: Sequence[WorkerLoad], *, coming: int = 0,
+    move_targets: Mapping[str, str] | None = None,
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Algorithm 2, placement: (response, worker) for the first responses of the queue, as many as workers have room
+    for. `move_targets`: the worker to which a response is being moved. `coming`: workers about to be ready; their share
+    is held back.
 
-    >>> select(["1/0", "1/1"], [WorkerLoad(worker="a", running=3, slots=8), Load(worker="b", running=1, slots=8)])
+    >>> select(["1/0", "1/1"], [WorkerLoad(worker="a", running=3, slots=8), WorkerLoad(worker="b", running=1, slots=8)])
     [('1/0', 'b'), ('1/1', 'b')]
     """
-    meant, number = meant or {}, {load.worker: n for n, load in enumerate(loads)}
+    targets, index = move_targets or {}, {load.worker: n for n, load in enumerate(loads)}
     if coming and loads:
         slots = min(load.slots for load in loads)
         loads = [*loads, *(WorkerLoad(worker="", running=0, slots=slots) for _ in range(coming))]
@@ -48,9 +101,9 @@ def select(
     held_back = 0
     while len(out) + held_back < len(queued):
         id = queued[len(out)]
-        n = number.get(meant.get(id, ""), -1)
+        n = index.get(targets.get(id, ""), -1)
         if n < 0 or running[n] >= loads[n].slots:
-            while heap and heap[0] != rank(heap[0][2]):  # it was given something since
+            while heap and heap[0] != rank(heap[0][2]):  # its load has changed since the entry was pushed
                 n = heapq.heappop(heap)[2]
                 if running[n] < loads[n].slots:
                     heapq.heappush(heap, rank(n))
@@ -66,7 +119,8 @@ def select(
 
 
 def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
-    """
+    """Algorithm 2, rebalancing.
+
     >>> from windfall.scheduling.worker_speed import Profile
     >>> profile = Profile(fixed_s=0.004, each_s=0.002)
     >>> loads = [WorkerLoad(worker=w, running=n, slots=99, profile=profile) for w, n in (("a", 10), ("b", 0))]
@@ -88,7 +142,7 @@ def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
 
 
 def _moves(
-    source: WorkerLoad, target: WorkerLoad, count: int, may: Callable[[Running], bool], held: Held
+    source: WorkerLoad, target: WorkerLoad, count: int, may_move: Callable[[Running], bool], held: Held
 ) -> list[Move]:
-    chosen = [r for r in held(source.worker) if may(r)][:count]
+    chosen = [r for r in held(source.worker) if may_move(r)][:count]
     return [Move(id=r.id, source=source.worker, target=target.worker, gain_s=0.0, cost_s=0.0) for r in chosen]

@@ -1,25 +1,28 @@
-"""How long the trainer's own engine rolls out at the start of a step, before it trains: `T_seed`. Pure.
+"""T_seed: how long the trainer's own engine generates at the start of a step before the machine trains. Pure.
 
-    step:   [ local generates: seed_s ][ local trains, on groups as they come .............. update ]
+    step:   [ local generates: seed_s ][ local trains on groups as they become complete ..... update ]
             [ others pull ][ others generate ............................... ][ others wait ]
 
-Too short, and the trainer waits for groups; too long, and the others have nothing left while it still trains. With no
-other worker it must be unbounded: then the step is plain generating and training in turn.
+"Local" is the trainer's own engine. If T_seed is too short, the trainer waits for groups. If it is too long, the other
+workers have nothing left to do while the trainer still trains. Without other workers T_seed must be unbounded: the step
+then generates everything and trains afterwards.
 
-Two policies with one interface:
+Policies with one interface:
 
-- `RLBoostSeeding` is RLBoost's Algorithm 1: move T_seed by the imbalance of the last step over eta, remember what worked for
-  each fleet size, and bound how many instances are worth having.
-- `Predict` computes it. Of W tokens a step, local makes L a second, the fleet R once it has pulled (after P seconds),
-  and training takes in A a second. If work could be split at will, generation and training would end together at
+- `rlboost.RLBoostSeeding` is RLBoost's Algorithm 1. It changes T_seed by the imbalance of the last step divided by eta,
+  remembers the T_seed that worked for each fleet size, and bounds the number of instances that are worth having.
+- `PredictedSeeding` computes T_seed. A step has W tokens; local generates L tokens per second; the fleet generates R
+  tokens per second once it has pulled the weights (after P seconds); training consumes A tokens per second. If work
+  could be split freely, generation and training would end together at
 
-      T = (W (1 - R / A) + R P) / (L + R)
+      T_seed = (W (1 - R / A) + R P) / (L + R)
 
-  It cannot: how groups become whole, and how the last responses slow down, is learned of every step (course.py), and T
-  is that with which the step would end soonest. W, L and A are those measured last; R is the sum of what today's
-  workers are known to make, each with its own speed, so a change of the fleet is answered in the very step it is seen.
-  However fast the fleet is, nothing can be trained on before the first groups are whole: until then local generates,
-  too.
+  Work cannot be split freely. How groups become complete, and how the last responses slow down, is learned from every
+  step (scheduling/step_model.py), and T_seed is the value with which the step would end soonest. W, L and A are the
+  last measured values. R is the sum of the known speeds of today's workers, so a change of the fleet has an effect in
+  the step in which it is seen. Even with a very fast fleet nothing can be trained on before the first groups are
+  complete; until then local generates, too.
+- `NoSeeding` lets local generate only when there is no other worker.
 """
 
 from __future__ import annotations
@@ -29,172 +32,133 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from windfall.scheduling.fleet_speed import FleetSpeed, StepRates
-from windfall.scheduling.step_model import START, Mark, StepModel
+from windfall.scheduling.step_model import START, Progress, StepModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Others:
-    """The fleet without local, as the next step finds it."""
+class RemoteFleet:
+    """The workers other than local that are available for a step."""
 
     workers: int
     tok_per_s: float
-    """What they make together by what is known of each; 0 if nothing is known yet."""
+    """Tokens per second of all these workers together, from their profiles; 0 if nothing is known yet."""
     pull_s: float = 0.0
-    """Until they have the new weights."""
-    crowd: FleetSpeed | None = None
-    """What they make of so many responses; None: the same of any number."""
-    local: FleetSpeed | None = None
-    """And local; None: what it made in the last step."""
+    """Seconds until they have loaded the new weights."""
+    speed: FleetSpeed | None = None
+    """Their speed by number of responses; None: `tok_per_s` for any number."""
+    local_speed: FleetSpeed | None = None
+    """The speed of local; None: its rate in the last steps."""
     responses: int = 1
-    """Of the step."""
+    """Number of responses in the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What a step was like, in seconds and tokens."""
+class StepMeasurement:
+    """Measurements of one step, in seconds and tokens."""
 
     tokens: int
     seed_s: float
-    """How long local generated."""
+    """Seconds for which local generated."""
     local_tokens: int
+    """Tokens that local generated."""
     train_s: float
-    """How long training worked, the update included."""
+    """Seconds of training, including the update and excluding waits."""
     train_wait_s: float
-    """How long the trainer had stopped generating and waited for groups."""
+    """Seconds for which the trainer had stopped generating and waited for groups."""
     remote_wait_s: float
-    """From the last token of another worker to the end of the step."""
+    """Seconds from the last token of another worker to the end of the step."""
     remote_s: float
-    """From the start of the step to that last token."""
+    """Seconds from the start of the step to the last token of another worker."""
     workers: float
-    """Others, on average over the step."""
+    """Mean number of other workers during the step."""
     responses: int = 1
-    course: tuple[Mark, ...] = ()
-    """When how much was made, and could be trained on."""
-    there: tuple[tuple[float, FleetSpeed], ...] = ()
-    """Who made tokens, each from a time on; empty: somebody was there of whom nothing is known."""
+    """Number of responses in the step."""
+    progress: tuple[Progress, ...] = ()
+    """How many tokens were generated, and how many were trainable, over time."""
+    speeds: tuple[tuple[float, FleetSpeed], ...] = ()
+    """(seconds from the start of the step, speed of all workers from then on); empty if a worker's speed is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedPlan:
     seed_s: float
-    """Infinite: until all is generated."""
+    """T_seed in seconds; infinite: until everything is generated."""
     most_workers: float
-    """More than so many others would wait for training."""
+    """With more workers than this, some would wait for training."""
     why: str
     hold: bool = False
-    """Not before there is something to train on: until then the trainer could only wait."""
+    """Keep generating after T_seed until something is trainable: before that the trainer could only wait."""
 
 
-class Offload(Protocol):
-    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
-        """For the step that begins now; `last` is the one that ended, None at the start."""
+class SeedingPolicy(Protocol):
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
+        """Plans the step that begins now. `last`: the previous step; None at the start of a run."""
         ...
 
-    def again(self, others: Others, now: Mark) -> SeedPlan | None:
-        """Local still generates, and the step stands at `now`. None: it stays as it was planned."""
+    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
+        """Plans again while local still generates and the step has come to `now`. None keeps the plan."""
         ...
 
 
-SAME = 1e-3
-"""A mean number of workers that is off by less is a matter of rounding."""
-ALONE = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
+GENERATE_ALL = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
 
 
 @dataclass(slots=True)
-class RLBoostSeeding:
-    """RLBoost's Algorithm 1."""
+class PredictedSeeding:
+    """The model in the module docstring. It contains no constants of any model or machine."""
 
-    first_s: float = 150.0
-    eta: float = 3.0
-    seed_s: float = field(init=False)
-    memory: dict[int, float] = field(default_factory=dict)
-    most_workers: float = math.inf
-    remembers: bool = True
-
-    def __post_init__(self) -> None:
-        self.seed_s = self.first_s
-
-    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
-        if last is not None and last.workers > 0 and math.isfinite(last.seed_s):
-            self.seed_s = max(0.0, self.seed_s + (last.train_wait_s - last.remote_wait_s) / self.eta)
-            if last.train_s > 0:
-                self.most_workers = (last.remote_s * last.workers + self.seed_s) / last.train_s
-            if abs(last.workers - others.workers) < SAME and self.remembers:
-                self.memory[others.workers] = self.seed_s
-        if others.workers == 0:
-            return ALONE
-        self.seed_s = self.memory.get(others.workers, self.seed_s)
-        why = f"by the imbalance of steps before, {others.workers} workers"
-        return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
-
-    def again(self, others: Others, now: Mark) -> SeedPlan | None:
-        """As published: once a step."""
-        return None
-
-
-@dataclass(slots=True)
-class Predict:
-    """The model above. Knows no constant of any model or machine."""
-
-    forget: float = 0.5
-    """Weight of the newest step."""
+    newest: float = 0.5
+    """Weight of the newest step in every average."""
     tokens: float = 0.0
-    local: float = 0.0
-    train: float = 0.0
-    course: StepModel = field(default_factory=StepModel)
+    """W: tokens per step."""
+    local_tok_per_s: float = 0.0
+    """L: tokens per second of local."""
+    train_tok_per_s: float = 0.0
+    """A: tokens per second of training."""
+    model: StepModel = field(default_factory=StepModel)
 
-    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
         if last is not None:
             self._learn(last)
-        return self.again(others, START)
+        return self.replan(fleet, START)
 
-    def again(self, others: Others, now: Mark) -> SeedPlan:
-        if others.workers == 0:
-            return ALONE
-        if not (self.tokens and self.local and self.train and others.tok_per_s > 0):
-            # Nothing to go by: generate everywhere, and measure. Nothing is lost but the overlap of one step.
-            return SeedPlan(seed_s=math.inf, most_workers=math.inf, why="measuring: every rate is still unknown")
-        rates = self._rates(self.tokens, others)
-        seed_s = self.course.best(rates, now)
-        w, low, a, r = self.tokens, self.local, self.train, others.tok_per_s
-        why = f"{w:,.0f} tokens at {low:,.0f} here and {r:,.0f} tok/s elsewhere, trained at {a:,.0f}"
-        return SeedPlan(seed_s=seed_s, most_workers=a / (r / others.workers), why=why, hold=True)
-
-    def _rates(self, tokens: float, others: Others) -> StepRates:
-        return StepRates(
-            tokens=tokens, responses=others.responses, train=self.train, pull_s=others.pull_s,
-            local=others.local or FleetSpeed.steady(self.local), others=others.crowd or FleetSpeed.steady(others.tok_per_s),
+    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan:
+        if fleet.workers == 0:
+            return GENERATE_ALL
+        if not (self.tokens and self.local_tok_per_s and self.train_tok_per_s and fleet.tok_per_s > 0):
+            # Generate everywhere and measure. This costs only the overlap of one step.
+            return SeedPlan(seed_s=math.inf, most_workers=math.inf, why="measuring: not every rate is known yet")
+        rates = StepRates(
+            tokens=self.tokens, responses=fleet.responses, train_tok_per_s=self.train_tok_per_s, pull_s=fleet.pull_s,
+            local=fleet.local_speed or FleetSpeed.constant(self.local_tok_per_s),
+            others=fleet.speed or FleetSpeed.constant(fleet.tok_per_s),
         )  # fmt: skip
+        why = (
+            f"{self.tokens:,.0f} tokens at {self.local_tok_per_s:,.0f} here and {fleet.tok_per_s:,.0f} tok/s elsewhere"
+            f", trained at {self.train_tok_per_s:,.0f}"
+        )
+        most_workers = self.train_tok_per_s / (fleet.tok_per_s / fleet.workers)
+        return SeedPlan(seed_s=self.model.best_seed_s(rates, now), most_workers=most_workers, why=why, hold=True)
 
-    def _learn(self, last: Measured) -> None:
-        self.tokens = self._mix(self.tokens, last.tokens)
+    def _learn(self, last: StepMeasurement) -> None:
+        self.tokens = self._average(self.tokens, last.tokens)
         if last.seed_s > 0 and last.local_tokens:
-            self.local = self._mix(self.local, last.local_tokens / last.seed_s)
+            self.local_tok_per_s = self._average(self.local_tok_per_s, last.local_tokens / last.seed_s)
         if last.train_s > 0:
-            self.train = self._mix(self.train, last.tokens / last.train_s)
-        if last.course and last.there:
-            self.course.learn(last.course, last.there, last.responses, self.forget)
+            self.train_tok_per_s = self._average(self.train_tok_per_s, last.tokens / last.train_s)
+        if last.progress and last.speeds:
+            self.model.learn(last.progress, last.speeds, last.responses, self.newest)
 
-    def _mix(self, old: float, new: float) -> float:
-        return new if old == 0 else (1 - self.forget) * old + self.forget * new
+    def _average(self, old: float, new: float) -> float:
+        return new if old == 0 else (1 - self.newest) * old + self.newest * new
 
 
-class Never:
-    """No seeding: local generates only when nobody else is there."""
+class NoSeeding:
+    """Local generates only when there is no other worker."""
 
-    def plan(self, last: Measured | None, others: Others) -> SeedPlan:
+    def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
         del last
-        return SeedPlan(seed_s=0.0, most_workers=math.inf, why="no seeding") if others.workers else ALONE
+        return SeedPlan(seed_s=0.0, most_workers=math.inf, why="no seeding") if fleet.workers else GENERATE_ALL
 
-    def again(self, others: Others, now: Mark) -> SeedPlan | None:
+    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
         return None
-
-
-def make(name: str, *, first_s: float = 150.0) -> Offload:
-    """
-    >>> make("predict").plan(None, Others(workers=0, tok_per_s=0)).seed_s
-    inf
-    """
-    if name.startswith("feedback"):
-        return RLBoostSeeding(first_s=first_s, remembers=name == "feedback")
-    return Never() if name == "never" else Predict()

@@ -1,18 +1,21 @@
-"""How a step unfolds, as a function of how much of it is made: which part can be trained on, and how fast it is. Pure.
+"""A model of how a step unfolds: what is trainable, and how fast tokens are generated, by the share generated. Pure.
 
-Rates alone say when a step would end if work could be split as finely as one likes. It cannot: groups become whole
-late, so that little can be trained on while much is made, and the last responses are made by batches too small to be
-fast, however many workers there are. Both repeat from step to step at the same share of tokens made, for any fleet:
+Rates alone say when a step would end if work could be split freely. It cannot: groups become complete late, so little
+is trainable while much is generated; and the last responses are generated in batches too small to be fast, no matter
+how many workers there are. Both effects repeat from step to step at the same share of generated tokens, for any fleet:
 
-    made, whole    of the step's tokens, the share that is made, and the share in groups that are whole
-    open, behind   responses that are still being made, and the tokens behind them, both as shares
-    slow           how much longer tokens take than the profiles of those who make them say, for so many responses with
-                   so many tokens behind them
+    generated     share of the step's tokens that is generated
+    trainable     share of the step's tokens that is in complete groups
+    unfinished    share of the responses that are not finished
+    context       tokens in the context of the unfinished responses, as a share of the step's tokens
+    slowdown      measured time per token / the time that the workers' profiles predict for these responses and context
 
-each at PARTS points, evenly spread over made + whole: half of all groups may become whole with the last few tokens.
-Learned of every step, with these the end of a step can be computed for any T_seed and any fleet, from its start or from
-wherever it stands. Training takes groups in the order in which they come, so it ends when the last has come and what
-was left by then is trained: end = max over groups of (when it came + training of it and all after it).
+Each is stored at PARTS points, spread evenly over generated + trainable, because half of all groups may become complete
+with the last few tokens. The values are learned from every step. With them the end of a step can be computed for any
+T_seed and any fleet, from its start or from any point within it. Training takes groups in the order in which they
+become complete, so it ends when the last group is complete and everything left by then is trained:
+
+    end = max over groups of (when the group is complete + training time of it and of all groups after it)
 """
 
 from __future__ import annotations
@@ -26,174 +29,196 @@ from typing import NamedTuple
 from windfall.scheduling.fleet_speed import FleetSpeed, StepRates
 
 PARTS = 32
-TRIES = 24
-LEAST, MOST = 0.25, 8.0
-"""Of `slow`: more or less is a mistake in the rates."""
+"""Points at which the model stores its values."""
+SEARCH_POINTS = 24
+"""Values of T_seed that are compared in each of two rounds."""
+MIN_SLOWDOWN, MAX_SLOWDOWN = 0.25, 8.0
+"""Values outside this range are treated as errors in the rates."""
 
 
-class Mark(NamedTuple):
-    """Where a step stands at one moment, from its start."""
+class Progress(NamedTuple):
+    """How far a step has come at one moment."""
 
     at_s: float
-    made: float
-    """Tokens so far."""
-    whole: float
-    """Of these, in groups that are whole."""
-    open: float
+    """Seconds from the start of the step."""
+    generated: float
+    """Tokens generated."""
+    trainable: float
+    """Tokens in complete groups."""
+    unfinished: float
     """Responses that are not finished."""
-    behind: float = 0.0
-    """Tokens behind these, prompts included."""
+    context: float = 0.0
+    """Tokens in the context of the unfinished responses, prompts included."""
 
 
-START = Mark(0.0, 0.0, 0.0, 0.0)
+START = Progress(0.0, 0.0, 0.0, 0.0)
 
 
 class StepPart(NamedTuple):
-    """A part of what is left of a step."""
+    """One part of the remaining work of a step."""
 
     tokens: float
-    """To be made, times how much slower they come than profiles say."""
-    whole: float
-    """Tokens in groups that become whole with it."""
+    """Tokens to be generated, multiplied by the slowdown."""
+    trainable: float
+    """Tokens in groups that become complete in this part."""
     rates: tuple[float, float, float]
     """Tokens per second of local, of the others, and of both together."""
 
 
+def _even() -> list[float]:
+    return [(n + 1) / PARTS for n in range(PARTS)]
+
+
 @dataclass(slots=True)
 class StepModel:
-    made: list[float] = field(default_factory=lambda: [(n + 1) / PARTS for n in range(PARTS)])
-    whole: list[float] = field(default_factory=lambda: [(n + 1) / PARTS for n in range(PARTS)])
-    open: list[float] = field(default_factory=lambda: [1.0] * PARTS)
-    behind: list[float] = field(default_factory=lambda: [0.0] * PARTS)
-    slow: list[float] = field(default_factory=lambda: [1.0] * PARTS)
+    """The module docstring explains the lists; each has PARTS values."""
+
+    generated: list[float] = field(default_factory=_even)
+    trainable: list[float] = field(default_factory=_even)
+    unfinished: list[float] = field(default_factory=lambda: [1.0] * PARTS)
+    context: list[float] = field(default_factory=lambda: [0.0] * PARTS)
+    slowdown: list[float] = field(default_factory=lambda: [1.0] * PARTS)
     steps: int = 0
+    """Steps that the model has learned from."""
 
     def learn(
-        self, marks: Sequence[Mark], there: Sequence[tuple[float, FleetSpeed]], responses: float, weight: float
+        self,
+        progress: Sequence[Progress],
+        speeds: Sequence[tuple[float, FleetSpeed]],
+        responses: float,
+        weight: float,
     ) -> None:
-        """`marks` in order, the last when all was made; `there`: who made tokens, each from a time on, in order."""
-        total = marks[-1].made if marks else 0.0
+        """Learns from one step. `progress`: in order of time; the last entry is from when everything was generated.
+        `speeds`: (seconds from the start, speed of all workers from then on), in order. `weight`: of this step."""
+        total = progress[-1].generated if progress else 0.0
         if total <= 0:
             return
         weight = weight if self.steps else 1.0
         self.steps += 1
-        before = START._replace(open=responses)
-        for n, mark in enumerate(_spread([before, *marks], total)):
-            slow, open, behind = self.slow[n], (before.open + mark.open) / 2, (before.behind + mark.behind) / 2
-            if mark.made > before.made:
-                expected = _expected(there, before.at_s, mark.at_s, open, behind)
-                slow = min(MOST, max(LEAST, expected / (mark.made - before.made)))
-            new = (mark.made / total, mark.whole / total, open / responses, behind / total, slow)
-            for known, value in zip((self.made, self.whole, self.open, self.behind, self.slow), new, strict=True):
-                known[n] += weight * (value - known[n])
-            before = mark
+        before = START._replace(unfinished=responses)
+        for n, point in enumerate(_resample([before, *progress], total)):
+            slowdown = self.slowdown[n]
+            unfinished = (before.unfinished + point.unfinished) / 2
+            context = (before.context + point.context) / 2
+            if point.generated > before.generated:
+                expected = _expected_tokens(speeds, before.at_s, point.at_s, unfinished, context)
+                slowdown = min(MAX_SLOWDOWN, max(MIN_SLOWDOWN, expected / (point.generated - before.generated)))
+            for values, new in (
+                (self.generated, point.generated / total), (self.trainable, point.trainable / total),
+                (self.unfinished, unfinished / responses), (self.context, context / total), (self.slowdown, slowdown),
+            ):  # fmt: skip
+                values[n] += weight * (new - values[n])
+            before = point
 
-    def total(self, rates: StepRates, start: Mark) -> float:
-        """How many tokens this step comes to. Responses tell: when so few are left open, so much is usually made. The
-        more of them are finished, the more that counts beside what steps before came to."""
-        open = start.open / rates.responses
-        if not self.steps or not start.made or open >= 1:
+    def expected_tokens(self, rates: StepRates, start: Progress) -> float:
+        """The number of tokens that this step will have. The share of unfinished responses suggests one number, because
+        a usual share of the tokens is generated by then; earlier steps suggest another. The more responses are
+        finished, the more the first one counts."""
+        unfinished = start.unfinished / rates.responses
+        if not self.steps or not start.generated or unfinished >= 1:
             return rates.tokens
-        before = (1.0, 0.0)  # open, made
+        before = (1.0, 0.0)  # shares of unfinished responses and of generated tokens
         for n in range(PARTS):
-            point = (self.open[n], (self.made[n] + (self.made[n - 1] if n else 0.0)) / 2)
-            if point[0] <= open:
+            point = (self.unfinished[n], (self.generated[n] + (self.generated[n - 1] if n else 0.0)) / 2)
+            if point[0] <= unfinished:
                 break
             before = point
         else:
             point = (0.0, 1.0)
-        share = (before[0] - open) / (before[0] - point[0]) if before[0] > point[0] else 1.0
+        share = (before[0] - unfinished) / (before[0] - point[0]) if before[0] > point[0] else 1.0
         usual = before[1] + min(1.0, share) * (point[1] - before[1])
-        return max(start.made, open * rates.tokens + (1 - open) * start.made / max(1e-9, usual))
+        return max(start.generated, unfinished * rates.tokens + (1 - unfinished) * start.generated / max(1e-9, usual))
 
-    def left(self, rates: StepRates, start: Mark) -> list[StepPart]:
-        """What is still to be made. If fewer or more groups are whole by now than usual, the rest catches up evenly."""
-        total = self.total(rates, start)
-        made, out = min(1.0, start.made / total), list[StepPart]()
-        before, usual, share = 0.0, 0.0, 1.0
+    def remaining(self, rates: StepRates, start: Progress) -> list[StepPart]:
+        """The work that is left. If more or fewer groups are complete at `start` than usual, the difference is spread
+        evenly over the remaining parts."""
+        total = self.expected_tokens(rates, start)
+        generated, parts = min(1.0, start.generated / total), list[StepPart]()
+        before, trainable, scale = 0.0, 0.0, 1.0
         both = rates.local + rates.others
         for n in range(PARTS):
-            if made > self.made[n] and n < PARTS - 1:
-                before, usual = self.made[n], self.whole[n]
+            if generated > self.generated[n] and n < PARTS - 1:
+                before, trainable = self.generated[n], self.trainable[n]
                 continue
-            if not out:
-                passed = max(0.0, made - before) / max(1e-9, self.made[n] - before)
-                usual += min(1.0, passed) * (self.whole[n] - usual)
-                share = (1 - min(1.0, start.whole / total)) / max(1e-9, 1 - usual)
-                before = max(before, made)
-            tokens = max(0.0, self.made[n] - before) * total * self.slow[n]
-            open, behind = max(1.0, self.open[n] * rates.responses), self.behind[n] * total
-            speeds = [crowd.tok_per_s(open, behind) for crowd in (rates.local, rates.others, both)]
-            out.append(StepPart(tokens, (self.whole[n] - usual) * share * total, (speeds[0], speeds[1], speeds[2])))
-            before, usual = self.made[n], self.whole[n]
-        return out
+            if not parts:
+                passed = max(0.0, generated - before) / max(1e-9, self.generated[n] - before)
+                trainable += min(1.0, passed) * (self.trainable[n] - trainable)
+                scale = (1 - min(1.0, start.trainable / total)) / max(1e-9, 1 - trainable)
+                before = max(before, generated)
+            tokens = max(0.0, self.generated[n] - before) * total * self.slowdown[n]
+            unfinished, context = max(1.0, self.unfinished[n] * rates.responses), self.context[n] * total
+            local, others, all_ = (speed.tok_per_s(unfinished, context) for speed in (rates.local, rates.others, both))
+            parts.append(StepPart(tokens, (self.trainable[n] - trainable) * scale * total, (local, others, all_)))
+            before, trainable = self.generated[n], self.trainable[n]
+        return parts
 
-    def end_s(self, rates: StepRates, seed_s: float, start: Mark = START) -> float:
-        """When all would be trained."""
-        return self._end_s(self.left(rates, start), rates, seed_s, start)
+    def end_s(self, rates: StepRates, seed_s: float, start: Progress = START) -> float:
+        """When everything would be trained, in seconds from the start of the step."""
+        return self._end_s(self.remaining(rates, start), rates, seed_s, start)
 
-    def _end_s(self, left: Sequence[StepPart], rates: StepRates, seed_s: float, start: Mark) -> float:
-        at_s, free_s = start.at_s, seed_s + start.whole / rates.train
-        for part in left:
+    def _end_s(self, parts: Sequence[StepPart], rates: StepRates, seed_s: float, start: Progress) -> float:
+        at_s, trained_s = start.at_s, seed_s + start.trainable / rates.train_tok_per_s
+        for part in parts:
             begun_s = at_s
-            for from_s, at_s, share in _stretches(begun_s, part, rates.pull_s, seed_s):
-                if not self.steps:  # nothing learned: as if work split at will, and groups came evenly
-                    free_s = max(max(free_s, from_s) + share * part.whole / rates.train, at_s)
+            for from_s, at_s, share in _intervals(begun_s, part, rates.pull_s, seed_s):
+                if not self.steps:  # nothing learned yet: assume that groups become complete evenly
+                    trained_s = max(max(trained_s, from_s) + share * part.trainable / rates.train_tok_per_s, at_s)
             if self.steps:
-                free_s = max(max(free_s, (begun_s + at_s) / 2) + part.whole / rates.train, at_s)
-        return free_s
+                trained_s = max(max(trained_s, (begun_s + at_s) / 2) + part.trainable / rates.train_tok_per_s, at_s)
+        return trained_s
 
-    def best(self, rates: StepRates, start: Mark = START) -> float:
-        """The T_seed with which the step ends soonest; of equal ones the shortest."""
-        left = self.left(rates, start)
-        low, high, found = start.at_s, self.made_s(rates, start), start.at_s
+    def best_seed_s(self, rates: StepRates, start: Progress = START) -> float:
+        """The T_seed with which the step ends soonest; the shortest of several equal ones."""
+        parts = self.remaining(rates, start)
+        low, high, best = start.at_s, self.generated_s(rates, start), start.at_s
         for _ in range(2):
-            width = (high - low) / TRIES
-            tries = (low + n * width for n in range(TRIES + 1))
-            found = min(tries, key=lambda s: round(self._end_s(left, rates, s, start), 6))
-            low, high = max(start.at_s, found - width), found + width
-        return found
+            width = (high - low) / SEARCH_POINTS
+            candidates = (low + n * width for n in range(SEARCH_POINTS + 1))
+            best = min(candidates, key=lambda s: round(self._end_s(parts, rates, s, start), 6))
+            low, high = max(start.at_s, best - width), best + width
+        return best
 
-    def made_s(self, rates: StepRates, start: Mark = START) -> float:
-        """When all would be made, with local until the end."""
+    def generated_s(self, rates: StepRates, start: Progress = START) -> float:
+        """When everything would be generated if local generated until the end, in seconds from the start of the
+        step."""
         at_s = start.at_s
-        for part in self.left(rates, start):
-            at_s = max((end_s for _, end_s, _ in _stretches(at_s, part, rates.pull_s, math.inf)), default=at_s)
+        for part in self.remaining(rates, start):
+            at_s = max((end_s for _, end_s, _ in _intervals(at_s, part, rates.pull_s, math.inf)), default=at_s)
         return at_s
 
 
-def _stretches(at_s: float, part: StepPart, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
-    """When each share of a part that is begun at `at_s` is made, as (start, end, share), each at a constant rate: by
-    local until `seed_s`, by the others from `pull_s` on."""
+def _intervals(at_s: float, part: StepPart, pull_s: float, seed_s: float) -> Iterator[tuple[float, float, float]]:
+    """(start, end, share of the part) of each interval with a constant rate, for a part that begins at `at_s`. Local
+    generates until `seed_s`; the others generate from `pull_s` on."""
     tokens, (local, others, both) = part.tokens, part.rates
     while tokens > 0:
-        here, there = at_s < seed_s, at_s >= pull_s
-        rate = (both if here else others) if there else local if here else 0.0
-        until_s = min(seed_s if here else math.inf, math.inf if there else pull_s)
+        seeding, pulled = at_s < seed_s, at_s >= pull_s
+        rate = (both if seeding else others) if pulled else local if seeding else 0.0
+        until_s = min(seed_s if seeding else math.inf, math.inf if pulled else pull_s)
         done = tokens if math.isinf(until_s) else min(tokens, rate * (until_s - at_s))
         end_s = until_s if done < tokens else at_s + tokens / rate if rate > 0 else math.inf
         yield at_s, end_s, done / part.tokens
         tokens, at_s = tokens - done, end_s
 
 
-def _expected(
-    there: Sequence[tuple[float, FleetSpeed]], start_s: float, end_s: float, open: float, behind: float
+def _expected_tokens(
+    speeds: Sequence[tuple[float, FleetSpeed]], start_s: float, end_s: float, responses: float, context: float
 ) -> float:
-    """Tokens that should have been made in this time, by the profiles of those who were there."""
+    """Tokens that the workers should have generated from `start_s` to `end_s`, by their profiles."""
     tokens = 0.0
-    for n, (since_s, crowd) in enumerate(there):
-        until_s = there[n + 1][0] if n + 1 < len(there) else math.inf
+    for n, (since_s, speed) in enumerate(speeds):
+        until_s = speeds[n + 1][0] if n + 1 < len(speeds) else math.inf
         if since_s < end_s and until_s > start_s:
-            tokens += crowd.tok_per_s(open, behind) * (min(until_s, end_s) - max(since_s, start_s))
+            tokens += speed.tok_per_s(responses, context) * (min(until_s, end_s) - max(since_s, start_s))
     return tokens
 
 
-def _spread(marks: Sequence[Mark], total: float) -> list[Mark]:
-    """PARTS points between marks, even in made + whole, the last at the end."""
-    out: list[Mark] = []
-    for a, b in pairwise(marks):
-        start, end = (a.made + a.whole) / total, (b.made + b.whole) / total
+def _resample(progress: Sequence[Progress], total: float) -> list[Progress]:
+    """PARTS points, interpolated, evenly spread over generated + trainable; the last is the end."""
+    out: list[Progress] = []
+    for a, b in pairwise(progress):
+        start, end = (a.generated + a.trainable) / total, (b.generated + b.trainable) / total
         while len(out) < PARTS - 1 and (wanted := 2 * (len(out) + 1) / PARTS) <= end:
             share = (wanted - start) / (end - start) if end > start else 1.0
-            out.append(Mark(*(x + share * (y - x) for x, y in zip(a, b, strict=True))))
-    return out + [marks[-1]] * (PARTS - len(out))
+            out.append(Progress(*(x + share * (y - x) for x, y in zip(a, b, strict=True))))
+    return out + [progress[-1]] * (PARTS - len(out))

@@ -1,16 +1,18 @@
-"""How fast each worker is at every batch size, learned from what arrives. Pure: the caller measures the time.
+"""The speed of each worker at every batch size, learned from the tokens that arrive. Pure: the caller measures time.
 
-A step of an engine takes `fixed_s` (reading the weights) and `each_s` more for every response in the batch, and gives
-each of them a token. Two numbers are a whole profile: throughput that grows with the batch, ever more slowly, and says
-something about batches that were never seen.
+An engine step takes `fixed_s` (reading the weights) plus `each_s` for every response in the batch, and generates one
+token of each response. These two numbers are a complete profile: throughput grows with the batch, ever more slowly, and
+can be predicted for batch sizes that were never seen.
 
 Rules:
-- what a worker made counts at the batch it was made at; sizes within a half-octave are one size;
-- a worker that becomes slower or faster does so at every batch: news about one size moves all of them alike, so a
-  change is believed after three windows, and what was learned about the shape is kept;
-- one odd window moves little: it counts as four times off at most, and for a tenth;
-- what a worker has not shown comes from workers of the same device, else from all, scaled to what it has shown;
-- where it is told what responses have behind them, workers of a device share a profile, each with a level (shape.py).
+- Tokens count for the batch size at which they were generated; sizes within half an octave count as one size.
+- A worker that becomes slower or faster does so at every batch size: a measurement at one size moves all sizes alike.
+  So a change is believed after three windows, and what was learned about the other sizes is kept.
+- One odd window has little effect: it counts as off by a factor of four at most, with a weight of a tenth.
+- Batch sizes that a worker has not run are predicted from workers of the same device, or else from all workers, scaled
+  to this worker's own measurements.
+- Where the context of the responses is reported, workers of one device share a profile, and each has a level
+  (device_profile.py).
 """
 
 from __future__ import annotations
@@ -19,28 +21,31 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from windfall.scheduling.device_profile import Shapes, streak
+from windfall.scheduling.device_profile import DeviceProfiles, streak
+from windfall.scheduling.least_squares import LineSums
 from windfall.types import LOCAL
 
-FRAMES, SHORT_S, LONG_S = 8, 0.1, 2.0
-"""So many frames in no less than SHORT_S, or as many as come in LONG_S, make a window: less is mostly noise."""
-PREFILL = 0.3
-"""How much of the newest prefill is believed."""
-GAIN, QUICK = 0.1, 0.5
-"""How much of the newest window is believed: little, and much of the third in a row that is off to the same side."""
-OFF, ODD = math.log(1.2), math.log(4)
-SURE = 8
-"""Windows after which a size of batch is known as well as it will be."""
-SMALL = 1 / 4096
-"""The least that a response adds to a step, as a share of `fixed_s`; so that no batch is free."""
-NEARLY = 0.8
-DOUBT = 0.25
-"""What the prior weighs, in windows, at a batch of one and at four times the largest seen."""
+WINDOW_FRAMES, WINDOW_MIN_S, WINDOW_MAX_S = 8, 0.1, 2.0
+"""A window has 8 frames and at least 0.1 s, or all frames of 2 s; shorter windows are mostly noise."""
+PREFILL_WEIGHT = 0.3
+"""Weight of the newest prefill."""
+GAIN, FAST_GAIN = 0.1, 0.5
+"""Weight of a new window: normally, and from the third in a row that deviates to the same side on."""
+DEVIATION, MAX_DEVIATION = math.log(1.2), math.log(4)
+"""A window deviates if its logarithm is off by more than the first; larger values than the second are clipped."""
+ENOUGH_WINDOWS = 8
+"""Windows after which more windows do not make a batch size better known."""
+MIN_RATIO = 1 / 4096
+"""Minimum of each_s / fixed_s, so that no response is free."""
+KNEE = 0.8
+"""Share of the highest throughput that defines the knee."""
+PRIOR_WEIGHT = 0.25
+"""Weight of the prior, in windows, at a batch of one and at four times the largest batch seen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Throughput over batch.
+    """Step time and throughput by batch size.
 
     >>> engine = Profile(fixed_s=0.002, each_s=0.00001)
     >>> round(engine.tok_per_s(100)), round(engine.tok_per_s(800)), engine.knee
@@ -48,15 +53,16 @@ class Profile:
     """
 
     fixed_s: float
+    """Seconds of a step with an empty batch."""
     each_s: float
-    """At the usual context."""
+    """Seconds that a response with the usual context adds to a step."""
     context_s: float = 0.0
-    """Of this, what every token behind a response adds."""
+    """Seconds within `each_s` for every token in the context of a response."""
     context: float = 0.0
-    """The usual one: tokens behind a response."""
+    """The usual context of a response, in tokens."""
 
     def step_s(self, batch: float) -> float:
-        """How long a response waits for its next token."""
+        """Seconds between two tokens of a response."""
         return self.fixed_s + self.each_s * batch
 
     def tok_per_s(self, batch: float) -> float:
@@ -64,40 +70,46 @@ class Profile:
 
     @property
     def knee(self) -> int:
-        """The batch that gives 0.8 of all that any batch would: twice as many give a ninth more."""
-        return max(1, round(NEARLY / (1 - NEARLY) * self.fixed_s / self.each_s))
+        """The batch size with 0.8 of the highest throughput of any batch; twice this size gives a ninth more."""
+        return max(1, round(KNEE / (1 - KNEE) * self.fixed_s / self.each_s))
 
     def times(self, factor: float) -> Profile:
+        """The profile of a worker that is slower by this factor."""
         return Profile(fixed_s=self.fixed_s * factor, each_s=self.each_s * factor)
 
 
 UNKNOWN = Profile(fixed_s=1.0, each_s=1 / 32)
-"""The shape that is believed before anything was seen; its scale means nothing."""
+"""The profile assumed before any measurement. Only the ratio of the two numbers has a meaning."""
 
 
 @dataclass(slots=True)
 class _Size:
+    """Measurements at one batch size."""
+
     batch: float
+    """Mean batch."""
     log_step_s: float
+    """Logarithm of the step time."""
     windows: int = 1
     streak: int = 0
-    """So many windows in a row were off by more than OFF; below 0: faster than expected."""
+    """Windows in a row that were off by more than DEVIATION; negative: faster than expected."""
 
     def gain(self, off: float) -> float:
-        self.streak = streak(self.streak, off, OFF)
-        return QUICK if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + 1))
+        self.streak = streak(self.streak, off, DEVIATION)
+        return FAST_GAIN if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + 1))
 
 
 @dataclass(slots=True)
 class _Window:
     size: int
+    """Half-octave of the batch size."""
     frames: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
-    """Seconds times batch: divided by the tokens, the time per token of one response."""
-    behind: float = 0.0
-    """Seconds times the tokens behind the batch."""
+    batch_seconds: float = 0.0
+    """Seconds times batch size; divided by the tokens, it is the time per token of one response."""
+    context_seconds: float = 0.0
+    """Seconds times tokens in the context of the batch."""
 
 
 @dataclass(slots=True)
@@ -106,10 +118,10 @@ class _Worker:
     sizes: dict[int, _Size] = field(default_factory=dict)
     window: _Window | None = None
     fitted: Profile | None = None
-    """None: something was learned since."""
+    """The fitted profile; None if there are newer measurements."""
 
     def profile(self, prior: Profile) -> Profile:
-        """Only of one that has shown something."""
+        """The profile of a worker with at least one measurement."""
         if self.fitted is None:
             self.fitted = _fit(self.sizes.values(), prior)
         return self.fitted
@@ -124,38 +136,38 @@ class _Worker:
         else:
             off = _clip(log_s - known.log_step_s)
             gain = known.gain(off)
-            sure = known.windows >= SURE  # else it may be the first windows that were odd
-            for other in self.sizes.values() if sure else (known,):
+            # With few windows, the first ones may have been odd: then the other sizes do not change.
+            for other in self.sizes.values() if known.windows >= ENOUGH_WINDOWS else (known,):
                 other.log_step_s += off * gain
             known.batch += (batch - known.batch) * gain
             known.windows += 1
         self.fitted = None
 
 
-class Speeds:
-    """The profiles of all workers. Tell it who joins, what each one makes, and who is gone."""
+class WorkerSpeeds:
+    """The profiles of all workers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._typical: dict[str | None, Profile] = {}
-        """By device; None: of all. Kept when the last worker of a device is gone."""
-        self._news = 0
-        self._shapes = Shapes()
+        """Median profile by device; None: of all devices. It is kept when the last worker of a device is gone."""
+        self._new_windows = 0
+        self._devices = DeviceProfiles()
         self._prefill_s: dict[str, float] = {}
-        """Of a token, by device."""
+        """Seconds to prefill one token, by device."""
 
     def join(self, worker: str, device: str) -> None:
         self._workers[worker] = _Worker(device)
-        local = worker.partition("#")[0] == LOCAL  # several engines in one, it may be
-        self._shapes.join(worker, f"{device} of the trainer" if local else device)
+        local = worker.partition("#")[0] == LOCAL  # it may consist of several engines
+        self._devices.join(worker, f"{device} of the trainer" if local else device)
 
     def forget(self, worker: str) -> None:
         self._workers.pop(worker, None)
-        self._shapes.forget(worker)
+        self._devices.forget(worker)
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: float = 0.0) -> None:
-        """In the last `seconds` the worker held `batch` responses and made `tokens`; `context`: tokens behind all of
-        them, 0: not known. Not for time without work."""
+        """The worker had `batch` responses for `seconds` and generated `tokens`. `context`: tokens in the context of
+        all of them; 0: not known. Time without work must not be included."""
         if batch <= 0 or tokens < 0 or not 0 <= seconds < math.inf:
             return
         known = self._workers.setdefault(worker, _Worker(""))
@@ -167,29 +179,29 @@ class Speeds:
         window.frames += 1
         window.tokens += tokens
         window.seconds += seconds
-        window.waited += seconds * batch
-        window.behind += seconds * context
-        if window.seconds >= SHORT_S and (window.frames >= FRAMES or window.seconds >= LONG_S):
+        window.batch_seconds += seconds * batch
+        window.context_seconds += seconds * context
+        if window.seconds >= WINDOW_MIN_S and (window.frames >= WINDOW_FRAMES or window.seconds >= WINDOW_MAX_S):
             self._close(worker, known)
 
     def _close(self, worker: str, known: _Worker) -> None:
         window = known.window
         if window is None or not window.tokens or not window.seconds:
-            return  # nothing came yet: the time goes on to count, unless the batch changes
+            return  # no tokens yet: the time counts for the next window, unless the batch changes
         known.window = None
-        batch, step_s = window.waited / window.seconds, window.waited / window.tokens
-        self._shapes.observe(worker, window.tokens, window.seconds, window.waited, window.behind)
+        batch, step_s = window.batch_seconds / window.seconds, window.batch_seconds / window.tokens
+        self._devices.observe(worker, window.tokens, window.seconds, window.batch_seconds, window.context_seconds)
         known.learn(window.size, batch, step_s, self._prior(known))
-        self._news += 1
-        if known.device not in self._typical or self._news >= max(SURE, len(self._workers)):
-            self._news = 0
+        self._new_windows += 1
+        if known.device not in self._typical or self._new_windows >= max(ENOUGH_WINDOWS, len(self._workers)):
+            self._new_windows = 0
             self._compare()
 
     def _prior(self, known: _Worker) -> Profile:
         return self._typical.get(known.device) or self._typical.get(None) or UNKNOWN
 
     def _compare(self) -> None:
-        """What is typical: of every device, and of all."""
+        """Computes the median profile of every device and of all devices."""
         by_device: dict[str, list[Profile]] = {}
         for known in self._workers.values():
             if known.sizes:
@@ -199,9 +211,9 @@ class Speeds:
         self._typical[None] = _median([p for profiles in by_device.values() for p in profiles])
 
     def profile(self, worker: str) -> Profile | None:
-        """None: nobody has made anything yet."""
-        if (line := self._shapes.line(worker)) is not None:
-            return Profile(fixed_s=line[0], each_s=line[1], context_s=line[2], context=self._shapes.context)
+        """None: no worker has been measured yet."""
+        if (line := self._devices.line(worker)) is not None:
+            return Profile(fixed_s=line[0], each_s=line[1], context_s=line[2], context=self._devices.context)
         known = self._workers.get(worker)
         if known is None:
             return self._typical.get(None)
@@ -209,55 +221,48 @@ class Speeds:
             return known.profile(self._prior(known))
         return self._typical.get(known.device) or self._typical.get(None)
 
-    def seen(self, worker: str) -> dict[int, tuple[float, float, int]]:
-        """By size of batch: the batch, the time of a step, and how many windows say so."""
+    def measured(self, worker: str) -> dict[int, tuple[float, float, int]]:
+        """(batch, step time in seconds, number of windows) by half-octave of the batch size."""
         known = self._workers.get(worker)
         sizes = known.sizes if known is not None else {}
         return {n: (s.batch, math.exp(s.log_step_s), s.windows) for n, s in sizes.items()}
 
     def tok_per_s(self, worker: str, batch: int) -> float:
-        """0: nobody has made anything yet."""
+        """0: no worker has been measured yet."""
         profile = self.profile(worker)
         return profile.tok_per_s(batch) if profile is not None else 0.0
 
     def prefilled(self, worker: str, tokens: int, seconds: float) -> None:
-        """It has computed so many tokens again, in so much time beside its steps."""
+        """The worker prefilled `tokens` in `seconds`, not counting its decode steps."""
         known = self._workers.get(worker)
         if known is not None and tokens > 0 and seconds > 0:
             old, new = self._prefill_s.get(known.device), seconds / tokens
-            self._prefill_s[known.device] = new if old is None else old + PREFILL * (new - old)
+            self._prefill_s[known.device] = new if old is None else old + PREFILL_WEIGHT * (new - old)
 
     def prefill_tok_per_s(self, worker: str) -> float:
-        """0: not known."""
+        """Prefill speed in tokens per second; 0: not known."""
         known = self._workers.get(worker)
         prefill_s = self._prefill_s.get(known.device) if known is not None else None
         return 1 / prefill_s if prefill_s else 0.0
 
-    def knee(self, worker: str) -> int:
-        return (self.profile(worker) or UNKNOWN).knee
-
 
 def _fit(sizes: Iterable[_Size], prior: Profile) -> Profile:
-    """The line of step time over batch through what was seen, in relative error, held where nothing was by `prior`
-    scaled to it."""
-    points = [(s.batch, math.exp(s.log_step_s), float(min(s.windows, SURE))) for s in sizes]
+    """Fits a line of step time over batch size, in relative error. Where nothing was measured, the line follows
+    `prior`, scaled to the measurements."""
+    points = [(s.batch, math.exp(s.log_step_s), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
     weight = sum(w for _, _, w in points)
     level = math.exp(sum(w * math.log(y / prior.step_s(x)) for x, y, w in points) / weight)
     far = 4 * max(x for x, _, _ in points)
     scaled = prior.times(level)
-    points += [(1.0, scaled.step_s(1.0), DOUBT), (far, scaled.step_s(far), DOUBT)]
-    w_ = wx = wxx = wy = wxy = 0.0
-    for x, y, w in points:
-        w /= y * y
-        w_, wx, wxx, wy, wxy = w_ + w, wx + w * x, wxx + w * x * x, wy + w * y, wxy + w * x * y
-    det = w_ * wxx - wx * wx
-    fixed, each = (wy * wxx - wx * wxy) / det, (w_ * wxy - wx * wy) / det
-    if fixed <= 0:  # a batch of none takes no time: the best line through the origin
-        fixed = each = wxy / wxx
-        fixed *= SMALL
-    elif each < fixed * SMALL:
-        fixed = (wy + SMALL * wxy) / (w_ + 2 * SMALL * wx + SMALL * SMALL * wxx)
-        each = fixed * SMALL
+    points += [(1.0, scaled.step_s(1.0), PRIOR_WEIGHT), (far, scaled.step_s(far), PRIOR_WEIGHT)]
+    sums = LineSums.relative(points)
+    fixed, each = sums.line() or (sums.constant(), 0.0)
+    if fixed <= 0:
+        each = sums.slope()
+        fixed = each * MIN_RATIO
+    elif each < fixed * MIN_RATIO:
+        fixed = sums.proportional(MIN_RATIO)
+        each = fixed * MIN_RATIO
     return Profile(fixed_s=fixed, each_s=each)
 
 
@@ -267,4 +272,4 @@ def _median(profiles: list[Profile]) -> Profile:
 
 
 def _clip(off: float) -> float:
-    return max(-ODD, min(ODD, off))
+    return max(-MAX_DEVIATION, min(MAX_DEVIATION, off))

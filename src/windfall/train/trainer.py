@@ -82,7 +82,7 @@ class TorchTrainer:
             w = self.algorithm.weights(SampledTokens(logp=now, old=old, advantage=s.advantage))
             clips.append((w == 0) & (s.advantage != 0))
             w = w * truncated_importance(old, s.behaviour, self.importance_cap)
-            share = self.algorithm.normaliser(len(now), s.limit)
+            share = self.algorithm.normalizer(len(now), s.limit)
             if ref is not None:
                 # A mean over tokens, in which a response counts as much as in the algorithm's own loss (see kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))

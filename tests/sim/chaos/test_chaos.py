@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.scheduling.placement import Giving
+from windfall.scheduling.placement import Placement
 from windfall.sim.chaos import command
 from windfall.sim.chaos.faults import KINDS
 from windfall.sim.chaos.trial import TrialResult, trial
@@ -78,7 +78,7 @@ def test_the_command_says_what_happened(capsys: pytest.CaptureFixture[str], tmp_
 def test_the_command_says_how_to_replay_what_broke(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Giving, "done_with", lambda self, groups: None)
+    monkeypatch.setattr(Placement, "done_with", lambda self, groups: None)
     with pytest.raises(WindfallError, match=r"seed 1: level: after step 1 there are left: .*groups with pages") as e:
         command.main(seeds=3, seed=1, faults=60)
     assert "windfall sim chaos --seed 1 --seeds 1 --faults 60" in e.value.fix

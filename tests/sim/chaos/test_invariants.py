@@ -21,7 +21,7 @@ from windfall.rollout import groups as manager
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout
 from windfall.scheduling.members import Members, WorkerState
-from windfall.scheduling.placement import Giving
+from windfall.scheduling.placement import Placement
 from windfall.sim.chaos.trial import trial
 from windfall.train.base import TrainerLost
 from windfall.train.remote import RemoteTrainer
@@ -103,17 +103,17 @@ def work_goes_to_whoever_is_ready(patch: Patch) -> None:
 def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
     """After a fall back a step is trained again: the version's number is the same, its weights need not be."""
 
-    real = Members.behind
+    real = Members.outdated
 
     def routable(self: Members, version: int, digest: str) -> list[Any]:
         return [m for m in self.all.values() if m.state is WorkerState.READY and not m.suspect and m.version == version]
 
-    def behind(self: Members, version: int, digest: str, *, needed: bool) -> list[Any]:
+    def outdated(self: Members, version: int, digest: str, *, needed: bool) -> list[Any]:
         lacks = real(self, version, digest, needed=needed)
         return [m for m in lacks if m.state is not WorkerState.READY or m.version != version]
 
     patch.setattr(Members, "routable", routable)
-    patch.setattr(Members, "behind", behind)
+    patch.setattr(Members, "outdated", outdated)
 
 
 @breaks("again", seed=1)
@@ -203,7 +203,7 @@ def the_time_away_is_not_billed(patch: Patch) -> None:
 
 @breaks("bill", seed=33)
 def one_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
-    patch.setattr("windfall.cost.accounts.SAME_S", -1.0)
+    patch.setattr("windfall.cost.accounts.SAME_START_S", -1.0)
 
 
 @breaks("bill", seed=8)
@@ -214,25 +214,25 @@ def the_next_controller_bills_all_again(patch: Patch) -> None:
 
 @breaks("level", seed=1)
 def pages_are_never_forgotten(patch: Patch) -> None:
-    patch.setattr(Giving, "done_with", lambda self, groups: None)
+    patch.setattr(Placement, "done_with", lambda self, groups: None)
 
 
 @breaks("level")
 def a_move_that_came_too_late_is_remembered(patch: Patch) -> None:
     """Of a response that ended where it was."""
-    real = Giving.done_with
+    real = Placement.done_with
 
-    def done_with(self: Giving, groups: Any) -> None:
-        meant = self._meant
+    def done_with(self: Placement, groups: Any) -> None:
+        targets = self._move_targets
         real(self, groups)
-        self._meant = meant
+        self._move_targets = targets
 
-    patch.setattr(Giving, "done_with", done_with)
+    patch.setattr(Placement, "done_with", done_with)
 
 
 @breaks("level")
 def what_a_lost_worker_computed_again_is_remembered(patch: Patch) -> None:
-    patch.setattr(Giving, "forget", lambda self, worker: self.speeds.forget(worker))
+    patch.setattr(Placement, "forget", lambda self, worker: self.speeds.forget(worker))
 
 
 @breaks("level", seed=25)

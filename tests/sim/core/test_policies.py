@@ -26,9 +26,9 @@ def test_speeds_are_learned_through_granules_and_context(simulated: Simulated) -
         run={"steps": 4}, rollout=ROLLOUT, train={"micro_tokens": 8000}, sim=LONG, trace={"nodes": 0},
         fleet={"workers": 3, "heartbeat_s": 0.3},
     )  # fmt: skip
-    shapes, granule = done.dispatch.giving.speeds._shapes, 15
+    devices, granule = done.dispatch.placement.speeds._devices, 15
     for device, name in (("simulated", "worker"), ("simulated trainer of the trainer", "trainer")):
-        true, figures = Service(**LONG[name]), shapes._devices[device].fit
+        true, figures = Service(**LONG[name]), devices._devices[device].fit
         fixed_s, each_s, behind_s = (f / granule for f in figures)
         assert fixed_s == pytest.approx(true.fixed_s, rel=0.15)
         assert behind_s / granule == pytest.approx(true.context_s, rel=0.15)
@@ -91,10 +91,12 @@ def test_the_first_t_seed_is_as_good_as_the_best_constant_one(
 
     own_s, constant_s = second_s(), list[float]()
     for seed_s in (3.0, 4.5, 6.0):
-        monkeypatch.setattr(offload.Predict, "again", lambda self, others, now, s=seed_s: planned(others, s))
+        monkeypatch.setattr(offload.PredictedSeeding, "replan", lambda self, others, now, s=seed_s: planned(others, s))
         constant_s.append(second_s())
     assert own_s <= 1.03 * min(constant_s) < max(constant_s)
 
 
-def planned(others: offload.Others, seed_s: float) -> offload.SeedPlan:
-    return offload.SeedPlan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.ALONE
+def planned(others: offload.RemoteFleet, seed_s: float) -> offload.SeedPlan:
+    return (
+        offload.SeedPlan(seed_s=seed_s, most_workers=9, why="", hold=True) if others.workers else offload.GENERATE_ALL
+    )

@@ -36,7 +36,7 @@ def test_machines_are_of_several_kinds(simulated: Simulated) -> None:
     assert {(e["device"], e["usd_per_h"]) for e in joined} == {("H200", 4.0), ("L4", 5.0)}, "or the trace's price"
     made: Counter[str] = Counter()
     for member in done.dispatch.members.all.values():
-        made[member.lease.device] += member.made
+        made[member.lease.device] += member.generated
     assert made["H200"] > made["L4"] > 0
     kinds = {lease.partition(" at ")[0] for e in steps_of(log) for lease in e["speeds"]}
     assert kinds == {"local", "spot H200", "spot L4"}, "each is measured by itself"
@@ -74,7 +74,7 @@ def test_a_worker_that_is_too_small_for_every_response_gets_none(simulated: Simu
     """And what only local can make does not wait for the others while local is paused."""
     done, log = simulated(sim={"worker_kv_tokens": 250}, **STAYS)
     assert [e["responses"] for e in steps_of(log)] == [64] * len(steps_of(log))
-    assert all(m.made == 0 for m in done.dispatch.members.all.values() if m.name != "local")
+    assert all(m.generated == 0 for m in done.dispatch.members.all.values() if m.name != "local")
     assert any(e["name"] == "local_resumed" and "has room" in e["why"] for e in log)
 
 

@@ -243,7 +243,7 @@ def test_a_frozen_worker_is_given_up_and_comes_back_as_another(simulated: Simula
     assert ("worker_joined", "w1#2") in names
     lost = next(e for e in log if e["name"] == "worker_lost")
     assert 2.2 <= lost["m"] - 3.0 < 3.0, "after fleet.gone_s of silence"
-    assert done.dispatch.members.all["w1#2"].made > 0
+    assert done.dispatch.members.all["w1#2"].generated > 0
 
 
 def test_a_short_freeze_only_makes_it_suspect(simulated: Simulated) -> None:
@@ -275,7 +275,7 @@ def test_one_that_comes_late_is_used_in_the_step_it_comes_in(simulated: Simulate
     [step] = [e for e in log if e["name"] == "step"]
     joined = [e["m"] for e in log if e["name"] == "worker_joined" and e["worker"] == "w1"]
     assert joined == [pytest.approx(1.0)]
-    assert done.dispatch.members.all["w1"].made > 0
+    assert done.dispatch.members.all["w1"].generated > 0
     assert step["m"] > 1.0
 
 

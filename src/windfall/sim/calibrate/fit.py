@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from windfall.errors import WindfallError, nearest
+from windfall.scheduling.least_squares import LineSums
 from windfall.sim.core.service import Service
 
 FLAT = 1e-4
@@ -36,21 +37,15 @@ class StepTime(NamedTuple):
 def line(points: Sequence[StepTime]) -> tuple[float, float]:
     """(fixed_s, each_s).
 
-    >>> fixed, each = line([StepTime(1, 0.011), Point(10, 0.02), Point(100, 0.11)])
+    >>> fixed, each = line([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.11)])
     >>> round(fixed, 6), round(each, 6)
     (0.01, 0.001)
     """
-    w_ = wx = wxx = wy = wxy = 0.0
-    for x, y, weight in points:
-        w = weight / (y * y)
-        w_, wx, wxx, wy, wxy = w_ + w, wx + w * x, wxx + w * x * x, wy + w * y, wxy + w * x * y
-    det = w_ * wxx - wx * wx
-    if det <= 1e-12 * w_ * wxx:  # one batch only: nothing is known of another
-        return wy / w_, FLAT * wy / w_
-    fixed, each = (wy * wxx - wx * wxy) / det, (w_ * wxy - wx * wy) / det
+    sums = LineSums.relative(points)
+    fixed, each = sums.line() or (sums.constant(), 0.0)  # with one batch size only, nothing is known of others
     if fixed <= 0:
-        return FLAT * wxy / wxx, wxy / wxx
-    return (wy / w_, FLAT * wy / w_) if each <= 0 else (fixed, each)
+        return FLAT * sums.slope(), sums.slope()
+    return (sums.constant(), FLAT * sums.constant()) if each <= 0 else (fixed, each)
 
 
 class Bend(NamedTuple):

@@ -234,7 +234,7 @@ class Rules:
 
 def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int) -> dict[str, int]:
     """What the controller still holds, though no response is open: by name, how many."""
-    d, g = dispatch, dispatch.giving
+    d, g = dispatch, dispatch.placement
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     of_nobody = {
@@ -243,7 +243,7 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     }  # fmt: skip
     found = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
-        "groups with pages": len(g._holds), "responses meant for somebody": len(g._meant),
+        "groups with pages": len(g._prefix_holders), "responses meant for somebody": len(g._move_targets),
         "responses of trained steps": trained,
         **{f"{name} of nobody": len(set(workers) - here) for name, workers in of_nobody.items()},
     }  # fmt: skip

@@ -80,7 +80,7 @@ def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
                     episode.runs.append((version, count - 1))
                 episode.tokens.pop()
                 episode.logprobs.pop()
-                self.entries[id].distinct_token -= 1
+                self.entries[id].marked -= 1
                 self.counts.accepted -= 1
         return ids
 

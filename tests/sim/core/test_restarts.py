@@ -25,18 +25,18 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-@pytest.mark.parametrize("who", ["trainer", "controller", ""])
-def test_killed_process_restarts_and_no_token_is_generated_twice(simulated: Simulated, who: str) -> None:
+@pytest.mark.parametrize("process", ["trainer", "controller", ""])
+def test_killed_process_restarts_and_no_token_is_generated_twice(simulated: Simulated, process: str) -> None:
     """The recipe kills it. With '', both are killed."""
-    keys = {name: s for name, s in FAILING.items() if name.startswith(who)}
+    keys = {name: s for name, s in FAILING.items() if name.startswith(process)}
     done, log = simulated(run={"steps": 5}, checkpoint={"every": 2}, sim=keys)
     calm, alone = simulated(run={"steps": 5}, checkpoint={"every": 2})
     assert [e["step"] for e in steps_of(log)] == list(range(1, 6))
     for name in ("made", "reward", "responses"):
         assert [e[name] for e in steps_of(log)] == [e[name] for e in steps_of(alone)]
     assert done.token_schedule.real_tokens == calm.token_schedule.real_tokens
-    assert (done.trainer.starts > 2) == (who != "controller")
-    assert (done.controller_starts > 2) == (who != "trainer")
+    assert (done.trainer.starts > 2) == (process != "controller")
+    assert (done.controller_starts > 2) == (process != "trainer")
     assert log[-1]["m"] > alone[-1]["m"]
     assert any(e["name"] == "resumed" for e in log)
 

@@ -34,10 +34,10 @@ def test_fleet_has_several_kinds_of_machines(simulated: Simulated) -> None:
     assert Counter(first.values()) == {"H200": 2, "L4": 4}
     assert all(first[e["worker"].partition(".")[0]] == e["device"] for e in joined), "the kind of a node never changes"
     assert {(e["device"], e["usd_per_h"]) for e in joined} == {("H200", 4.0), ("L4", 5.0)}, "L4 has the trace's price"
-    made: Counter[str] = Counter()
+    generated: Counter[str] = Counter()
     for member in done.dispatch.members.all.values():
-        made[member.lease.device] += member.made
-    assert made["H200"] > made["L4"] > 0
+        generated[member.lease.device] += member.made
+    assert generated["H200"] > generated["L4"] > 0
     kinds = {lease.partition(" at ")[0] for e in steps_of(log) for lease in e["speeds"]}
     assert kinds == {"local", "spot H200", "spot L4"}, "each kind is measured separately"
 

@@ -109,13 +109,13 @@ def test_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) -> N
     folder, _ = ran(run={"steps": 8})
     out = run_sim("--replay", str(folder), "--out", str(tmp_path / "out"))
     assert "fitted to steps 1 to 4; figures of steps 5 to 8, held out" in out
-    said = json.loads((tmp_path / "out" / "replay.json").read_text())
+    result = json.loads((tmp_path / "out" / "replay.json").read_text())
     for name in ("tok_per_s", "step_mean_s", "tok_per_usd", "workers_there"):
-        assert abs(said["figures"][name]["error"]) < 0.05, name
+        assert abs(result["figures"][name]["error"]) < 0.05, name
     for name in ("trainer_idle", "workers_idle", "workers_lost"):
-        assert abs(said["figures"][name]["error"]) < 0.08, name
-    assert said["figures"]["killed"]["predicted"] == said["figures"]["killed"]["measured"] > 0
-    assert [row["step"] for row in said["steps"]] == [5, 6, 7, 8]
+        assert abs(result["figures"][name]["error"]) < 0.08, name
+    assert result["figures"]["killed"]["predicted"] == result["figures"]["killed"]["measured"] > 0
+    assert [row["step"] for row in result["steps"]] == [5, 6, 7, 8]
     assert (tmp_path / "out" / "replay.jsonl").is_file()
     out = run_sim("--replay", str(folder), "--fit", "all", "--seeds", "3")
     assert "not a prediction" in out
@@ -160,17 +160,17 @@ def test_prediction_reports_its_confidence(ran: Make, tmp_path: Path) -> None:
     """The more single steps differ from the fitted formulas, the wider the interval."""
     folder, _ = ran(run={"steps": 8})
     calm = command.replay(folder)
-    assert abs(calm.rows()["tok_per_s"][2] or 0.0) < calm.sure < 0.3
+    assert abs(calm.rows()["tok_per_s"][2] or 0.0) < calm.error_bound < 0.3
     uneven = replace(calm, fitted_to=tuple((1.0, measured_s) for measured_s in (0.8, 1.1, 1.0, 1.3)))
-    assert uneven.sure > 2 * calm.sure
-    assert uneven.sure > math.log(1.3)
+    assert uneven.error_bound > 2 * calm.error_bound
+    assert uneven.error_bound > math.log(1.3)
     out = run_sim("--replay", str(folder), "--out", str(tmp_path / "out"))
-    said = json.loads((tmp_path / "out" / "replay.json").read_text())
-    assert said["sure"] == {"level": 0.9, "off": calm.sure, "step_off": calm.step_off, "steps": 4}
+    result = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert result["sure"] == {"level": 0.9, "off": calm.error_bound, "step_off": calm.step_error, "steps": 4}
     low, high = re.findall(
         r"\(([\d,.]+) to ([\d,.]+)\)", next(line for line in out.splitlines() if "tokens/s" in line)
     )[0]
-    assert float(low.replace(",", "")) < said["figures"]["tok_per_s"]["measured"] < float(high.replace(",", ""))
+    assert float(low.replace(",", "")) < result["figures"]["tok_per_s"]["measured"] < float(high.replace(",", ""))
     assert "confidence: the 4 fitted steps are off by" in out
 
 

@@ -114,9 +114,9 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
     assert len(found) == 3 * 8 * 8
     assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
     assert build(config.load(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.draw(12, 7) in found
-    said = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", run_sim("calibrate", str(log)))
-    assert said is not None
-    assert [float(x) for x in said.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
+    match = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", run_sim("calibrate", str(log)))
+    assert match is not None
+    assert [float(x) for x in match.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
     log.write_text(log.read_text().replace('"lengths"', '"length"'))
     with pytest.raises(WindfallError, match="not a list of lengths"):
         read_lengths(log)
@@ -128,9 +128,9 @@ def test_lengths_from_a_run(tmp_path: Path) -> None:
 def test_benchmark_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) -> None:
     rows = [("decode", f"batch {b}", 2.0 + 0.01 * b, "ms") for b in (1, 16, 64, 256)]
     rows += [("prefill", "64 x 1024", 200_000.0, "tok/s"), ("rollout", "64 x 128 in, 256 out", 20_000.0, "tok/s")]
-    said = [{"model": "m", "engine": "e", "what": w, "case": c, "value": v, "unit": u} for w, c, v, u in rows]
+    figures = [{"model": "m", "engine": "e", "what": w, "case": c, "value": v, "unit": u} for w, c, v, u in rows]
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"figures": said, "training": ["packed   12.0 ms    50,000 tok/s"]}))
+    path.write_text(json.dumps({"figures": figures, "training": ["packed   12.0 ms    50,000 tok/s"]}))
     out = run_sim("calibrate", str(path))
     for key in ("fixed_s = 0.002", "each_s = 1e-05", "prefill_s = 5e-06", "train_s = 2e-05", "mean 0.0%"):
         assert key in out
@@ -151,9 +151,9 @@ def test_engine_that_slows_down_and_kv_cache_reads_are_fitted(tmp_path: Path) ->
     rows += [("rollout", "1024 x 128 in, 256 out", 1024 / step_ms(1024) * 1e3, "tok/s", None)]
     rows += [("group", "16 x 8, 512 in, to 2048 out, mean 602", 20_000.0, "tok/s", None)]
     names = ("what", "case", "value", "unit", "share")
-    said = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
+    figures = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"figures": said}))
+    path.write_text(json.dumps({"figures": figures}))
     out = run_sim("calibrate", str(path))
     for key in ("fixed_s = 0.002", "each_s = 5e-06", "over_batch = 256", "over_s = 9e-05", "above 256 responses"):
         assert key in out, key

@@ -4,7 +4,7 @@ and a simulated trainer at the other end of their links. No policy is written tw
     simulate ─┬─ _run_controllers  one controller after another (launch/assembly.py)  until the run or its time ends
               ├─ fleet             machines that come and go by the trace             never ends
               ├─ _failures         kills the trainer and the controller, if asked     never ends
-              └─ _guard            no token for a long time                           raises and lists who waits
+              └─ _guard            no token for a long time                           raises and lists the waiting tasks
 
 A killed controller loses everything that is not on disk. On disk are its event log and, if the recipe kills trainers or
 controllers, its journal. Its links close, and the peers dial again. The event log is stamped with virtual time. Counts
@@ -211,14 +211,14 @@ class Simulation:
             self._fail_repeatedly("controller", s.controller_mean_up_s, s.controller_down_s, self.kill_controller),
         )
 
-    async def _fail_repeatedly(self, who: str, mean_up_s: float, down_s: float, kill: Callable[[], None]) -> None:
+    async def _fail_repeatedly(self, process: str, mean_up_s: float, down_s: float, kill: Callable[[], None]) -> None:
         """Kill it again and again, each time after an exponentially distributed uptime."""
         n = 0
         if not mean_up_s:
             await asyncio.Event().wait()
         while True:
             n += 1
-            drawn = uniform(f"{self.scenario.real.run.seed}/{who}/{n}")
+            drawn = uniform(f"{self.scenario.real.run.seed}/{process}/{n}")
             await asyncio.sleep(-math.log(1.0 - drawn) * mean_up_s)
             kill()
             await asyncio.sleep(down_s)

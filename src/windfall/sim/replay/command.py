@@ -60,7 +60,7 @@ class Replayed:
     predicted: Figures
     measured: Figures
     fitted_to: tuple[tuple[float, float], ...]
-    """Of every fitted step: seconds in the simulation, and seconds in the run."""
+    """Seconds of every fitted step in the simulation and in the run."""
     others: tuple[Figures, ...] = ()
     """Predictions with workers a little faster or slower than fitted. They show how sensitive the result is."""
 
@@ -73,12 +73,12 @@ class Replayed:
         return out
 
     @property
-    def step_off(self) -> float:
+    def step_error(self) -> float:
         """Error of single fitted steps: root mean square of the logarithm of measured over predicted time."""
         return math.sqrt(statistics.mean(math.log(m / p) ** 2 for p, m in self.fitted_to))
 
     @property
-    def sure(self) -> float:
+    def error_bound(self) -> float:
         """Largest relative error of the predicted mean step, at the level CONFIDENCE.
 
         It is the prediction interval of one further step, by Student's t. Averaging over more steps does not make it
@@ -86,7 +86,7 @@ class Replayed:
         not independent.
         """
         n = len(self.fitted_to)
-        return math.expm1(student(CONFIDENCE, n - 1) * self.step_off * math.sqrt(1 + 1 / n))
+        return math.expm1(student(CONFIDENCE, n - 1) * self.step_error * math.sqrt(1 + 1 / n))
 
 
 def student(level: float, freedom: int) -> float:
@@ -163,7 +163,8 @@ def table(done: Replayed) -> list[str]:
             error_text = f"{error:+.1%}" if error is not None else "-"
             line = f"{LABELS[name]:16}{p:12,.4g}{m:12,.4g}{error_text:>14}"
             line += f"   {min(values):,.4g} to {max(values):,.4g}" if values else ""
-            line += f"   ({p / (1 + done.sure):,.4g} to {p * (1 + done.sure):,.4g})" if name in RATE_FIGURES else ""
+            if name in RATE_FIGURES:
+                line += f"   ({p / (1 + done.error_bound):,.4g} to {p * (1 + done.error_bound):,.4g})"
         lines.append(line)
     return lines
 
@@ -175,8 +176,9 @@ def notes(done: Replayed) -> list[str]:
     held = "held out" if f.skip >= f.steps else "which are also fitted: not a prediction"
     out = [
         f"{first}, {held}",
-        f"confidence: the {len(done.fitted_to)} fitted steps are off by {done.step_off:.1%} each (root mean square); "
-        f"if machines stay this steady, {CONFIDENCE:.0%} of predictions are off by at most {done.sure:.0%} (brackets)",
+        f"confidence: the {len(done.fitted_to)} fitted steps are off by {done.step_error:.1%} each (root mean square); "
+        f"if machines stay this steady, {CONFIDENCE:.0%} of predictions are off by at most {done.error_bound:.0%} "
+        "(brackets)",
     ]
     kinds = {worker.kind for worker in done.record.workers}
     for kind, service in f.services.items():
@@ -214,7 +216,9 @@ def to_json(done: Replayed, folder: Path) -> dict[str, Any]:
         "steps": [
             {"step": n, "predicted_s": p, "measured_s": m} for n, (p, m) in enumerate(steps, done.fitted.skip + 1)
         ],
-        "sure": {"level": CONFIDENCE, "off": done.sure, "step_off": done.step_off, "steps": len(done.fitted_to)},
+        "sure": {
+            "level": CONFIDENCE, "off": done.error_bound, "step_off": done.step_error, "steps": len(done.fitted_to),
+        },
         "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
         "other_seeds": [{k: float(getattr(f, k)) for k in LABELS} for f in done.others],
         "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},

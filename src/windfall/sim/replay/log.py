@@ -1,9 +1,9 @@
 """Reads the folder of a run into a record: everything that is needed to simulate the run again. Pure except for reading
 files.
 
-A run that died is as good as one that finished, because only its completed steps count. Times are wall-clock times,
-which all processes of a run share. A worker that became silent counts as frozen since its last message. A lost worker
-counts as killed at the moment the controller noticed.
+A run that died can be replayed like one that finished, because only its completed steps count. Times are wall-clock
+times, which all processes of a run share. A worker that became silent counts as frozen since its last message. A lost
+worker counts as killed at the moment the controller noticed.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _timeline(axes: Any, moments: Sequence[Moment], title: str) -> None:
 
 def _variants(axes: Any, dots: Sequence[Dot]) -> None:
     for dot in dots:
-        axes.plot(dot.tok_per_s, dot.usd_per_million, "o")
-        axes.annotate(dot.name, (dot.tok_per_s, dot.usd_per_million), xytext=(6, -3), textcoords="offset points")
+        axes.plot(dot.tok_per_s, dot.usd_per_million, "o", label=dot.name)
     axes.set(xlabel="tok/s", ylabel="$ per million tokens", xlim=(0, 1.1 * max(d.tok_per_s for d in dots)))
     axes.set_ylim(0, 1.1 * max(d.usd_per_million for d in dots))
+    axes.legend()

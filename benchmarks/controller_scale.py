@@ -1,14 +1,14 @@
 """How the controller's cost grows with the number of workers: simulated workers in virtual time, real CPU seconds.
 
     python benchmarks/controller_scale.py                       10, 100, 1,000 and 10,000 workers
-    python benchmarks/controller_scale.py --workers 10,100      these
+    python benchmarks/controller_scale.py --workers 10,100      these numbers of workers
     python benchmarks/controller_scale.py --workers 1000 --profile
 
-Every worker holds RESPONSES responses, makes a token of each every STEP_S, tells of them when one ends and at least
-once a second, and beats once a second; each at moments of its own. The queue is never empty. Every FLAP_S seconds one
-worker in a hundred loses its link, and dials again: its responses move. The controller is the product's; what the
-simulated workers and the network between them cost is timed around their callbacks and taken off. The event loop's own
-work counts as the controller's. Each count of workers runs in a process of its own.
+Every worker holds RESPONSES responses and generates a token of each every STEP_S. It reports tokens when a response
+ends and at least once a second, and sends a heartbeat once a second. Workers do this at different moments. The queue is
+never empty. Every FLAP_S seconds, one worker in a hundred loses its link and dials again, so its responses move. The
+controller is the product's. The cost of the simulated workers and of the network is measured around their callbacks and
+subtracted. The event loop's own work counts as the controller's. Each number of workers runs in its own process.
 """
 
 from __future__ import annotations
@@ -42,46 +42,47 @@ from windfall.sim.machines.worker import SimWorker
 
 RESPONSES, STEP_S, LENGTH, GROUP = 8, 0.25, 80.0, 8
 BOOT_S, WARM_S, FLAP_S = 1.0, 5.0, 1.0
-"""Measured from BOOT_S + WARM_S on: joining is over by then."""
+"""The measurement starts at BOOT_S + WARM_S, when all workers have joined."""
 KEYS = ("sim", "frame", "beat", "settle", "lose", "join", "tick", "other")
 
 
-class Watch:
-    """CPU seconds by name; what is timed inside of something timed counts as the inner one's only."""
+class CpuTimer:
+    """CPU seconds by name. A timed call inside another timed call counts only for the inner name."""
 
     def __init__(self) -> None:
         self.s: defaultdict[str, float] = defaultdict(float)
         self.n: defaultdict[str, int] = defaultdict(int)
         self._inner_s = 0.0
 
-    def over(self, name: str | Callable[..., str], do: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(do)
-        def timed(*args: Any, **options: Any) -> Any:
-            before_s, self._inner_s = self._inner_s, 0.0
+    def timed(self, name: str | Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wrapper(*args: Any, **options: Any) -> Any:
+            outer_s, self._inner_s = self._inner_s, 0.0
             start_s = time.thread_time()
             try:
-                return do(*args, **options)
+                return function(*args, **options)
             finally:
-                whole_s = time.thread_time() - start_s
+                total_s = time.thread_time() - start_s
                 key = name if isinstance(name, str) else name(*args)
-                self.s[key] += whole_s - self._inner_s
+                self.s[key] += total_s - self._inner_s
                 self.n[key] += 1
-                self._inner_s = before_s + whole_s
+                self._inner_s = outer_s + total_s
 
-        return timed
+        return wrapper
 
 
-def install(watch: Watch) -> None:
-    """Around what the event loop calls: of simulated workers (`sim`), and of the controller, by what it does."""
-    for kind, names in ((SimWorker, ("_tick", "_beat", "_hear", "dial", "flap")), (Network, ("_share", "_arrived"))):
+def install(timer: CpuTimer) -> None:
+    """Time the callbacks of simulated workers and the network (`sim`), and those of the controller by their task."""
+    simulated = {SimWorker: ("_tick", "_heartbeat", "_receive", "dial", "flap"), Network: ("_share", "_arrived")}
+    for kind, names in simulated.items():
         for name in names:
-            setattr(kind, name, watch.over("sim", getattr(kind, name)))
-    hear = lambda _self, _member, message: {m.Tokens: "frame", m.Stats: "beat"}.get(type(message), "other")  # noqa: E731
+            setattr(kind, name, timer.timed("sim", getattr(kind, name)))
+    message_kind = lambda _self, _member, message: {m.Tokens: "frame", m.Stats: "beat"}.get(type(message), "other")  # noqa: E731
     for kind, name, key in (
-        (Dispatch, "_handle", hear), (Dispatch, "_schedule", "settle"), (Dispatch, "_lose", "lose"),
+        (Dispatch, "_handle", message_kind), (Dispatch, "_schedule", "settle"), (Dispatch, "_lose", "lose"),
         (Members, "join", "join"), (Members, "tick", "tick"), (Seeding, "tick", "tick"),
     ):  # fmt: skip
-        setattr(kind, name, watch.over(key, getattr(kind, name)))
+        setattr(kind, name, timer.timed(key, getattr(kind, name)))
 
 
 def recipe(workers: int, seconds: float) -> config.Recipe:
@@ -102,19 +103,19 @@ def recipe(workers: int, seconds: float) -> config.Recipe:
     )  # fmt: skip
 
 
-def one(workers: int, seconds: float) -> dict[str, float]:
-    """A simulation of so many workers; costs are of the time after joining."""
-    watch, marks = Watch(), {}
-    install(watch)
+def measure(workers: int, seconds: float) -> dict[str, float]:
+    """Simulate this number of workers. Costs cover the time after all have joined."""
+    timer, marks = CpuTimer(), {}
+    install(timer)
     end_s = BOOT_S + WARM_S + seconds
 
     def mark(simulation: run.Simulation) -> None:
         counts = simulation.dispatch.ledger.counts
-        marks["from"] = (time.thread_time(), watch.s.copy(), watch.n.copy(), counts.accepted, counts.moved)
+        marks["from"] = (time.thread_time(), timer.s.copy(), timer.n.copy(), counts.accepted, counts.moved)
 
     def flap(simulation: run.Simulation, turn: int) -> None:
-        there = list(simulation.machines.workers.values())
-        for worker in there[turn % 100 :: 100]:
+        workers = list(simulation.fleet.workers.values())
+        for worker in workers[turn % 100 :: 100]:
             worker.flap(0.5)
         asyncio.get_running_loop().call_later(FLAP_S, flap, simulation, turn + 1)
 
@@ -123,25 +124,25 @@ def one(workers: int, seconds: float) -> dict[str, float]:
         loop.call_later(BOOT_S + WARM_S, mark, simulation)
         loop.call_later(BOOT_S + WARM_S + 0.1, flap, simulation, 0)
 
-    world = build(recipe(workers, end_s))
+    scenario = build(recipe(workers, end_s))
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with tempfile.TemporaryDirectory() as folder:
-        done = run.simulate(world, Path(folder) / "events.jsonl", disturb=disturb)
+        done = run.simulate(scenario, Path(folder) / "events.jsonl", disturb=disturb)
     cpu_s, s, n, accepted, moved = marks["from"]
-    spent = time.thread_time() - cpu_s
-    times = {key: watch.s[key] - s[key] for key in KEYS}
-    counts = {key: watch.n[key] - n[key] for key in KEYS}
+    spent_s = time.thread_time() - cpu_s
+    times = {key: timer.s[key] - s[key] for key in KEYS}
+    counts = {key: timer.n[key] - n[key] for key in KEYS}
     done.dispatch.ledger.check()
     ledger = done.dispatch.ledger.counts
     return {
-        "workers": workers, "virtual_s": seconds, "cpu_s": spent,
-        "controller_s": spent - times["sim"], "tokens": ledger.accepted - accepted, "moved": ledger.moved - moved,
+        "workers": workers, "virtual_s": seconds, "cpu_s": spent_s,
+        "controller_s": spent_s - times["sim"], "tokens": ledger.accepted - accepted, "moved": ledger.moved - moved,
         "kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib,
         **{f"{key}_s": times[key] for key in KEYS}, **{f"{key}_n": counts[key] for key in KEYS},
     }  # fmt: skip
 
 
-def per(r: dict[str, float], key: str) -> float:
+def microseconds_per_call(r: dict[str, float], key: str) -> float:
     return 1e6 * r[f"{key}_s"] / max(1.0, r[f"{key}_n"])
 
 
@@ -150,13 +151,13 @@ COLUMNS: tuple[tuple[str, str, Callable[[dict[str, float]], float]], ...] = (
     ("frames/s", "{:,.0f}", lambda r: r["frame_n"] / r["virtual_s"]),
     ("CPU s per s", "{:.4f}", lambda r: r["controller_s"] / r["virtual_s"]),
     ("ms per 1000 tok", "{:.2f}", lambda r: 1e6 * r["controller_s"] / max(1.0, r["tokens"])),
-    ("us per frame", "{:.1f}", lambda r: per(r, "frame")),
-    ("us per beat", "{:.1f}", lambda r: per(r, "beat")),
-    ("us per join", "{:.1f}", lambda r: per(r, "join")),
-    ("us per loss", "{:.0f}", lambda r: per(r, "lose")),
+    ("us per frame", "{:.1f}", lambda r: microseconds_per_call(r, "frame")),
+    ("us per beat", "{:.1f}", lambda r: microseconds_per_call(r, "beat")),
+    ("us per join", "{:.1f}", lambda r: microseconds_per_call(r, "join")),
+    ("us per loss", "{:.0f}", lambda r: microseconds_per_call(r, "lose")),
     ("us per move", "{:.1f}", lambda r: 1e6 * r["lose_s"] / max(1.0, r["moved"])),
     ("settles/s", "{:,.0f}", lambda r: r["settle_n"] / r["virtual_s"]),
-    ("us per settle", "{:,.0f}", lambda r: per(r, "settle")),
+    ("us per settle", "{:,.0f}", lambda r: microseconds_per_call(r, "settle")),
     ("settling CPU", "{:.4f}", lambda r: r["settle_s"] / r["virtual_s"]),
     ("ticking CPU", "{:.4f}", lambda r: r["tick_s"] / r["virtual_s"]),
     ("sim CPU", "{:.4f}", lambda r: r["sim_s"] / r["virtual_s"]),
@@ -165,45 +166,45 @@ COLUMNS: tuple[tuple[str, str, Callable[[dict[str, float]], float]], ...] = (
 
 
 def show(rows: list[dict[str, float]]) -> None:
-    """A row per figure, a column per count of workers; last the exponent: how the figure grows from the last count but
-    one to the last. 1: as the workers do; 0: not at all."""
+    """Print one row per figure and one column per number of workers. The last column is the exponent of growth between
+    the last two numbers: 1 means proportional to the workers, 0 means constant."""
     print(f"{'workers':18}" + "".join(f"{r['workers']:>12,.0f}" for r in rows) + f"{'exponent':>12}")
     for name, form, value in COLUMNS:
         line = f"{name:18}" + "".join(f"{form.format(value(r)):>12}" for r in rows)
         if len(rows) > 1 and value(rows[-2]) > 0 and value(rows[-1]) > 0:
-            grown = math.log(value(rows[-1]) / value(rows[-2])) / math.log(rows[-1]["workers"] / rows[-2]["workers"])
-            line += f"{grown:>12.2f}"
+            exponent = math.log(value(rows[-1]) / value(rows[-2])) / math.log(rows[-1]["workers"] / rows[-2]["workers"])
+            line += f"{exponent:>12.2f}"
         print(line)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="10,100,1000,10000", help="how many, separated by commas")
-    parser.add_argument("--seconds", type=float, default=20.0, help="virtual seconds that are measured")
-    parser.add_argument("--profile", action="store_true", help="of the only count given: where the time goes")
+    parser.add_argument("--workers", default="10,100,1000,10000", help="Numbers of workers, separated by commas.")
+    parser.add_argument("--seconds", type=float, default=20.0, help="Virtual seconds to measure.")
+    parser.add_argument("--profile", action="store_true", help="Profile the first number of workers.")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(one(asked.one, asked.seconds)))
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.one, options.seconds)))
         return
-    if not all(n.isdecimal() and int(n) > 0 for n in asked.workers.split(",")):
-        parser.error("--workers: numbers above 0, separated by commas")
-    counts = [int(n) for n in asked.workers.split(",")]
-    if asked.profile:
+    if not all(n.isdecimal() and int(n) > 0 for n in options.workers.split(",")):
+        parser.error("--workers: expected numbers above 0, separated by commas")
+    counts = [int(n) for n in options.workers.split(",")]
+    if options.profile:
         profile = cProfile.Profile()
-        profile.runcall(one, counts[0], asked.seconds)
+        profile.runcall(measure, counts[0], options.seconds)
         pstats.Stats(profile).sort_stats("tottime").print_stats(40)
         return
     rows = []
     for count in counts:
         began_s = time.monotonic()
-        said = subprocess.run(
-            [sys.executable, __file__, "--one", str(count), "--seconds", str(asked.seconds)],
+        process = subprocess.run(
+            [sys.executable, __file__, "--one", str(count), "--seconds", str(options.seconds)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if said.returncode:
-            sys.exit(said.stderr)
-        rows.append(json.loads(said.stdout))
+        if process.returncode:
+            sys.exit(process.stderr)
+        rows.append(json.loads(process.stdout))
         print(f"{count:,} workers: {time.monotonic() - began_s:.0f} s", file=sys.stderr)
     show(rows)
 

@@ -1,16 +1,16 @@
-"""The demo beside a plain GRPO loop: CPU seconds per token of whole process trees, in turns.
+"""The demo compared with a plain GRPO loop: CPU seconds per token of whole process trees, run alternately.
 
-    python benchmarks/demo_grpo.py                     as many steps of each as the recipe says
+    python benchmarks/demo_grpo.py                     the recipe's number of steps for each
     python benchmarks/demo_grpo.py --rounds 2 --steps 8
 
-`plain` is the loop below: transformers' generate, a log-softmax, torch's AdamW, one process. It has the demo's model,
-tasks, group sizes, learning rate and limit, and takes every response of the step to learn from. The demo is `windfall
-train recipes/demo.toml` as `make demo` runs it: controller, trainer, and workers that are killed and come back.
-`undisturbed` is the same recipe on two workers that stay.
+`plain loop` is the loop below: transformers' generate, a log-softmax, torch's AdamW, one process. It has the demo's
+model, tasks, group sizes, learning rate and limit, and trains on every response of the step. `demo` is `windfall train
+recipes/demo.toml` as `make demo` runs it: controller, trainer, and workers that are killed and come back. `undisturbed`
+is the same recipe with two workers that stay.
 
-CPU seconds are user and system time of all processes of a tree, start-up and held-out tasks included, so the demo pays
-for its imports, its checkpoints and everything that is done twice. They do not depend on what else the machine does, as
-wall time would. Tokens are those that were trained on and those of held-out tasks.
+CPU seconds are user and system time of all processes of a tree. They include start-up and held-out tasks, so the demo
+pays for its imports, its checkpoints and repeated work. Unlike wall time, they do not depend on other load on the
+machine. Tokens are those trained on and those of held-out tasks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ RECIPE = ROOT / "recipes" / "demo.toml"
 UNDISTURBED = ("trace.nodes=0", "fleet.workers=2")
 
 
-# --- the plain loop, a process of its own ---
+# --- the plain loop, in its own process ---
 
 
 def plain(steps: int) -> None:
-    """Prints a line of JSON: tokens, and the reward on held-out tasks before and after."""
+    """Print a line of JSON: tokens, and the reward on held-out tasks before and after."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,17 +52,17 @@ def plain(steps: int) -> None:
     r, lr, env = recipe.rollout, recipe.train.lr, Arithmetic(seed=recipe.run.seed)
     torch.set_num_threads(1)
     torch.manual_seed(recipe.run.seed)
-    where = load.fetch(recipe.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(where, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    folder = load.fetch(recipe.model.path)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adam = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=recipe.train.betas, weight_decay=recipe.train.weight_decay
     )
-    made = 0
+    generated = 0
 
     def rollout(tasks: list[Any], each: int) -> tuple[Any, Any, Any, Any]:
-        """Whole sequences, which tokens are of the response, attention mask, rewards."""
-        nonlocal made
+        """Whole sequences, mask of response tokens, attention mask, rewards."""
+        nonlocal generated
         prompts = tokenizer([t.prompt for t in tasks for _ in range(each)], return_tensors="pt", padding=True)
         with torch.inference_mode():
             ids = model.generate(
@@ -73,12 +73,12 @@ def plain(steps: int) -> None:
         is_end = (ids[:, start:] == tokenizer.eos_token_id).long()
         up_to_end = (is_end.cumsum(1) - is_end == 0).long()  # the end token belongs to the response
         own = torch.cat([torch.zeros_like(prompts.input_ids), up_to_end], 1)
-        made += int(own.sum())
+        generated += int(own.sum())
         texts = tokenizer.batch_decode(ids[:, start:], skip_special_tokens=True)
         answers = [t.answer for t in tasks for _ in range(each)]
-        said = [text.rpartition("#") for text in texts]
+        parts = [text.rpartition("#") for text in texts]
         rewards = torch.tensor(
-            [float(bool(m) and s.strip() == str(a)) for (_, m, s), a in zip(said, answers, strict=True)]
+            [float(bool(m) and s.strip() == str(a)) for (_, m, s), a in zip(parts, answers, strict=True)]
         )
         return ids, own, torch.cat([prompts.attention_mask, own[:, start:]], 1), rewards
 
@@ -105,34 +105,36 @@ def plain(steps: int) -> None:
         adam.step()
         adam.zero_grad()
         print(
-            f"step {step + 1}: reward {float(rewards.mean()):.3f}, {made} tokens, {time.process_time():.1f} CPU s",
+            f"step {step + 1}: reward {float(rewards.mean()):.3f}, {generated} tokens, {time.process_time():.1f} CPU s",
             flush=True,
         )
     after = held_out()
-    print(json.dumps({"tokens": made, "rewards": [before, after]}))
+    print(json.dumps({"tokens": generated, "rewards": [before, after]}))
 
 
-# --- both, measured ---
+# --- measurement ---
 
 
 def measured(command: list[str], folder: Path) -> dict[str, float]:
-    """CPU and wall seconds of a process and all its descendants. A process counts its children when they are waited
-    for, and every process of windfall waits for its own, killed ones too."""
+    """CPU and wall seconds of a process and all its descendants. The time of a child counts when its parent waits for
+    it, and every process of windfall waits for its children, including killed ones."""
     began_s = time.monotonic()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "out.txt").open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         _, status, used = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"{' '.join(command)} ended with {status}:\n{(folder / 'out.txt').read_text()[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} exited with status {status}:\n{(folder / 'out.txt').read_text()[-2000:]}"
+        )
     return {"cpu_s": used.ru_utime + used.ru_stime, "wall_s": time.monotonic() - began_s}
 
 
 def plain_run(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         took = measured([sys.executable, __file__, "--plain", str(steps)], Path(name))
-        said = json.loads((Path(name) / "out.txt").read_text().splitlines()[-1])
-    return {**took, "tokens": said["tokens"], "rewards": said["rewards"], "lost": 0}
+        result = json.loads((Path(name) / "out.txt").read_text().splitlines()[-1])
+    return {**took, "tokens": result["tokens"], "rewards": result["rewards"], "lost": 0}
 
 
 def windfall_run(steps: int, *changes: str) -> dict[str, Any]:
@@ -142,8 +144,8 @@ def windfall_run(steps: int, *changes: str) -> dict[str, Any]:
         took = measured([*command, *(word for s in sets for word in ("--set", s))], Path(name))
         log = [json.loads(line) for line in (Path(name) / "demo" / "events.jsonl").read_text().splitlines()]
     evals = [e for e in log if e["kind"] == "scalar" and e["name"] == "eval"]
-    steps_made = [e for e in log if e["kind"] == "scalar" and e["name"] == "step"]
-    trained = sum(length for e in steps_made for group in e["lengths"] for length in group)
+    step_events = [e for e in log if e["kind"] == "scalar" and e["name"] == "step"]
+    trained = sum(length for e in step_events for group in e["lengths"] for length in group)
     held_out = sum(sum(e["lengths"]) for e in evals)
     lost = sum(e["name"] == "worker_lost" for e in log)
     return {**took, "tokens": trained + held_out, "rewards": [e["reward"] for e in evals], "lost": lost}
@@ -158,11 +160,13 @@ KINDS: dict[str, Any] = {
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rounds", type=int, default=1, help="each takes every kind once, in another order")
-    p.add_argument("--steps", type=int, default=20, help="of training, as in the recipe")
+    p.add_argument(
+        "--rounds", type=int, default=1, help="Number of rounds. Each runs every kind once, in a different order."
+    )
+    p.add_argument("--steps", type=int, default=20, help="Training steps.")
     p.add_argument("--kinds", default="plain loop,demo,undisturbed")
-    p.add_argument("--plain", type=int, metavar="STEPS", help="the plain loop alone, in this process")
-    p.add_argument("--out", type=Path, help="also write the figures here, as JSON")
+    p.add_argument("--plain", type=int, metavar="STEPS", help="Run only the plain loop, in this process.")
+    p.add_argument("--out", type=Path, help="File to write the figures to, as JSON.")
     a = p.parse_args()
     if a.plain is not None:
         plain(a.plain)

@@ -1,22 +1,22 @@
-"""What harvesting is worth: the same run in several ways, with real processes, on workers that come and go by a trace.
+"""What harvesting is worth: the same run in several variants, with real processes and workers that follow a trace.
 
     python benchmarks/harvest.py                              all variants, one to two minutes each
     python benchmarks/harvest.py --variants colocated,windfall --steps 12 --seed 3
     python benchmarks/harvest.py --trace FILE --speedup 60    a spot trace (docs/fleet-traces.md), 60 times as fast
 
-Controller, links, ledger, journal, policies, weight pulls and kills are the product's own, in processes of their own.
-Two cores cannot show a parallel speed-up, so engines and the trainer sleep by a stated service-time model instead of
-computing (windfall.sim): a decode step takes a fixed time and a time per response, a prefill and training a time per
-token. The trainer's machine stands for 8 GPUs, a worker for 2, at RLBoost's prices ($83.79 and $5.32 per hour). Workers
-come and go by a trace; a worker that is down costs nothing. "leaves by itself" is windfall where nobody is killed: the
-same machines go at the same moments, but say so and hand over first. What killing costs is the distance from there.
+Controller, links, ledger, journal, policies, weight pulls and kills are the product's own, in separate processes. Two
+cores cannot show a parallel speed-up, so engines and the trainer sleep by a service-time model instead of computing
+(windfall.sim): a decode step takes a fixed time plus a time per response; prefill and training take a time per token.
+The trainer's machine stands for 8 GPUs and a worker for 2, at RLBoost's prices ($83.79 and $5.32 per hour). Workers
+come and go by a trace; a worker that is down costs nothing. "leaves by itself" is windfall without kills: the same
+machines leave at the same moments, but with a notice, so they drain first. The difference to it is the cost of killing.
 
-With --replay every run is simulated from its own log as well (windfall sim --replay): machines fitted to the first half
-of its steps, figures of the second half, predicted beside measured.
+With --replay, every run is also simulated from its own log (windfall sim --replay): machines are fitted to the first
+half of its steps, and the figures of the second half are printed, predicted beside measured.
 
-Columns: tokens per second and per dollar, and times the first row's; trainer idle: the share of its time without work;
-workers idle, lost: shares of what they were paid for (lost: booting, pulling, prefill again and work nobody got);
-again: tokens made again, as a share of all.
+Columns: tokens per second and per dollar, each with its ratio to the first row; trainer idle: share of its time without
+work; workers idle, lost: shares of the time paid for (lost: booting, pulling, repeated prefill and lost work); again:
+tokens generated again, as a share of all tokens.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from windfall.fleet import process, trace
 from windfall.fleet.trace_provider import TraceProvider
 from windfall.link import auth
 from windfall.models.load import TINY
-from windfall.sim.core.service import Lengths, Service
+from windfall.sim.core.service import LogNormalLengths, Service
 from windfall.types import Lease
 
 TRAINER_USD_PER_H, WORKER_USD_PER_H = 83.79, 5.32
 # Seconds, scaled down, in the proportions of RLBoost's artifact for an 8B model: alone, the trainer's machine generates
-# about as long as it trains, and a worker makes a quarter to a fifth of what that machine makes.
+# about as long as it trains, and a worker has a fifth to a quarter of that machine's throughput.
 LOCAL = Service(fixed_s=0.006, each_s=0.00012, prefill_s=0.000004, train_s=0.000185)
 WORKER = Service(fixed_s=0.008, each_s=0.0006, prefill_s=0.00002)
 SLOW = float(os.environ.get("HARVEST_SLOW", "1"))
-"""So many times slower than said above, the trace as well: what processes cost in earnest then counts for less."""
+"""Factor by which all times and the trace are stretched, so that the real cost of processes matters less."""
 LOCAL, WORKER = LOCAL.slower(SLOW), WORKER.slower(SLOW)
-LENGTHS = Lengths(median=75, sigma=0.7, alike=0.5)
+LENGTHS = LogNormalLengths(median=75, sigma=0.7, alike=0.5)
 VOCABULARY = 1000
 UP_S, DOWN_S, NODES = 40.0, 15.0, 5
 
@@ -92,10 +92,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-# the trainer's process
+# the processes
 
 
-async def be_trainer(folder: Path) -> int:
+async def run_trainer(folder: Path) -> int:
     import threading
     from functools import partial
 
@@ -138,8 +138,8 @@ async def be_trainer(folder: Path) -> int:
     address = await training._address(folder)
     lock = threading.Lock()
     host = TrainerHost(
-        trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello, publish=publish,
-        save=lambda state: "nowhere", dialler=Dialler(address, "/trainer", m.ToTrainer, ssl=None),
+        trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello,
+        publish=publish, save=lambda state: "nowhere", dialler=Dialler(address, "/trainer", m.ToTrainer, ssl=None),
         address=lambda: address, lock=lock,
     )  # fmt: skip
     tasks = [asyncio.create_task(host.run())]
@@ -155,7 +155,7 @@ async def be_trainer(folder: Path) -> int:
     return 0
 
 
-async def be_worker(url: str, name: str, factor: float) -> int:
+async def run_worker(url: str, name: str, factor: float) -> int:
     from windfall.sim.machines.engine import SleepingEngine
     from windfall.weights.pull import Puller
     from windfall.worker import preemption
@@ -175,7 +175,7 @@ async def be_worker(url: str, name: str, factor: float) -> int:
 # one variant
 
 
-async def run(
+async def run_variant(
     folder: Path, *, changes: list[Any], steps: int, speedup: float, fleet: str = "", techniques: str = "",
     notice_s: float = 0.0,
 ) -> None:  # fmt: skip
@@ -185,18 +185,20 @@ async def run(
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
     env = {**os.environ, "WINDFALL_TOKEN": auth.read_token(folder / "token"), "OMP_NUM_THREADS": "1"}
-    me = [sys.executable, __file__]
+    this_script = [sys.executable, __file__]
 
     async def spawn(name: str, lease: Lease) -> Any:
         url = (folders.read_json(folder / "address.json") or {})["url"]
-        return await process.start(name=name, argv=[*me, "--worker", url, name], env=env, log=folder / f"{name}.log")
+        return await process.start(
+            name=name, argv=[*this_script, "--worker", url, name], env=env, log=folder / f"{name}.log"
+        )
 
     controller = await process.start(
         name="controller", argv=[sys.executable, "-m", "windfall.cli", "_controller", str(folder)], env=env,
         log=folder / "controller.log",
     )  # fmt: skip
     trainer = await process.start(
-        name="trainer", argv=[*me, "--trainer", str(folder)], env=env, log=folder / "trainer.log"
+        name="trainer", argv=[*this_script, "--trainer", str(folder)], env=env, log=folder / "trainer.log"
     )
     provider = None
     try:
@@ -208,7 +210,9 @@ async def run(
         async with asyncio.timeout(900):
             code = await controller.wait()
         if code != 0:
-            raise SystemExit(f"the controller ended with {code}: {(folder / 'controller.log').read_text()[-2000:]}")
+            raise SystemExit(
+                f"the controller exited with code {code}: {(folder / 'controller.log').read_text()[-2000:]}"
+            )
     finally:
         if provider is not None:
             provider.cancel()
@@ -225,28 +229,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--up", type=float, default=UP_S, help="of the drawn trace: seconds that a machine stays")
-    parser.add_argument("--down", type=float, default=DOWN_S, help="and that it is away, on average")
+    parser.add_argument(
+        "--up", type=float, default=UP_S, help="Mean uptime of a machine in the generated trace, in seconds."
+    )
+    parser.add_argument("--down", type=float, default=DOWN_S, help="Mean downtime of a machine, in seconds.")
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--start", type=float, default=0.0, help="where in the trace to begin, in its seconds")
+    parser.add_argument("--start", type=float, default=0.0, help="Start time in the trace file, in seconds.")
     parser.add_argument("--speedup", type=float, default=1.0)
-    parser.add_argument("--replay", action="store_true", help="simulate every run from its log, too, and print both")
-    parser.add_argument("--keep", type=Path, help="leave the runs' folders here: windfall sim --replay reads them")
-    parser.add_argument("--slow", type=float, default=SLOW, help="stretch all times, for a busy machine")
+    parser.add_argument("--replay", action="store_true", help="Also simulate every run from its log, and print both.")
+    parser.add_argument("--keep", type=Path, help="Directory that keeps the run folders, for windfall sim --replay.")
+    parser.add_argument("--slow", type=float, default=SLOW, help="Factor that stretches all times, for a busy machine.")
     options = parser.parse_args()
     from windfall.sim.replay import command
-    from windfall.sim.report import figures  # not above: a worker must not boot longer for it
+    from windfall.sim.report import figures  # imported here so that workers do not boot longer
 
-    if options.slow != SLOW:  # for the processes to come as well
+    if options.slow != SLOW:  # child processes inherit it
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "HARVEST_SLOW": str(options.slow)})
     if options.trainer:
-        sys.exit(asyncio.run(be_trainer(options.trainer)))
+        sys.exit(asyncio.run(run_trainer(options.trainer)))
     if options.worker:
         url, name = options.worker
-        sys.exit(asyncio.run(be_worker(url, name, 1.0)))
+        sys.exit(asyncio.run(run_worker(url, name, 1.0)))
     if options.trace:
         changes = trace.slots(trace.window(trace.read(options.trace), options.start, math.inf), options.nodes)
-        print(f"{options.trace.name} from {options.start:g} s on, {options.speedup:g} times as fast, ", end="")
+        print(f"{options.trace.name} from {options.start:g} s, {options.speedup:g} times as fast, ", end="")
         print(f"at most {options.nodes} machines; {options.steps} steps of 384")
     else:
         changes = trace.synthetic(
@@ -263,12 +269,12 @@ def main() -> None:
     base: figures.Figures | None = None
     replayed: list[tuple[str, command.Replayed]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        place = options.keep or Path(temporary)
+        root = options.keep or Path(temporary)
         for name in options.variants.split(","):
-            how = {"changes": changes, **VARIANTS[name]}
-            folder = place / name.replace(" ", "-").replace(",", "")
-            asyncio.run(run(folder, steps=options.steps, speedup=options.speedup / SLOW, **how))
-            f = figures.of(log.read(folder / "events.jsonl"), skip=min(2, options.steps - 1))
+            options_of_variant = {"changes": changes, **VARIANTS[name]}
+            folder = root / name.replace(" ", "-").replace(",", "")
+            asyncio.run(run_variant(folder, steps=options.steps, speedup=options.speedup / SLOW, **options_of_variant))
+            f = figures.from_events(log.read(folder / "events.jsonl"), skip=min(2, options.steps - 1))
             base = base or f
             print(
                 f"{name:24}{f.tok_per_s:8,.0f}{f.tok_per_s / base.tok_per_s:7.2f}{f.tok_per_usd:10,.0f}"
@@ -280,7 +286,7 @@ def main() -> None:
             if options.replay:
                 replayed.append((name, command.replay(folder)))
         if replayed:
-            print("\n".join(["", *command.beside(replayed)]))
+            print("\n".join(["", *command.summary(replayed)]))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def recipe(case: Case) -> Recipe:
         "arrivals_per_h": ARRIVALS_PER_H * case.fleet, **said.get("sim", {}), "seconds": case.seconds, "skip_steps": 1,
     }  # fmt: skip
     said["trace"] = {"nodes": case.fleet, "price_usd_per_h": rb.INSTANCE_USD_PER_H, **said.get("trace", {})}
-    made = rb.recipe(rb.MODELS["8B"], rb.Assumed(slower=SLOWER))
+    made = rb.recipe(rb.MODELS["8B"], rb.Assumptions(slower=SLOWER))
     return made.model_copy(update={k: getattr(made, k).model_copy(update=v) for k, v in said.items()})
 
 
@@ -104,7 +104,7 @@ def changes(case: Case) -> list[Change] | None:
     # Every seed gets another half of the nodes and another start; a trace with few nodes is used as it is.
     whole = trace.read(Path(case.market))
     enough = trace.summary(whole, whole[-1].at_s + 1).mean_up >= 3 * case.fleet
-    some = rb.half(whole, seed=case.seed) if enough else whole
+    some = rb.sample_nodes(whole, seed=case.seed) if enough else whole
     start_s = (3600.0 + 1500.0 * case.seed) % max(1.0, whole[-1].at_s - case.seconds)
     return rb.at_most(trace.window(some, start_s, case.seconds), case.fleet)
 

@@ -1,8 +1,8 @@
-"""What rlboost_table.py assumes: models and machines by published figures, lengths, prices, and the spot market.
+"""The assumptions of rlboost_table.py: models and machines by published figures, lengths, prices, and the spot market.
 
-A machine's times follow from its memory bandwidth and FLOP/s, each at an assumed share of the peak, and from the
-model's shape (roofline). One number is fitted: `slower` multiplies every time alike, so that co-located training of the
-8B model makes CO_LOCATED_8B tokens per second. Nothing is fitted to what harvesting gave in the paper.
+The times of a machine follow from its memory bandwidth and FLOP/s, each at an assumed share of the peak, and from the
+model's shape (roofline). One number is fitted: `slower` multiplies every time, so that co-located training of the 8B
+model reaches CO_LOCATED_8B tokens per second. Nothing is fitted to the paper's results for harvesting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ CO_LOCATED_8B = 10_000.0
 """Tokens per second on 8 H100: RLBoost's artifact, "about 10K"."""
 GROUPS, SIBLINGS = 128, 8
 TRAINER_USD_PER_H, INSTANCE_USD_PER_H = 83.79, 5.32
-"""Of 8 H100 on demand, and of 2 on a spot market: RLBoost."""
+"""Prices of 8 H100 on demand and of 2 H100 on a spot market, from RLBoost."""
 H100_BYTES_PER_S, H100_FLOP_PER_S = 3.35e12, 989e12
 """H100 SXM, bfloat16 without sparsity: NVIDIA's data sheet."""
 H100_BYTES = 80e9
 PASSES = 5
-"""Of a trained token, in forward passes: old log-probs 1, forward 1, again in the backward pass 1, backward 2."""
+"""Cost of a trained token in forward passes: old log-probs 1, forward 1, recomputation in the backward pass 1, backward
+2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one token."""
+        """KV-cache bytes per token."""
         return 2 * 2 * self.layers * self.kv_heads * self.head
 
 
@@ -57,38 +58,39 @@ MODELS = {
     "14B": Model(name="14B", parameters=14.8e9, layers=40, heads=40, trainer_gpus=8),
     "32B": Model(name="32B", parameters=32.8e9, layers=64, heads=64, trainer_gpus=16),
 }
-"""Qwen3's published shapes; GPUs of the trainer as in the paper."""
+"""Qwen3's published shapes; the number of trainer GPUs is the paper's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assumed:
-    """Everything that neither the paper nor a data sheet says."""
+class Assumptions:
+    """Values that neither the paper nor a data sheet gives."""
 
     memory: float = 0.7
-    """Of the memory's bandwidth that decoding reaches."""
+    """Share of the memory bandwidth that decoding reaches."""
     decode: float = 0.5
-    """Of FLOP/s, of decoding and prefill."""
+    """Share of peak FLOP/s that decoding and prefill reach."""
     train: float = 0.4
-    """Of FLOP/s, of training."""
+    """Share of peak FLOP/s that training reaches."""
     median_tokens: float = 4000.0
     sigma: float = 0.7
     alike: float = 0.5
     prompt_tokens: int = 256
     boot_s: float = 60.0
-    """Until an instance's worker dials in; then it pulls."""
+    """Seconds until an instance's worker dials in. It pulls weights after that."""
     update_s: float = 5.0
-    """Of 8B: optimizer, and the copy of the weights. In proportion to the parameters per GPU for others."""
+    """Seconds of an optimizer update with the copy of the weights, for 8B. Other models scale with the parameters per
+    GPU."""
     kv_share: float = 0.85
-    """Of the memory that the weights leave."""
+    """Share of the memory left by the weights that holds the KV cache."""
     slower: float = 1.0
-    """The fitted number."""
+    """The fitted factor."""
 
 
-SAID = {
+DESCRIPTIONS = {
     "memory": "memory bandwidth reached in decoding, share of peak",
     "decode": "FLOP/s reached in decoding and prefill, share of peak",
     "train": "FLOP/s reached in training, share of peak",
-    "median_tokens": "median response (log-normal, cut at the limit)",
+    "median_tokens": "median response (log-normal, truncated at the limit)",
     "sigma": "spread of the logarithm of lengths",
     "alike": "correlation of lengths within a group",
     "prompt_tokens": "tokens of a prompt",
@@ -98,9 +100,9 @@ SAID = {
 }
 
 
-def engine(model: Model, a: Assumed, gpus: int) -> dict[str, float]:
-    """Engines of 2 GPUs each (tensor parallel), seen as one: a response is in one of them, so what it adds to a step is
-    divided by how many there are; reading the weights is not."""
+def engine(model: Model, a: Assumptions, gpus: int) -> dict[str, float]:
+    """Several engines of 2 GPUs each (tensor parallel), modeled as one. A response runs in one of them, so its time per
+    step is divided by their number; the time to read the weights is not."""
     engines = gpus / 2
     memory, flops = 2 * H100_BYTES_PER_S * a.memory, 2 * H100_FLOP_PER_S * a.decode
     token_s = 2 * model.parameters / flops
@@ -111,7 +113,7 @@ def engine(model: Model, a: Assumed, gpus: int) -> dict[str, float]:
     return {name: s * a.slower for name, s in times.items()}
 
 
-def trainer(model: Model, a: Assumed, mean_tokens: float) -> dict[str, float]:
+def trainer(model: Model, a: Assumptions, mean_tokens: float) -> dict[str, float]:
     attention = 4 * model.layers * model.heads * model.head * (a.prompt_tokens + mean_tokens / 2)
     flops = PASSES * (2 * model.parameters + attention)
     trained_s = flops / (model.trainer_gpus * H100_FLOP_PER_S * a.train) * (1 + a.prompt_tokens / mean_tokens)
@@ -121,22 +123,23 @@ def trainer(model: Model, a: Assumed, mean_tokens: float) -> dict[str, float]:
     }  # fmt: skip
 
 
-def mean_tokens(a: Assumed, most: int, draws: int = 20_000) -> float:
+def mean_tokens(a: Assumptions, most: int, draws: int = 20_000) -> float:
     draw = random.Random(0)
     return sum(min(most, a.median_tokens * draw.lognormvariate(0, a.sigma)) for _ in range(draws)) / draws
 
 
-def slots(model: Model, a: Assumed, gpus: int) -> int:
-    """Responses whose cache fits: of those that begin together, a share is left after k tokens, and has k each."""
+def slots(model: Model, a: Assumptions, gpus: int) -> int:
+    """Number of responses whose KV cache fits. Of responses that start together, a share is left after k tokens, each
+    with a context of k."""
     free = gpus * H100_BYTES - gpus / 2 * model.weights_bytes
     left = (NormalDist().cdf(-math.log(k / a.median_tokens) / a.sigma) * k for k in range(100, 14_000, 100))
     return max(1, int(free * a.kv_share / (model.kv_bytes * (a.prompt_tokens + max(left)))))
 
 
-def recipe(model: Model, a: Assumed, *, max_tokens: int = 14_000, granule: int = 256, **sections: Any) -> Recipe:
-    """The run; sections are put over it, key by key."""
+def recipe(model: Model, a: Assumptions, *, max_tokens: int = 14_000, granule: int = 256, **sections: Any) -> Recipe:
+    """The recipe of the run. `sections` override single keys."""
     mean = mean_tokens(a, max_tokens)
-    said: dict[str, dict[str, Any]] = {
+    keys_by_section: dict[str, dict[str, Any]] = {
         "run": {"name": f"rlboost-{model.name}", "steps": 10_000},
         "rollout": {"groups": GROUPS, "group_size": SIBLINGS, "max_tokens": max_tokens},
         "train": {"micro_tokens": round(16 * mean)},
@@ -155,12 +158,12 @@ def recipe(model: Model, a: Assumed, *, max_tokens: int = 14_000, granule: int =
         },
     }  # fmt: skip
     for name, keys in sections.items():
-        said.setdefault(name, {}).update(keys)
-    return config.parse(said, where=model.name)
+        keys_by_section.setdefault(name, {}).update(keys)
+    return config.parse(keys_by_section, where=model.name)
 
 
-def worth_having(model: Model, a: Assumed, max_tokens: int = 14_000) -> int:
-    """RLBoost's bound N_prem by our figures: instances that together make what training takes in."""
+def useful_instances(model: Model, a: Assumptions, max_tokens: int = 14_000) -> int:
+    """RLBoost's bound N_prem with our figures: the number of instances that generate as fast as the trainer trains."""
     mean = mean_tokens(a, max_tokens)
     w, t = engine(model, a, 2), trainer(model, a, mean)
     room = slots(model, a, 2)
@@ -175,27 +178,27 @@ def worth_having(model: Model, a: Assumed, max_tokens: int = 14_000) -> int:
 # the market
 
 
-def half(changes: Sequence[Change], share: float = 0.5, seed: int = 0) -> list[Change]:
-    """A share of the instances that a trace names."""
+def sample_nodes(changes: Sequence[Change], share: float = 0.5, seed: int = 0) -> list[Change]:
+    """A random share of the instances in a trace."""
     names = sorted({c.node for c in changes})
     chosen = set(random.Random(seed).sample(names, round(share * len(names))))
     return [c for c in changes if c.node in chosen]
 
 
 def at_most(changes: Sequence[Change], count: int) -> list[Change]:
-    """What a pool of at most `count` holds of what could be had: when one is taken, another that is there comes."""
-    there: dict[str, None] = {}
+    """The instances that a pool of at most `count` holds. When one is preempted, another available one replaces it."""
+    available: dict[str, None] = {}
     held: set[str] = set()
     out: list[Change] = []
     for change in changes:
         if change.up:
-            there[change.node] = None
+            available[change.node] = None
         else:
-            there.pop(change.node)
+            available.pop(change.node)
             if change.node in held:
                 held.remove(change.node)
                 out.append(change)
-        for node in there:
+        for node in available:
             if len(held) < count and node not in held:
                 held.add(node)
                 out.append(replace(change, node=node, up=True))
@@ -203,17 +206,15 @@ def at_most(changes: Sequence[Change], count: int) -> list[Change]:
 
 
 WINDOWS = {"A": 2 * 3600.0, "B": 6 * 3600.0, "C": 9 * 3600.0}
-"""Where the three segments begin in Bamboo's trace: from much to little availability."""
+"""Start of the three segments in Bamboo's trace, in seconds, from high to low availability."""
 WINDOW_S = 2 * 3600.0
 
 
 def market(path: Path | None, share: float = 0.5) -> tuple[dict[str, list[Change]], str]:
-    """The three segments, and where they are from."""
+    """The three segments, and a description of their origin."""
     if path is None:
-        whole = trace.synthetic(nodes=28, mean_up_s=6500, mean_down_s=7500, seconds=11.4 * 3600, seed=7)
-        said = (
-            "drawn (28 nodes, up 6,500 s and away 7,500 s on average: about half of Bamboo's p3 nodes and its losses)"
-        )
+        full = trace.synthetic(nodes=28, mean_up_s=6500, mean_down_s=7500, seconds=11.4 * 3600, seed=7)
+        origin = "generated (28 nodes, up 6,500 s, down 7,500 s on average: about half of Bamboo's p3 nodes and losses)"
     else:
-        whole, said = half(trace.read(path), share), f"{path.name}, {share:.0%} of its nodes"
-    return {name: trace.window(whole, start_s, WINDOW_S) for name, start_s in WINDOWS.items()}, said
+        full, origin = sample_nodes(trace.read(path), share), f"{path.name}, {share:.0%} of its nodes"
+    return {name: trace.window(full, start_s, WINDOW_S) for name, start_s in WINDOWS.items()}, origin

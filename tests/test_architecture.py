@@ -82,7 +82,7 @@ LIGHT = [
     "sim.report.command",
     "sim.calibrate.command",
 ]
-HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard"}
+HEAVY = {"torch", "transformers", "ray", "vllm", "reasoning_gym", "tensorboard", "matplotlib"}
 
 
 def part(file: str) -> str:

@@ -1,4 +1,4 @@
-"""Small worlds for the simulator's tests: a trainer, a few workers by a trace, short responses."""
+"""A small recipe for the simulator's tests: a trainer, a few workers of a trace, short responses."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SMALL: dict[str, Any] = {
 
 
 def small(**sections: dict[str, Any]) -> config.Recipe:
-    """The small recipe with other keys: small(trace={"nodes": 0})."""
-    said = copy.deepcopy(SMALL)
+    """The small recipe with changed keys: small(trace={"nodes": 0})."""
+    keys_by_section = copy.deepcopy(SMALL)
     for section, keys in sections.items():
-        said.setdefault(section, {}).update(keys)
-    return config.parse(said, where="small")
+        keys_by_section.setdefault(section, {}).update(keys)
+    return config.parse(keys_by_section, where="small")
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def recipe() -> Callable[..., config.Recipe]:
 
 @pytest.fixture
 def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events.Event]]]:
-    """Simulates the small recipe with other keys; `disturb` is called with the simulation at its start."""
+    """Simulates the small recipe with changed keys. `disturb` is called with the simulation at the start."""
 
-    def go(
+    def simulate(
         disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]
     ) -> tuple[run.Simulation, list[events.Event]]:
         log = tmp_path / "events.jsonl"
@@ -56,4 +56,4 @@ def simulated(tmp_path: Path) -> Callable[..., tuple[run.Simulation, list[events
         assert done.dispatch.ledger.lost_tokens() == 0
         return done, events.read(log)
 
-    return go
+    return simulate

@@ -1,4 +1,4 @@
-"""Every rule of chaos can fail: break the product, and a few seeds find it."""
+"""Every chaos invariant can fail: break the product, and a few seeds detect it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from windfall.train.remote import RemoteTrainer
 
 FAULTS, SEEDS = 120, 16
 Patch = pytest.MonkeyPatch
-Broken = Callable[[Patch], None]
-MUTANTS: dict[str, tuple[Broken, set[str], int]] = {}
+Mutant = Callable[[Patch], None]
+MUTANTS: dict[str, tuple[Mutant, set[str], int]] = {}
 
 
-def breaks(*rules: str, seed: int = 0) -> Callable[[Broken], Broken]:
-    """`seed`: the first that is tried, since it is known to find this; others would, too."""
+def breaks(*invariants: str, seed: int = 0) -> Callable[[Mutant], Mutant]:
+    """Register a mutant that breaks one of these invariants. `seed` is tried first because it is known to detect it."""
 
-    def keep(mutant: Broken) -> Broken:
-        MUTANTS[mutant.__name__] = (mutant, set(rules), seed)
+    def register(mutant: Mutant) -> Mutant:
+        MUTANTS[mutant.__name__] = (mutant, set(invariants), seed)
         return mutant
 
-    return keep
+    return register
 
 
 @breaks("tokens")
-def a_frame_that_comes_twice_is_taken_twice(patch: Patch) -> None:
+def duplicate_frame_is_accepted_twice(patch: Patch) -> None:
     real = Ledger._tokens_to_skip
 
     def unusual(self: Ledger, entry: Any, handle: int, position: int, *rest: Any) -> int:
@@ -55,7 +55,7 @@ def a_frame_that_comes_twice_is_taken_twice(patch: Patch) -> None:
 
 
 @breaks("tokens")
-def a_gap_is_not_noticed(patch: Patch) -> None:
+def gap_is_not_detected(patch: Patch) -> None:
     real = Ledger._tokens_to_skip
 
     def unusual(self: Ledger, entry: Any, handle: int, position: int, *rest: Any) -> int:
@@ -67,7 +67,7 @@ def a_gap_is_not_noticed(patch: Patch) -> None:
 
 
 @breaks("tokens")
-def a_lost_workers_response_loses_its_last_token(patch: Patch) -> None:
+def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
     real = Ledger.release
 
     def release(self: Ledger, worker: str) -> list[str]:
@@ -88,7 +88,7 @@ def a_lost_workers_response_loses_its_last_token(patch: Patch) -> None:
 
 
 @breaks("version", "holder")
-def work_goes_to_whoever_is_ready(patch: Patch) -> None:
+def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
     def routable(self: Members, version: int, digest: str) -> list[Any]:
         return [
             m
@@ -100,8 +100,8 @@ def work_goes_to_whoever_is_ready(patch: Patch) -> None:
 
 
 @breaks("version", seed=20)
-def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
-    """After a fall back a step is trained again: the version's number is the same, its weights need not be."""
+def same_version_number_counts_as_same_weights(patch: Patch) -> None:
+    """After a fallback, a step is trained again: its version has the same number but maybe other weights."""
 
     real = Members.outdated
 
@@ -117,26 +117,26 @@ def the_same_number_is_taken_for_the_same_weights(patch: Patch) -> None:
 
 
 @breaks("again", seed=1)
-def the_journal_is_not_flushed(patch: Patch) -> None:
+def journal_is_not_flushed(patch: Patch) -> None:
     patch.setattr(Journal, "flush", lambda self: None)
 
 
 @breaks("again")
-def the_journal_is_read_without_its_last_stretch(patch: Patch) -> None:
+def journal_is_read_without_its_last_stretch(patch: Patch) -> None:
     real = journal_reader._Rows.merge
 
     def settle(self: Any) -> None:
         real(self)
-        for said in self._history.values():
-            if said and isinstance(said[-1], journal_reader.TokenRun) and said[-1].finish is None:
-                said.pop()
+        for entries in self._history.values():
+            if entries and isinstance(entries[-1], journal_reader.TokenRun) and entries[-1].finish is None:
+                entries.pop()
 
     patch.setattr(journal_reader._Rows, "merge", settle)
 
 
 @breaks("again", "batch", seed=5)
-def a_checkpoint_makes_the_whole_journal_void(patch: Patch) -> None:
-    """Also what is known of later steps, from before a fall back."""
+def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
+    """This includes what the journal has of later steps from before a fallback."""
     real = Journal.rotate
 
     def rotate(self: Journal, step: int) -> None:
@@ -151,20 +151,22 @@ def a_checkpoint_makes_the_whole_journal_void(patch: Patch) -> None:
 
 
 @breaks("batch", seed=1)
-def a_response_is_not_trained_on_after_a_trainer_was_lost(patch: Patch) -> None:
-    attend, accumulate, seen = RemoteTrainer.attend, RemoteTrainer.accumulate, Counter[int]()
+def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
+    attend, accumulate, connections = RemoteTrainer.attend, RemoteTrainer.accumulate, Counter[int]()
 
-    async def attended(self: RemoteTrainer, *said: Any) -> None:
-        seen[id(self)] += 1
-        await attend(self, *said)
+    async def attended(self: RemoteTrainer, *args: Any) -> None:
+        connections[id(self)] += 1
+        await attend(self, *args)
 
     patch.setattr(RemoteTrainer, "attend", attended)
-    patch.setattr(RemoteTrainer, "accumulate", lambda self, s: accumulate(self, s[:-1] if seen[id(self)] > 1 else s))
+    patch.setattr(
+        RemoteTrainer, "accumulate", lambda self, s: accumulate(self, s[:-1] if connections[id(self)] > 1 else s)
+    )
 
 
 @breaks("batch", "version", seed=4)
-def a_trainer_that_came_back_is_asked_to_go_on(patch: Patch) -> None:
-    """What was accumulated is lost with the old link."""
+def reconnected_trainer_continues_its_step(patch: Patch) -> None:
+    """Accumulated samples are lost with the old link."""
     real, interrupt = RemoteTrainer._ask, Rollout.interrupt
 
     async def ask(self: RemoteTrainer, message: object, expected: type[Any]) -> Any:
@@ -180,7 +182,7 @@ def a_trainer_that_came_back_is_asked_to_go_on(patch: Patch) -> None:
 
 
 @breaks("missing")
-def a_missing_reward_is_a_zero(patch: Patch) -> None:
+def missing_reward_counts_as_zero(patch: Patch) -> None:
     real = Rollout._missing
 
     def missing(self: Rollout, episode: Any, error: str) -> Any:
@@ -191,35 +193,35 @@ def a_missing_reward_is_a_zero(patch: Patch) -> None:
 
 
 @breaks("bill", seed=3)
-def the_time_away_is_not_billed(patch: Patch) -> None:
+def time_between_links_is_not_billed(patch: Patch) -> None:
     real = Accounts.join
 
-    def join(self: Accounts, now_s: float, worker: str, **said: Any) -> None:
-        real(self, now_s, worker, **said)
+    def join(self: Accounts, now_s: float, worker: str, **options: Any) -> None:
+        real(self, now_s, worker, **options)
         self._here[worker].settled.pop("lost", None)
 
     patch.setattr(Accounts, "join", join)
 
 
 @breaks("bill", seed=33)
-def one_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
+def worker_that_dials_again_early_is_billed_twice(patch: Patch) -> None:
     patch.setattr("windfall.cost.accounts.SAME_START_S", -1.0)
 
 
 @breaks("bill", seed=8)
-def the_next_controller_bills_all_again(patch: Patch) -> None:
+def next_controller_bills_everything_again(patch: Patch) -> None:
     real = Accounts.__init__
     patch.setattr(Accounts, "__init__", lambda self, billed_s=0.0: real(self))
 
 
 @breaks("level", seed=1)
-def pages_are_never_forgotten(patch: Patch) -> None:
+def pages_are_never_released(patch: Patch) -> None:
     patch.setattr(Placement, "done_with", lambda self, groups: None)
 
 
 @breaks("level")
-def a_move_that_came_too_late_is_remembered(patch: Patch) -> None:
-    """Of a response that ended where it was."""
+def late_move_is_never_dropped(patch: Patch) -> None:
+    """The response ended on its old worker before it could move."""
     real = Placement.done_with
 
     def done_with(self: Placement, groups: Any) -> None:
@@ -231,44 +233,44 @@ def a_move_that_came_too_late_is_remembered(patch: Patch) -> None:
 
 
 @breaks("level")
-def what_a_lost_worker_computed_again_is_remembered(patch: Patch) -> None:
+def prefills_of_a_lost_worker_are_never_dropped(patch: Patch) -> None:
     patch.setattr(Placement, "forget", lambda self, worker: self.speeds.forget(worker))
 
 
 @breaks("level", seed=25)
-def the_past_is_never_forgotten(patch: Patch) -> None:
+def restored_responses_are_never_dropped(patch: Patch) -> None:
     patch.setattr(Rollout, "load_history", lambda self, found, next_task: setattr(self, "history", found))
 
 
 @breaks("holder", "tokens", "progress")
-def a_lost_worker_keeps_its_work(patch: Patch) -> None:
+def lost_worker_keeps_its_work(patch: Patch) -> None:
     patch.setattr(Ledger, "release", lambda self, worker: [])
 
 
 @breaks("holder")
-def silence_is_never_noticed(patch: Patch) -> None:
+def silence_is_never_detected(patch: Patch) -> None:
     patch.setattr(Members, "tick", lambda self, now_s: [])
 
 
 @breaks("holder")
-def a_pull_that_hangs_is_never_noticed(patch: Patch) -> None:
+def hanging_pull_is_never_detected(patch: Patch) -> None:
     patch.setattr(Members, "_stuck", lambda self, member, now_s: "")
 
 
 @breaks("no error")
-def an_error_in_a_callback(patch: Patch) -> None:
+def callback_raises_an_error(patch: Patch) -> None:
     real = Dispatch._schedule
 
     def settle(self: Dispatch) -> None:
         real(self)
         if self.ledger.counts.moved > 20:
-            raise KeyError("nobody expected it")
+            raise KeyError("unexpected")
 
     patch.setattr(Dispatch, "_schedule", settle)
 
 
 @breaks("no error")
-def one_worker_that_rejects_ends_the_run(patch: Patch) -> None:
+def rejection_by_one_worker_ends_the_run(patch: Patch) -> None:
     def rejected_by(self: Dispatch, member: Any, message: Any) -> None:
         for entry in self.ledger.held(member.id):
             if entry.handle == message.handle:
@@ -278,7 +280,7 @@ def one_worker_that_rejects_ends_the_run(patch: Patch) -> None:
 
 
 @breaks("progress", seed=3)
-def a_reward_that_fails_is_never_asked_for_again(patch: Patch) -> None:
+def failed_reward_is_never_retried(patch: Patch) -> None:
     async def grade(host: Any, index: int, task: Any, turns: Any, *, timeout_s: float, **_: Any) -> Graded:
         try:
             return Graded(feedback=await host.feedback(index, task, turns, timeout_s), tries=1)
@@ -291,13 +293,13 @@ def a_reward_that_fails_is_never_asked_for_again(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_broken_product_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant, rules, first = MUTANTS[name]
+def test_broken_product_is_detected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant, invariants, first = MUTANTS[name]
     mutant(monkeypatch)
     for seed in [first, *range(SEEDS)]:
         outcome = trial(seed, faults=FAULTS, folder=tmp_path)
         if outcome.broken is not None:
-            assert outcome.broken.rule in rules, f"seed {seed}: {outcome.broken}"
-            assert outcome.last
+            assert outcome.broken.invariant in invariants, f"seed {seed}: {outcome.broken}"
+            assert outcome.last_events
             return
-    pytest.fail(f"{SEEDS} seeds of {FAULTS} faults did not find it")
+    pytest.fail(f"{SEEDS} seeds of {FAULTS} faults did not detect it")

@@ -1,4 +1,4 @@
-"""Simulated runs whose journal is damaged while the controller is down: they go on, and say what they lost."""
+"""Simulated runs whose journal is damaged while the controller is down. They continue and report what was lost."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ KILLED_S = 14.0
 
 
 def damaging(damage: Callable[[Path], object]) -> Callable[[Simulation], None]:
-    """Controller and trainer are killed in the fourth step or so; `damage` is done to the journal's folder then."""
+    """Kill controller and trainer in about the fourth step, and apply `damage` to the journal's folder."""
 
     def now(simulation: Simulation) -> None:
         simulation.kill_controller()
-        simulation.learner.kill()
+        simulation.trainer.kill()
         assert simulation._journal is not None
         damage(simulation._journal)
 
@@ -28,7 +28,11 @@ def damaging(damage: Callable[[Path], object]) -> Callable[[Simulation], None]:
 
 
 def run(simulated: Simulated, damage: Callable[[Path], object]) -> tuple[Simulation, list[dict[str, Any]]]:
-    keys = {"controller_mean_up_s": 1e9, "controller_down_s": 1.0, "trainer_down_s": 2.0}  # so that it has a journal
+    keys = {
+        "controller_mean_up_s": 1e9,
+        "controller_down_s": 1.0,
+        "trainer_down_s": 2.0,
+    }  # with these keys the run has a journal
     return simulated(damaging(damage), run={"steps": 4}, checkpoint={"every": 2}, sim=keys)
 
 
@@ -37,19 +41,19 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def test_nothing_is_said_of_a_journal_that_is_whole(simulated: Simulated) -> None:
+def test_intact_journal_causes_no_event(simulated: Simulated) -> None:
     _, log = run(simulated, lambda folder: None)
     assert [e["name"] for e in log if e["name"].startswith("journal_")] == []
     assert [e["step"] for e in log if e["name"] == "resumed"] == [2]
 
 
-def test_a_run_says_what_it_lost_and_makes_it_again(simulated: Simulated) -> None:
+def test_run_reports_lost_tokens_and_generates_them_again(simulated: Simulated) -> None:
     _, alone = run(simulated, lambda folder: None)
     for kind in ("damaged in its middle", "deleted"):
         _, log = run(simulated, lambda folder, kind=kind: JOURNALS[kind](only_file(folder)))
         (lost,) = (e for e in log if e["name"] == "journal_lost")
         assert (lost["file"], lost["step"]) == ("000002.wal", 2)
-        restored, fewer = (sum(e["restored"] for e in steps(said)) for said in (alone, log))
+        restored, fewer = (sum(e["restored"] for e in steps(events)) for events in (alone, log))
         assert 0 < lost["tokens"] <= restored - fewer
         assert (fewer == 0) == (kind == "deleted")
         for key in ("reward", "responses", "made"):
@@ -60,8 +64,8 @@ def steps(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def test_strays_are_named(simulated: Simulated) -> None:
+def test_stray_files_are_reported(simulated: Simulated) -> None:
     _, log = run(simulated, add_strays)
-    (said,) = (e for e in log if e["name"] == "journal_strays")
-    assert set(said["files"]) == {"notes.wal", "000001.wal.orig", "old"}
+    (event,) = (e for e in log if e["name"] == "journal_strays")
+    assert set(event["files"]) == {"notes.wal", "000001.wal.orig", "old"}
     assert not any(e["name"] == "journal_lost" for e in log)

@@ -1,4 +1,4 @@
-"""The clock that jumps: order, exactness, what it refuses, and who waits when nobody can go on."""
+"""The virtual clock: order of callbacks, exact times, what it rejects, and the report of a deadlock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from windfall.sim.core import loop as loops
 from windfall.sim.core.loop import Deadlock, VirtualLoop
 
 
-def test_waiting_takes_no_time_and_the_clock_is_exact() -> None:
+def test_waiting_takes_no_real_time_and_the_clock_is_exact() -> None:
     async def main(loop: VirtualLoop) -> list[float]:
         seen = []
         for s in (0.1, 1e6, 0.25):
@@ -22,7 +22,7 @@ def test_waiting_takes_no_time_and_the_clock_is_exact() -> None:
     assert loops.run(main) == [0.1, 1e6 + 0.1, 1e6 + 0.1 + 0.25]
 
 
-def test_callbacks_come_in_order_of_their_time() -> None:
+def test_callbacks_run_in_order_of_their_due_times() -> None:
     async def main(loop: VirtualLoop) -> list[int]:
         out: list[int] = []
         for n in (3, 1, 2):
@@ -33,35 +33,35 @@ def test_callbacks_come_in_order_of_their_time() -> None:
     assert loops.run(main) == [1, 2, 3]
 
 
-def test_a_deadlock_says_who_waits_and_where() -> None:
-    async def waits_for_ever() -> None:
+def test_deadlock_lists_the_waiting_tasks_and_where() -> None:
+    async def waits_forever() -> None:
         await asyncio.Event().wait()
 
     async def main(_: VirtualLoop) -> None:
-        task = asyncio.create_task(waits_for_ever(), name="the patient one")
+        task = asyncio.create_task(waits_forever(), name="the patient one")
         await task
 
     with pytest.raises(Deadlock) as e:
         loops.run(main)
-    said = str(e.value)
-    assert "the patient one: " in said
-    assert "Event.wait" in said, "the innermost frame"
-    assert "waits_for_ever, in " in said, "and the innermost of ours"
-    assert "main: " in said
-    assert "test_virtual_loop.py" in said
+    text = str(e.value)
+    assert "the patient one: " in text
+    assert "Event.wait" in text, "the innermost frame"
+    assert "waits_forever, in " in text, "and our innermost frame"
+    assert "main: " in text
+    assert "test_loop.py" in text
 
 
-def test_a_task_that_has_not_begun_is_named_too() -> None:
+def test_task_that_has_not_started_is_listed() -> None:
     async def main(loop: VirtualLoop) -> str:
         task = asyncio.create_task(asyncio.sleep(1), name="fresh")
-        said = loops.waiting(loop)
+        text = loops.waiting_tasks(loop)
         await task
-        return said
+        return text
 
     assert "fresh: " in loops.run(main)
 
 
-def test_threads_and_sockets_are_refused() -> None:
+def test_threads_and_sockets_are_rejected() -> None:
     async def thread(_: VirtualLoop) -> None:
         await asyncio.to_thread(print)
 
@@ -74,7 +74,7 @@ def test_threads_and_sockets_are_refused() -> None:
         loops.run(port)
 
 
-def test_it_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a socket was opened")
 
@@ -82,7 +82,7 @@ def test_it_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops.run(lambda _: asyncio.sleep(1, "ok")) == "ok"
 
 
-def test_an_error_in_a_callback_ends_the_run() -> None:
+def test_error_in_a_callback_ends_the_run() -> None:
     def fails() -> None:
         raise ValueError("broken")
 
@@ -94,17 +94,17 @@ def test_an_error_in_a_callback_ends_the_run() -> None:
         loops.run(main)
 
 
-def test_what_is_left_is_cancelled() -> None:
+def test_remaining_tasks_are_cancelled() -> None:
     ended = []
 
-    async def goes_on() -> None:
+    async def runs_on() -> None:
         try:
             await asyncio.sleep(1e9)
         finally:
             ended.append(True)
 
     async def main(_: VirtualLoop) -> int:
-        asyncio.create_task(goes_on(), name="left over")  # noqa: RUF006
+        asyncio.create_task(runs_on(), name="left over")  # noqa: RUF006
         await asyncio.sleep(1)
         return 7
 
@@ -112,8 +112,8 @@ def test_what_is_left_is_cancelled() -> None:
     assert ended == [True]
 
 
-def test_what_is_due_together_comes_in_the_order_in_which_it_was_asked_for() -> None:
-    """Also with other timers before and after, cancelled ones among them."""
+def test_timers_due_together_run_in_the_order_of_scheduling() -> None:
+    """Other timers before and after, some of them cancelled, do not change the order."""
 
     async def main(loop: VirtualLoop) -> list[int]:
         out: list[int] = []
@@ -127,7 +127,7 @@ def test_what_is_due_together_comes_in_the_order_in_which_it_was_asked_for() -> 
     assert loops.run(main) == list(range(200))
 
 
-def test_the_clock_does_not_jump_to_a_timer_that_was_cancelled() -> None:
+def test_clock_does_not_jump_to_a_cancelled_timer() -> None:
     async def main(loop: VirtualLoop) -> float:
         loop.call_at(5.0, lambda: None).cancel()
         with pytest.raises(TimeoutError):

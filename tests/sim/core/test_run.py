@@ -1,4 +1,4 @@
-"""Whole simulated runs: the same twice, nothing lost, every second paid for, near a plain formula, and fast."""
+"""Whole simulated runs: reproducible, lossless, every second billed, close to a plain formula, and fast."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def test_the_same_seed_gives_the_same_log_in_any_process(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_log_in_every_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from windfall import config; from windfall.sim import run, world;"
+        "import sys; from pathlib import Path; from windfall import config;"
+        "from windfall.sim.core import run, scenario;"
         "r = config.load(Path(sys.argv[1]), ['run.steps=3', 'trace.mean_up_s=5', 'trace.mean_down_s=2']);"
-        "run.simulate(world.build(r), Path(sys.argv[2]))"
+        "run.simulate(scenario.build(r), Path(sys.argv[2]))"
     )
     logs = []
     for n in ("1", "2"):
@@ -41,10 +42,10 @@ def test_the_same_seed_gives_the_same_log_in_any_process(tmp_path: Path) -> None
         logs.append(out.read_bytes())
     assert logs[0] == logs[1]
     assert b"worker_lost" in logs[0]
-    assert b'"t":17672' in logs[0], "wall clock stamps begin at the stated date"
+    assert b'"t":17672' in logs[0], "wall-clock times start at EPOCH_S"
 
 
-def test_another_seed_gives_another_log(simulated: Simulated) -> None:
+def test_different_seed_gives_a_different_log(simulated: Simulated) -> None:
     a, b = (steps_of(simulated(run={"seed": n, "steps": 1})[1])[0]["made"] for n in (0, 1))
     assert a != b
 
@@ -55,8 +56,8 @@ def test_nothing_is_lost_and_every_second_is_billed_once(simulated: Simulated, s
     steps = steps_of(log)
     assert len(steps) == 5
     assert all(e["lost_tokens"] == 0 and e["discarded"] == 0 and e["responses"] == 64 for e in steps)
-    assert sum(e["made"] for e in steps) == done.book.real_tokens, "granule 1: every token is a real one"
-    assert sum(e["workers_lost"] for e in steps) > 5, "or this says little"
+    assert sum(e["made"] for e in steps) == done.token_schedule.real_tokens, "with granule 1 every token is real"
+    assert sum(e["workers_lost"] for e in steps) > 5, "too few losses for a meaningful test"
     end_s = log[-1]["m"]
     bill = sum((msgspec.convert(e["bill"], Totals) for e in log if "bill" in e), Totals())
     there_s = sum(min(s.end_s, end_s) - s.start_s for s in done.stays if s.joined)
@@ -65,15 +66,15 @@ def test_nothing_is_lost_and_every_second_is_billed_once(simulated: Simulated, s
     assert bill.holders["spot"].total_usd == pytest.approx(there_s * 5 / 3600)
 
 
-def test_without_migration_tokens_are_made_again(simulated: Simulated) -> None:
+def test_without_migration_tokens_are_generated_again(simulated: Simulated) -> None:
     churn = {"mean_up_s": 4.0, "mean_down_s": 1.0}
     _, log = simulated(run={"steps": 5}, trace=churn, techniques={"migration": False})
     assert sum(e["discarded"] for e in steps_of(log)) > 0
 
 
 @pytest.mark.parametrize("granule", [1, 8])
-def test_a_colocated_step_is_what_the_plain_formula_says(simulated: Simulated, granule: int) -> None:
-    """All responses of one length: prefill, then steps at a full batch, then training, then the update."""
+def test_colocated_step_takes_as_long_as_the_plain_formula(simulated: Simulated, granule: int) -> None:
+    """All responses have one length: prefill, then steps with a full batch, then training, then the update."""
     trainer = {"fixed_s": 0.01, "each_s": 0.0001, "prefill_s": 1e-5, "train_s": 0.0002, "update_s": 0.7}
     sim = {"sigma": 0.0, "median_tokens": 200.0, "granule": granule, "trainer": trainer, "prompt_tokens": 50}
     done, log = simulated(trace={"nodes": 0}, sim=sim)
@@ -81,11 +82,11 @@ def test_a_colocated_step_is_what_the_plain_formula_says(simulated: Simulated, g
     expected_s = generating_s + 64 * 200 * 0.0002 + 0.7
     for event in steps_of(log):
         assert event["s"] == pytest.approx(expected_s, rel=1e-6)
-    assert done.book.real_tokens == 4 * 64 * 200
+    assert done.token_schedule.real_tokens == 4 * 64 * 200
 
 
-def test_a_granule_changes_little(recipe: Callable[..., config.Recipe], tmp_path: Path) -> None:
-    found = {}
+def test_granule_changes_figures_little(recipe: Callable[..., config.Recipe], tmp_path: Path) -> None:
+    figures_by_granule = {}
     for granule in (1, 0):
         sections = {
             "run": {"steps": 6}, "rollout": {"groups": 24, "group_size": 4, "max_tokens": 2000},
@@ -94,31 +95,31 @@ def test_a_granule_changes_little(recipe: Callable[..., config.Recipe], tmp_path
         }  # fmt: skip
         w = scenario.build(recipe(**sections))
         done = run.simulate(w, tmp_path / "events.jsonl")
-        found[w.granule] = figures(tmp_path / "events.jsonl", w, done.stays)
-    exact, coarse = found[1], found[15]
+        figures_by_granule[w.granule] = figures(tmp_path / "events.jsonl", w, done.stays)
+    exact, coarse = figures_by_granule[1], figures_by_granule[15]
     assert coarse.tok_per_s == pytest.approx(exact.tok_per_s, rel=0.02)
     assert coarse.tok_per_usd == pytest.approx(exact.tok_per_usd, rel=0.02)
     assert coarse.workers_there == pytest.approx(exact.workers_there, rel=0.05)
 
 
-def test_training_and_generating_share_the_trainers_machine(simulated: Simulated) -> None:
-    """Never both at once: with no worker left, local generates again, but not while it trains."""
+def test_trainer_machine_never_trains_and_generates_at_once(simulated: Simulated) -> None:
+    """When no worker is left, `local` generates again, but not while it trains."""
     done, log = simulated(
         run={"steps": 6}, trace={"nodes": 1, "mean_up_s": 5.0, "mean_down_s": 3.0}, techniques={"seeding": False}
     )
     trainer = sum((msgspec.convert(e["bill"], Totals) for e in log if "bill" in e), Totals()).holders["trainer"]
-    training_s = done.learner.trained_tokens * 0.000185
+    training_s = done.trainer.trained_tokens * 0.000185
     assert trainer.seconds["generating"] + training_s <= log[-1]["m"] + 1e-6
-    assert any(e["name"] == "local_resumed" for e in log), "or this says little"
+    assert any(e["name"] == "local_resumed" for e in log), "local never generated again"
 
 
-def test_time_is_a_limit_too(simulated: Simulated) -> None:
+def test_run_stops_at_its_time_limit(simulated: Simulated) -> None:
     _, log = simulated(run={"steps": 1000}, sim={"seconds": 20.0})
     assert (log[-1]["name"], log[-1]["finished"]) == ("end", False)
     assert 19.9 < log[-1]["m"] < 25.0
 
 
-def test_a_run_that_is_stuck_says_who_waits(
+def test_stuck_run_lists_the_waiting_tasks(
     simulated: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "STUCK_S", 600.0)
@@ -126,7 +127,7 @@ def test_a_run_that_is_stuck_says_who_waits(
     trace.write_text("0,add,a\n4000,remove,a\n")
     with pytest.raises(WindfallError, match="no token in") as e:
         simulated(trace={"file": str(trace), "nodes": 1}, fleet={"local": False, "heartbeat_s": 0.3})
-    assert "rollout/groups.py" in str(e.value), "somebody waits for groups"
+    assert "rollout/groups.py" in str(e.value), "a task waits for groups"
 
 
 def _spot64(tmp_path: Path, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""Simulated fleets of several kinds of machines, engines with little room, and workers that come and go by advice."""
+"""Simulated fleets with several kinds of machines, small KV caches, and workers that are scaled by advice."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
 
 
-def test_machines_are_of_several_kinds(simulated: Simulated) -> None:
+def test_fleet_has_several_kinds_of_machines(simulated: Simulated) -> None:
     done, log = simulated(trace={"nodes": 6, "mean_up_s": 60.0, "mean_down_s": 1.0}, sim={"kinds": [FAST, SLOW]})
     joined = [e for e in log if e["name"] == "worker_joined" and e["worker"] != "local"]
     first = {e["worker"].partition(".")[0]: e["device"] for e in joined}
     assert Counter(first.values()) == {"H200": 2, "L4": 4}
-    assert all(first[e["worker"].partition(".")[0]] == e["device"] for e in joined), "a node is what it is for good"
-    assert {(e["device"], e["usd_per_h"]) for e in joined} == {("H200", 4.0), ("L4", 5.0)}, "or the trace's price"
-    made: Counter[str] = Counter()
+    assert all(first[e["worker"].partition(".")[0]] == e["device"] for e in joined), "the kind of a node never changes"
+    assert {(e["device"], e["usd_per_h"]) for e in joined} == {("H200", 4.0), ("L4", 5.0)}, "L4 has the trace's price"
+    generated: Counter[str] = Counter()
     for member in done.dispatch.members.all.values():
-        made[member.lease.device] += member.generated
-    assert made["H200"] > made["L4"] > 0
+        generated[member.lease.device] += member.generated
+    assert generated["H200"] > generated["L4"] > 0
     kinds = {lease.partition(" at ")[0] for e in steps_of(log) for lease in e["speeds"]}
-    assert kinds == {"local", "spot H200", "spot L4"}, "each is measured by itself"
+    assert kinds == {"local", "spot H200", "spot L4"}, "each kind is measured separately"
 
 
-def test_a_wrong_kind_is_refused(recipe: Callable[..., Recipe]) -> None:
+def test_wrong_kind_is_rejected(recipe: Callable[..., Recipe]) -> None:
     with pytest.raises(WindfallError, match=r"unknown key 'sim.kinds.0.slot'.*'slots'"):
         recipe(sim={"kinds": [{"name": "L4", "slot": 3, "worker": {}}]})
     with pytest.raises(WindfallError, match="each_s must be above 0") as e:
@@ -50,7 +50,7 @@ def test_a_wrong_kind_is_refused(recipe: Callable[..., Recipe]) -> None:
     assert "sim.kinds, L4" in str(e.value)
 
 
-def test_an_engine_with_little_room_makes_some_wait(simulated: Simulated) -> None:
+def test_small_kv_cache_makes_responses_wait(simulated: Simulated) -> None:
     most: list[tuple[int, int]] = []
 
     def watch(s: Simulation) -> None:
@@ -66,39 +66,39 @@ def test_an_engine_with_little_room_makes_some_wait(simulated: Simulated) -> Non
     narrow, tight = simulated(watch, sim={"worker_kv_tokens": 380}, **STAYS)
     assert max(w for w, _ in most) > 0
     assert max(p for _, p in most) > 0
-    assert narrow.book.real_tokens == wide.book.real_tokens, "the same responses"
-    assert tight[-1]["m"] > 1.02 * log[-1]["m"], "later"
+    assert narrow.token_schedule.real_tokens == wide.token_schedule.real_tokens, "the same responses"
+    assert tight[-1]["m"] > 1.02 * log[-1]["m"], "it takes longer"
 
 
-def test_a_worker_that_is_too_small_for_every_response_gets_none(simulated: Simulated) -> None:
-    """And what only local can make does not wait for the others while local is paused."""
+def test_worker_too_small_for_every_response_gets_none(simulated: Simulated) -> None:
+    """Responses that only `local` can generate do not wait while `local` is paused."""
     done, log = simulated(sim={"worker_kv_tokens": 250}, **STAYS)
     assert [e["responses"] for e in steps_of(log)] == [64] * len(steps_of(log))
     assert all(m.generated == 0 for m in done.dispatch.members.all.values() if m.name != "local")
     assert any(e["name"] == "local_resumed" and "has room" in e["why"] for e in log)
 
 
-def test_a_run_whose_workers_are_all_too_small_ends_with_a_word(simulated: Simulated) -> None:
+def test_run_whose_workers_are_all_too_small_ends_with_an_error(simulated: Simulated) -> None:
     with pytest.raises(WindfallError, match=r"no worker has had more than 250\. Set engine\.kv_tokens to 367"):
         simulated(sim={"worker_kv_tokens": 250}, **{**STAYS, "fleet": {**STAYS.get("fleet", {}), "local": False}})
 
 
-def test_workers_are_kept_by_advice(simulated: Simulated) -> None:
-    """Workers that cost next to nothing pay; those that cost as much as the trainer do not."""
+def test_workers_are_scaled_by_advice(simulated: Simulated) -> None:
+    """Workers that cost almost nothing pay off; workers that cost more than the trainer do not."""
     fleet = {"workers": 1, "workers_max": 4, "kind": "spot"}
     for price, last in ((0.1, 4), (500.0, 0)):
         _, log = simulated(
             run={"steps": 14}, trace={"nodes": 0}, fleet={**fleet, "price_usd_per_h": price}, sim={"boot_s": 0.1}
         )
         steps = steps_of(log)
-        assert steps[0]["workers"] <= 2, "local, and one more"
+        assert steps[0]["workers"] <= 2, "local and one worker"
         assert steps[-1]["workers"] - 1 == last, price
-        assert not any(e["name"] == "worker_lost" for e in log), "who goes leaves in order"
+        assert not any(e["name"] == "worker_lost" for e in log), "workers that are scaled down drain first"
         assert all(e["responses"] == 64 and e["lost_tokens"] == 0 for e in steps)
 
 
-def test_a_large_fleet_is_looked_at_less_often(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whatever there was to give out is given out all the same."""
+def test_large_fleet_is_settled_less_often(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All responses are still assigned."""
     times: list[tuple[float, int]] = []
     settle = Dispatch._schedule
 
@@ -116,4 +116,4 @@ def test_a_large_fleet_is_looked_at_less_often(simulated: Simulated, monkeypatch
         assert all(e["responses"] == 64 and e["lost_tokens"] == 0 for e in steps_of(log))
         gaps[large] = [b - a for (a, _), (b, count) in pairwise(times) if count == 4]
     assert min(gaps[False]) < 0.001
-    assert min(gaps[True]) >= 0.1 - 1e-9, "four workers are two above the few"
+    assert min(gaps[True]) >= 0.1 - 1e-9, "four workers are two above FEW"

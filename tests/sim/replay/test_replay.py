@@ -1,5 +1,5 @@
-"""A run simulated from its own log: of a log that was itself simulated, all must come out again. What is not covered: a
-real run's log (`python benchmarks/harvest.py --replay`)."""
+"""Runs simulated from their own logs. If the log is itself simulated, the replay must reproduce it. Not covered: the
+log of a real run (`python benchmarks/harvest.py --replay`)."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ QUICK_PULLS = {"weights_bytes": 1e3}
 
 @pytest.fixture
 def ran(tmp_path: Path, recipe: Callable[..., config.Recipe]) -> Make:
-    """The folder of a simulated run, as a real one leaves it."""
+    """The folder of a simulated run, as a real run leaves it."""
 
-    def go(disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]) -> Any:
-        said = recipe(**{"run": {"steps": 6}, **sections})
-        built = scenario.build(said)
+    def simulate(disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]) -> Any:
+        full_recipe = recipe(**{"run": {"steps": 6}, **sections})
+        built = scenario.build(full_recipe)
         run.simulate(built, tmp_path / "events.jsonl", disturb=disturb)
-        (tmp_path / "recipe.toml").write_text(config.dump(said))
+        (tmp_path / "recipe.toml").write_text(config.dump(full_recipe))
         return tmp_path, built
 
-    return go
+    return simulate
 
 
 def exactly(folder: Path, built: scenario.Scenario, log: Path) -> list[events.Event]:
-    """Simulated again with the formulas that it was made with, not with fitted ones; the clock is set once."""
+    """Simulate the run again with its original formulas, not with fitted ones. The clock is aligned once."""
     was = replay_log.record(folder)
     found = recorded_scenario.fitted(was, "first-half")
     true = {kind: built.trainer if kind == LOCAL else built.worker.service for kind in found.services}
@@ -65,7 +65,7 @@ SAME = ("step", "drawn", "groups", "made", "moved", "prefilled_again", "workers"
     ],
     ids=["two kinds", "warned", "evaluations", "dynamic sampling", "no local", "alone"],
 )
-def test_with_the_same_formulas_it_is_the_same_run(ran: Make, sections: dict[str, Any], tmp_path: Path) -> None:
+def test_replay_with_the_same_formulas_is_the_same_run(ran: Make, sections: dict[str, Any], tmp_path: Path) -> None:
     folder, built = ran(**{"sim": QUICK_PULLS, **sections})
     was = event_log.steps_of(events.read(folder / "events.jsonl"))
     now = event_log.steps_of(exactly(folder, built, tmp_path / "again.jsonl"))
@@ -77,18 +77,18 @@ def test_with_the_same_formulas_it_is_the_same_run(ran: Make, sections: dict[str
             assert spent[1] == pytest.approx(spent[0], abs=0.02), f"{holder} {bucket}"
 
 
-def test_a_worker_that_stood_still_stands_still_again(ran: Make, tmp_path: Path) -> None:
+def test_frozen_worker_is_frozen_in_the_replay(ran: Make, tmp_path: Path) -> None:
     def disturb(simulation: run.Simulation) -> None:
-        def each(what: str) -> None:
-            for name, worker in simulation.machines.workers.items():
+        def all_workers(method: str) -> None:
+            for name, worker in simulation.fleet.workers.items():
                 if name != LOCAL:
-                    getattr(worker, what)()
+                    getattr(worker, method)()
 
         import asyncio
 
         loop = asyncio.get_running_loop()
-        loop.call_later(6.0, each, "freeze")
-        loop.call_later(8.0, each, "thaw")
+        loop.call_later(6.0, all_workers, "freeze")
+        loop.call_later(8.0, all_workers, "thaw")
 
     folder, built = ran(disturb, sim=QUICK_PULLS, trace={"mean_up_s": 1000.0, "mean_down_s": 0.1})
     was = events.read(folder / "events.jsonl")
@@ -98,32 +98,32 @@ def test_a_worker_that_stood_still_stands_still_again(ran: Make, tmp_path: Path)
     assert [e["s"] for e in rows[1]] == pytest.approx([e["s"] for e in rows[0]], rel=0.1)
 
 
-def typed(*words: str) -> str:
+def run_sim(*words: str) -> str:
     done = CliRunner().invoke(cli.app, ["sim", *words])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.output
 
 
-def test_the_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) -> None:
+def test_second_half_is_predicted_from_the_first(ran: Make, tmp_path: Path) -> None:
     folder, _ = ran(run={"steps": 8})
-    out = typed("--replay", str(folder), "--out", str(tmp_path / "out"))
+    out = run_sim("--replay", str(folder), "--out", str(tmp_path / "out"))
     assert "fitted to steps 1 to 4; figures of steps 5 to 8, held out" in out
-    said = json.loads((tmp_path / "out" / "replay.json").read_text())
+    result = json.loads((tmp_path / "out" / "replay.json").read_text())
     for name in ("tok_per_s", "step_mean_s", "tok_per_usd", "workers_there"):
-        assert abs(said["figures"][name]["error"]) < 0.05, name
+        assert abs(result["figures"][name]["error"]) < 0.05, name
     for name in ("trainer_idle", "workers_idle", "workers_lost"):
-        assert abs(said["figures"][name]["error"]) < 0.08, name
-    assert said["figures"]["killed"]["predicted"] == said["figures"]["killed"]["measured"] > 0
-    assert [row["step"] for row in said["steps"]] == [5, 6, 7, 8]
+        assert abs(result["figures"][name]["error"]) < 0.08, name
+    assert result["figures"]["killed"]["predicted"] == result["figures"]["killed"]["measured"] > 0
+    assert [row["step"] for row in result["steps"]] == [5, 6, 7, 8]
     assert (tmp_path / "out" / "replay.jsonl").is_file()
-    out = typed("--replay", str(folder), "--fit", "all", "--seeds", "3")
+    out = run_sim("--replay", str(folder), "--fit", "all", "--seeds", "3")
     assert "not a prediction" in out
     low, high = re.findall(r"([\d,.]+) to ([\d,.]+)", next(line for line in out.splitlines() if "tokens/s" in line))[0]
-    assert float(low.replace(",", "")) < float(high.replace(",", "")), "little differences make some"
+    assert float(low.replace(",", "")) < float(high.replace(",", "")), "small differences of speed change the figures"
 
 
-def test_machines_that_became_slower_are_named(ran: Make) -> None:
+def test_machines_that_became_slower_are_reported(ran: Make) -> None:
     folder, _ = ran()
     done = command.replay(folder)
     assert command.drift(done) == []
@@ -134,99 +134,99 @@ def test_machines_that_became_slower_are_named(ran: Make) -> None:
     slower = replace(done, record=replace(done.record, events=log))
     assert [what for what, _ in command.drift(slower)] == ["training"]
     assert "training took 2.0" in "\n".join(command.notes(slower))
-    lines = command.beside([("plain", done)])
+    lines = command.summary([("plain", done)])
     assert lines[-1].startswith("plain")
     assert f"{done.measured.tok_per_s:,.4g}" in lines[-1]
 
 
-def test_a_run_that_died_is_read_as_far_as_it_came(ran: Make) -> None:
+def test_run_that_died_is_replayed_up_to_its_last_step(ran: Make) -> None:
     folder, _ = ran(run={"steps": 8})
     log = folder / "events.jsonl"
     lines = log.read_text().splitlines()
     seventh = next(n for n, line in enumerate(lines) if '"name":"step","step":7' in line)
     log.write_text("\n".join(lines[: seventh + 3]) + '\n{"t": 17')
-    assert "figures of steps 4 to 7" in typed("--replay", str(folder))
+    assert "figures of steps 4 to 7" in run_sim("--replay", str(folder))
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_too_few_steps_are_no_ground_for_a_prediction(ran: Make, steps: int) -> None:
+def test_too_few_steps_for_a_prediction_are_rejected(ran: Make, steps: int) -> None:
     folder, _ = ran(run={"steps": steps})
-    with pytest.raises(WindfallError, match=f"it completed {steps} steps, and a prediction needs 6: 3 to fit to"):
-        typed("--replay", str(folder))
-    assert "not a prediction" in typed("--replay", str(folder), "--fit", "all")
+    with pytest.raises(WindfallError, match=f"the run completed {steps} steps, and a prediction needs 6: 3 to fit"):
+        run_sim("--replay", str(folder))
+    assert "not a prediction" in run_sim("--replay", str(folder), "--fit", "all")
 
 
-def test_a_prediction_says_how_sure_it_is(ran: Make, tmp_path: Path) -> None:
-    """The more single steps differed from the formulas that were fitted to them, the less."""
+def test_prediction_reports_its_confidence(ran: Make, tmp_path: Path) -> None:
+    """The more single steps differ from the fitted formulas, the wider the interval."""
     folder, _ = ran(run={"steps": 8})
     calm = command.replay(folder)
-    assert abs(calm.rows()["tok_per_s"][2] or 0.0) < calm.sure < 0.3
+    assert abs(calm.rows()["tok_per_s"][2] or 0.0) < calm.error_bound < 0.3
     uneven = replace(calm, fitted_to=tuple((1.0, measured_s) for measured_s in (0.8, 1.1, 1.0, 1.3)))
-    assert uneven.sure > 2 * calm.sure
-    assert uneven.sure > math.log(1.3)
-    out = typed("--replay", str(folder), "--out", str(tmp_path / "out"))
-    said = json.loads((tmp_path / "out" / "replay.json").read_text())
-    assert said["sure"] == {"level": 0.9, "off": calm.sure, "step_off": calm.step_off, "steps": 4}
+    assert uneven.error_bound > 2 * calm.error_bound
+    assert uneven.error_bound > math.log(1.3)
+    out = run_sim("--replay", str(folder), "--out", str(tmp_path / "out"))
+    result = json.loads((tmp_path / "out" / "replay.json").read_text())
+    assert result["sure"] == {"level": 0.9, "off": calm.error_bound, "step_off": calm.step_error, "steps": 4}
     low, high = re.findall(
         r"\(([\d,.]+) to ([\d,.]+)\)", next(line for line in out.splitlines() if "tokens/s" in line)
     )[0]
-    assert float(low.replace(",", "")) < said["figures"]["tok_per_s"]["measured"] < float(high.replace(",", ""))
-    assert "how sure: the 4 steps fitted to are off by" in out
+    assert float(low.replace(",", "")) < result["figures"]["tok_per_s"]["measured"] < float(high.replace(",", ""))
+    assert "confidence: the 4 fitted steps are off by" in out
 
 
-def test_a_replay_has_a_trainer_that_is_never_lost(ran: Make) -> None:
+def test_replayed_trainer_is_never_lost(ran: Make) -> None:
     folder, _ = ran(sim={"trainer_mean_up_s": 8.0, "trainer_down_s": 1.0, **QUICK_PULLS}, checkpoint={"every": 1})
     was = events.read(folder / "events.jsonl")
     lost = sum(e["name"] == "trainer_lost" for e in was)
     assert lost > 1
     done = command.replay(folder, log=folder / "replay.jsonl")
-    assert f"the trainer was lost {lost} times: in a replay it never is" in command.notes(done)
+    assert f"the trainer was lost {lost} times; a replay does not simulate this" in command.notes(done)
     assert not any(e["name"] == "trainer_lost" for e in events.read(folder / "replay.jsonl"))
     assert len(done.predicted.step_s) == len(done.measured.step_s)
 
 
-def test_what_cannot_be_replayed_is_refused(ran: Make, tmp_path: Path) -> None:
+def test_run_that_cannot_be_replayed_is_rejected(ran: Make, tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match=r"no events\.jsonl"):
-        typed("--replay", str(tmp_path / "nowhere"))
+        run_sim("--replay", str(tmp_path / "nowhere"))
     with pytest.raises(WindfallError, match="nothing to simulate"):
-        typed()
+        run_sim()
     folder, _ = ran()
     with pytest.raises(WindfallError, match="first-half"):
-        typed("--replay", str(folder), "--fit", "firsthalf")
+        run_sim("--replay", str(folder), "--fit", "firsthalf")
     with pytest.raises(WindfallError, match="by its own recipe"):
-        typed("recipe.toml", "--replay", str(folder))
+        run_sim("recipe.toml", "--replay", str(folder))
     log = folder / "events.jsonl"
     text = log.read_text()
     log.write_text(text.replace('"lengths"', '"length"'))
-    with pytest.raises(WindfallError, match="no lengths"):
-        typed("--replay", str(folder))
+    with pytest.raises(WindfallError, match="no response lengths"):
+        run_sim("--replay", str(folder))
     log.write_text(text.replace('"age_s"', '"age"'))
     with pytest.raises(WindfallError, match="lacks what a simulation needs"):
-        typed("--replay", str(folder))
+        run_sim("--replay", str(folder))
     log.write_text("\n".join(line for line in text.splitlines() if '"step":1' in line or '"name":"step"' not in line))
-    with pytest.raises(WindfallError, match="it completed 1 steps"):
-        typed("--replay", str(folder))
+    with pytest.raises(WindfallError, match="the run completed 1 steps"):
+        run_sim("--replay", str(folder))
     log.write_text(text.replace('"granule":1', '"granule":4'))
     with pytest.raises(WindfallError, match="granules"):
-        typed("--replay", str(folder))
+        run_sim("--replay", str(folder))
 
 
-# what a log tells
+# reading a log
 
 
-def test_pulls_that_met_say_what_the_trainer_sends() -> None:
+def test_concurrent_pulls_measure_the_trainers_egress() -> None:
     def ready(worker: str, at_s: float, s: float) -> events.Event:
         return {"name": "worker_ready", "worker": worker, "t": at_s, "s": s, "bytes": 100}
 
-    first = [ready(w, 1.0, 50.0) for w in ("a", "b")]  # with its engine: says nothing of the network
+    first = [ready(w, 1.0, 50.0) for w in ("a", "b")]  # includes building the engine: no measurement of the network
     together = [ready(w, 20.0, 4.0) for w in ("a", "b")]
     found = event_log.pulls([*first, *together, ready("a", 40.0, 1.0)], 99.0)
     assert (found.egress_per_s, found.ingress_per_s) == (50.0, 100.0)
     assert event_log.pulls(first, 99.0).alone_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_who_joins_again_under_its_id_was_cut_off() -> None:
-    """As after a killed controller, which writes nothing of whom it loses."""
+def test_worker_that_joins_again_under_its_id_lost_its_link() -> None:
+    """This happens after a killed controller, which does not log the workers that it loses."""
 
     def event(name: str, at_s: float, **more: Any) -> events.Event:
         return {"t": at_s, "kind": "instant", "name": f"worker_{name}", "worker": "a", **more}
@@ -235,14 +235,14 @@ def test_who_joins_again_under_its_id_was_cut_off() -> None:
     log = [event("joined", 1.0, **joined), event("ready", 3.0, slots=8), event("ready", 4.0, slots=9)]
     log += [event("joined", 9.0, **joined), event("suspect", 14.0), event("well", 15.0)]
     log += [event("left", 20.0, why="left: the run is over")]
-    first, second = replay_log.lives(log, suspect_s=3.0)
+    first, second = replay_log.recorded_workers(log, suspect_s=3.0)
     assert (first.ready_s, first.slots, first.lease.price_usd_per_h) == (2.0, 8, 0.0)
-    assert [(d.at_s, d.what) for d in first.deeds] == [(9.0, "killed")]
-    assert [(d.at_s, d.what) for d in second.deeds] == [(11.0, "frozen"), (15.0, "thawed")]
+    assert [(d.at_s, d.what) for d in first.incidents] == [(9.0, "killed")]
+    assert [(d.at_s, d.what) for d in second.incidents] == [(11.0, "frozen"), (15.0, "thawed")]
     assert second.ready_s == math.inf
 
 
-def test_training_is_told_from_the_update() -> None:
+def test_training_time_is_separate_from_the_update() -> None:
     log: list[events.Event] = []
     for n, (tokens, early_s) in enumerate([(1000, 2.0), (3000, 4.0)], 1):
         span = {
@@ -259,10 +259,10 @@ def test_training_is_told_from_the_update() -> None:
     assert event_log.training(log, []) is None
 
 
-def test_a_kind_that_nobody_measured_is_taken_to_be_as_others(ran: Make) -> None:
+def test_unmeasured_kind_is_assumed_to_be_like_others(ran: Make) -> None:
     folder, _ = ran()
     was = replay_log.record(folder)
-    last = replace(was.lives[-1], lease=replace(was.lives[-1].lease, price_usd_per_h=7.0))
-    found = recorded_scenario.fitted(replace(was, lives=(*was.lives, last)), "first-half")
+    last = replace(was.workers[-1], lease=replace(was.workers[-1].lease, price_usd_per_h=7.0))
+    found = recorded_scenario.fitted(replace(was, workers=(*was.workers, last)), "first-half")
     assert found.services["spot simulated at $7.00/h"] == found.services["spot simulated at $5.00/h"]
     assert "nothing measured" in found.notes[0]

@@ -1,4 +1,4 @@
-"""`windfall sim` as it is typed: the table, the files, what is refused, and calibration."""
+"""The command `windfall sim`: the table, the files, rejected input, and calibration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import statistics
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +25,15 @@ HARVEST = str(Path(__file__).parent.parent.parent.parent / "recipes" / "sim-harv
 QUICK = ["--set", "run.steps=3", "--set", "rollout.groups=8", "--set", "sim.skip_steps=1"]
 
 
-def typed(*words: str) -> str:
+def run_sim(*words: str) -> str:
     done = CliRunner().invoke(cli.app, ["sim", *words])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.output
 
 
-def test_variants_side_by_side(tmp_path: Path) -> None:
-    out = typed(HARVEST, *QUICK, "--compare", "colocated,restart,windfall", "--seeds", "2", "--out", str(tmp_path))
+def test_variants_are_compared(tmp_path: Path) -> None:
+    out = run_sim(HARVEST, *QUICK, "--compare", "colocated,restart,windfall", "--seeds", "2", "--out", str(tmp_path))
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.count("%") == 4}
     assert list(rows) == ["colocated", "restart", "windfall"]
     assert rows["colocated"][1] == rows["colocated"][3] == "1.00"
@@ -48,24 +49,33 @@ def test_variants_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "windfall-1.jsonl").is_file()
 
 
-def test_a_variant_that_makes_no_step_does_not_take_the_others_with_it(tmp_path: Path) -> None:
-    """Workers boot for longer than the simulation takes: a trainer that only trains gets nothing to train on."""
+def test_without_matplotlib_the_figures_are_written_and_the_install_command_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = run_sim(HARVEST, *QUICK, "--out", str(tmp_path))
+    assert "pip install 'windfall[plot]'" in out
+    assert {p.name for p in tmp_path.iterdir()} == {"figures.json", "figures.csv", "windfall-0.jsonl"}
+
+
+def test_failing_variant_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Workers boot longer than the simulation runs, so a trainer that only trains gets no samples."""
     late = ["--set", "sim.seconds=12", "--set", "run.steps=100", "--set", "sim.boot_s=1000"]
     words = [HARVEST, *QUICK, *late, "--out", str(tmp_path), "--compare"]
-    out = typed(*words, "colocated,disaggregated,windfall")
+    out = run_sim(*words, "colocated,disaggregated,windfall")
     rows = [line.split()[0] for line in out.splitlines() if line.count("%") == 4]
     assert rows == ["colocated", "windfall"]
-    assert "no figures of disaggregated: sim: 0 steps were made, and 1 are left out. Raise run.steps" in out
+    assert "no figures of disaggregated: sim: only 0 steps were completed, and 1 are skipped. Raise run.steps" in out
     assert list(json.loads((tmp_path / "figures.json").read_text())) == ["colocated", "windfall"]
-    with pytest.raises(WindfallError, match="0 steps were made"):
-        typed(*words, "disaggregated")
+    with pytest.raises(WindfallError, match="0 steps were completed"):
+        run_sim(*words, "disaggregated")
 
 
-def test_every_variant_can_be_built() -> None:
+def test_every_variant_builds() -> None:
     recipe = config.load(Path(HARVEST))
     for name in variants.CHANGES:
         assert build(variants.apply(recipe, name)).granule == 1
-    assert set(variants.SAY) == set(variants.CHANGES)
+    assert set(variants.DESCRIPTIONS) == set(variants.CHANGES)
     assert variants.names("all") == list(variants.CHANGES)
     assert not build(variants.apply(recipe, "colocated")).changes
 
@@ -81,58 +91,58 @@ def test_every_variant_can_be_built() -> None:
         (["--set", "sim.medain_tokens=3"], "median_tokens"),
         (["--set", "sim.lengths_file=nowhere.txt"], "cannot read the lengths"),
         (["--set", "sim.prices_file=nowhere.txt"], "cannot read the prices"),
-        (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "nobody would ever generate"),
-        (["--set", "run.steps=1"], "1 steps were made"),
+        (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "no engine would ever generate"),
+        (["--set", "run.steps=1"], "1 steps were completed"),
         (["second.toml"], "one recipe at a time"),
     ],
 )
-def test_what_is_wrong_is_refused(words: list[str], why: str) -> None:
+def test_wrong_input_is_rejected(words: list[str], why: str) -> None:
     with pytest.raises(WindfallError, match=why):
-        typed(HARVEST, *words)
+        run_sim(HARVEST, *words)
 
 
-def test_lengths_of_a_file(tmp_path: Path) -> None:
+def test_lengths_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("40\n40\n40\n")
     recipe = config.load(Path(HARVEST), [f"sim.lengths_file={tmp_path / 'lengths.txt'}"])
-    assert build(recipe).lengths.of(12, 7) == 40
+    assert build(recipe).lengths.draw(12, 7) == 40
 
 
-def test_lengths_of_a_run(tmp_path: Path) -> None:
-    typed(HARVEST, *QUICK, "--out", str(tmp_path))
+def test_lengths_from_a_run(tmp_path: Path) -> None:
+    run_sim(HARVEST, *QUICK, "--out", str(tmp_path))
     log = tmp_path / "windfall-0.jsonl"
     found = read_lengths(log)
     assert len(found) == 3 * 8 * 8
     assert 50 < statistics.median(found) < 110, "drawn with a median of 75"
-    assert build(config.load(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.of(12, 7) in found
-    said = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", typed("calibrate", str(log)))
-    assert said is not None
-    assert [float(x) for x in said.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
+    assert build(config.load(Path(HARVEST), [f"sim.lengths_file={log}"])).lengths.draw(12, 7) in found
+    match = re.search(r"median_tokens (\S+), sigma (\S+), alike (\S+),", run_sim("calibrate", str(log)))
+    assert match is not None
+    assert [float(x) for x in match.groups()] == pytest.approx([75, 0.7, 0.5], rel=0.4)
     log.write_text(log.read_text().replace('"lengths"', '"length"'))
-    with pytest.raises(WindfallError, match="no list of lengths"):
+    with pytest.raises(WindfallError, match="not a list of lengths"):
         read_lengths(log)
 
 
 # calibration
 
 
-def test_a_benchmarks_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) -> None:
+def test_benchmark_file_is_fitted_and_its_rollouts_predicted(tmp_path: Path) -> None:
     rows = [("decode", f"batch {b}", 2.0 + 0.01 * b, "ms") for b in (1, 16, 64, 256)]
     rows += [("prefill", "64 x 1024", 200_000.0, "tok/s"), ("rollout", "64 x 128 in, 256 out", 20_000.0, "tok/s")]
-    said = [{"model": "m", "engine": "e", "what": w, "case": c, "value": v, "unit": u} for w, c, v, u in rows]
+    figures = [{"model": "m", "engine": "e", "what": w, "case": c, "value": v, "unit": u} for w, c, v, u in rows]
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"figures": said, "training": ["packed   12.0 ms    50,000 tok/s"]}))
-    out = typed("calibrate", str(path))
+    path.write_text(json.dumps({"figures": figures, "training": ["packed   12.0 ms    50,000 tok/s"]}))
+    out = run_sim("calibrate", str(path))
     for key in ("fixed_s = 0.002", "each_s = 1e-05", "prefill_s = 5e-06", "train_s = 2e-05", "mean 0.0%"):
         assert key in out
     predicted = 64 * 256 / (256 * 0.00264 + 64 * 128 / 200_000)
     assert f"held out: 64 x 128 in, 256 out: {predicted:,.0f} tok/s, measured 20,000" in out
-    out = typed("calibrate", str(path), "--gpu", "H200", "--to", "H100")
+    out = run_sim("calibrate", str(path), "--gpu", "H200", "--to", "H100")
     assert "not measured" in out
     assert f"fixed_s = {0.002 * 4.8 / 3.35:.6g}" in out
 
 
-def test_an_engine_that_falls_off_and_a_cache_that_is_read(tmp_path: Path) -> None:
-    """Steps of 2 ms, 0.01 ms more for each response up to 256 and 0.1 ms above; of the 0.01, half is the cache."""
+def test_engine_that_slows_down_and_kv_cache_reads_are_fitted(tmp_path: Path) -> None:
+    """Steps of 2 ms, plus 0.01 ms per response up to 256 and 0.1 ms above. Half of the 0.01 ms is the KV cache."""
 
     def step_ms(batch: int) -> float:
         return 2.0 + 0.01 * batch + 0.09 * max(0, batch - 256)
@@ -141,22 +151,22 @@ def test_an_engine_that_falls_off_and_a_cache_that_is_read(tmp_path: Path) -> No
     rows += [("rollout", "1024 x 128 in, 256 out", 1024 / step_ms(1024) * 1e3, "tok/s", None)]
     rows += [("group", "16 x 8, 512 in, to 2048 out, mean 602", 20_000.0, "tok/s", None)]
     names = ("what", "case", "value", "unit", "share")
-    said = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
+    figures = [{"model": "m", "engine": "e"} | dict(zip(names, row, strict=True)) for row in rows]
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"figures": said}))
-    out = typed("calibrate", str(path))
+    path.write_text(json.dumps({"figures": figures}))
+    out = run_sim("calibrate", str(path))
     for key in ("fixed_s = 0.002", "each_s = 5e-06", "over_batch = 256", "over_s = 9e-05", "above 256 responses"):
         assert key in out, key
     assert f"context_s = {0.005e-3 / 272:.6g}" in out
     assert "held out: 16 x 8, 512 in" in out
-    assert "held out: 1024" not in out, "it was fitted to"
+    assert "held out: 1024" not in out, "this case was fitted"
     kept = {line.split(" = ")[0]: float(line.split(" = ")[1]) for line in out.splitlines() if " = " in line}
     assert Service(**kept).step_s(1024, context=1024 * 272) == pytest.approx(step_ms(1024) / 1e3)
 
 
-def test_the_log_of_a_run_gives_back_what_it_was_made_with(tmp_path: Path) -> None:
-    typed(HARVEST, "--set", "run.steps=8", "--set", "sim.granule=2", "--out", str(tmp_path))
-    out = typed("calibrate", str(tmp_path / "windfall-0.jsonl"))
+def test_log_of_a_run_reproduces_its_service_times(tmp_path: Path) -> None:
+    run_sim(HARVEST, "--set", "run.steps=8", "--set", "sim.granule=2", "--out", str(tmp_path))
+    out = run_sim("calibrate", str(tmp_path / "windfall-0.jsonl"))
     tables = {}
     for row in out.splitlines():
         if row.startswith("[sim."):
@@ -173,22 +183,22 @@ def test_the_log_of_a_run_gives_back_what_it_was_made_with(tmp_path: Path) -> No
     assert "boot_s: " in out
 
 
-@pytest.mark.parametrize("said", ["", "{}", "not json", '{"figures": []}', '{"t": 1}\n'])
-def test_what_cannot_be_calibrated_from_is_refused(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("text", ["", "{}", "not json", '{"figures": []}', '{"t": 1}\n'])
+def test_file_without_measurements_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
-    path.write_text(said)
+    path.write_text(text)
     with pytest.raises(WindfallError, match=r"benchmarks/engine_gpu\.py"):
-        typed("calibrate", str(path))
+        run_sim("calibrate", str(path))
 
 
-def test_a_fit_is_never_below_nothing() -> None:
-    assert line([StepTime(1, 0.01), StepTime(100, 0.005)])[1] > 0, "faster with a larger batch: as good as flat"
+def test_fit_is_never_negative() -> None:
+    assert line([StepTime(1, 0.01), StepTime(100, 0.005)])[1] > 0, "faster with a larger batch: fitted as flat"
     assert line([StepTime(1, 0.001), StepTime(100, 0.2)])[0] > 0
     assert line([StepTime(8, 0.5)]) == (0.5, pytest.approx(0.5e-4))
     assert held_out([StepTime(1, 1.0), StepTime(2, 2.0)]) == []
 
 
-def test_scaling_keeps_to_its_range() -> None:
+def test_scaled_times_stay_in_their_range() -> None:
     service = Service(fixed_s=0.01, each_s=1e-4, prefill_s=1e-5, train_s=1e-4, context_s=1e-8, update_s=1.0)
     for target in SPECS:
         low, middle, high = scaled(service, "H100", target)
@@ -198,6 +208,6 @@ def test_scaling_keeps_to_its_range() -> None:
         scaled(service, "H1000", "L4")
 
 
-def test_the_small_recipe_of_these_tests_is_one(recipe: Callable[..., config.Recipe]) -> None:
+def test_small_recipe_is_valid(recipe: Callable[..., config.Recipe]) -> None:
     assert build(recipe()).quantum_s == 0.0
     assert build(recipe(sim={"granule": 4})).quantum_s > 0

@@ -1,8 +1,8 @@
-"""`windfall sim calibrate FILE...`: the formulas of a machine from measurements, printed as TOML for a recipe.
+"""`windfall sim calibrate FILE...`: fits the service times of a machine to measurements and prints them as TOML for a
+recipe.
 
-A file is the event log of a run (or its folder; fit_log.py), or the JSON that benchmarks/engine_gpu.py writes
-(calibrate_gpu.py). A log's times are those of that run's model and lengths. Errors are those on points that were held
-out.
+A file is the event log of a run or its folder (event_log.py), or the JSON that benchmarks/engine_gpu.py writes
+(gpu.py). The times from a log are those of that run's model and lengths. Printed errors are on held-out points.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ FIX = "Give events.jsonl of a run, its folder, or the JSON of benchmarks/engine_
 
 def main(paths: Sequence[Path], *, gpu: str = "", to: str = "") -> None:
     if not paths:
-        raise WindfallError("no file is given", where="windfall sim calibrate", fix=FIX)
+        raise WindfallError("no file given", where="windfall sim calibrate", fix=FIX)
     if to and not gpu:
-        raise WindfallError("from which GPU?", where="--to", fix="Say with --gpu what was measured.")
+        raise WindfallError("the measured GPU is not given", where="--to", fix="Name the measured GPU with --gpu.")
     for path in paths:
         print(f"# {path}")
         file = path / "events.jsonl" if path.is_dir() else path
         for name, service, notes in _services(file):
             print("\n".join(f"# {note}" for note in notes))
             if to:
-                _scaled(name, service, gpu, to)
+                _print_scaled(name, service, gpu, to)
             else:
                 print(toml(name, service))
 
@@ -47,25 +47,28 @@ def _services(path: Path) -> list[tuple[str, Service, list[str]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise WindfallError(f"cannot read it: {e}", where=str(path), fix=FIX) from e
+        raise WindfallError(f"cannot read the file: {e}", where=str(path), fix=FIX) from e
     try:
-        said = json.loads(text)
+        data = json.loads(text)
     except json.JSONDecodeError:
-        said = None
-    if isinstance(said, dict) and "figures" in said:
-        found = from_benchmark(said)
+        data = None
+    if isinstance(data, dict) and "figures" in data:
+        services = from_benchmark(data)
     else:
         try:
-            found = from_log(read(path))
+            services = from_log(read(path))
         except (KeyError, TypeError) as e:
-            raise WindfallError(f"no measurement: {type(e).__name__}: {e}", where=str(path), fix=FIX) from e
-    if not found:
-        raise WindfallError("nothing to fit: no step times at any batch", where=str(path), fix=FIX)
-    return found
+            raise WindfallError(
+                f"the file has no measurements: {type(e).__name__}: {e}", where=str(path), fix=FIX
+            ) from e
+    if not services:
+        raise WindfallError("nothing to fit: the file has no step times", where=str(path), fix=FIX)
+    return services
 
 
 def toml(name: str, service: Service) -> str:
-    """
+    """The service times as a section of a recipe.
+
     >>> print(toml("worker", Service(fixed_s=0.01, each_s=0.0001)))
     [sim.worker]
     fixed_s = 0.01
@@ -74,38 +77,39 @@ def toml(name: str, service: Service) -> str:
     return "\n".join([f"[sim.{name}]", *(f"{k} = {v:.6g}" for k, v in asdict(service).items() if v)])
 
 
-def _scaled(name: str, service: Service, gpu: str, to: str) -> None:
+def _print_scaled(name: str, service: Service, gpu: str, to: str) -> None:
     low, middle, high = scaled(service, gpu, to)
     print(f"# scaled from {gpu} to {to} by published memory bandwidth and FLOP/s: not measured")
-    for said, part in (("from", low), ("to", high)):
-        print(f"# {said}: " + ", ".join(f"{k} {v:.3g}" for k, v in asdict(part).items() if v))
+    for bound, part in (("from", low), ("to", high)):
+        print(f"# {bound}: " + ", ".join(f"{k} {v:.3g}" for k, v in asdict(part).items() if v))
     print(toml(name, middle))
 
 
-# the log of a run
+# from the log of a run
 
 
 def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
     steps = event_log.steps_of(events)
-    scale = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
+    granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
     numbers = [e["step"] for e in steps]
     trained = event_log.training(events, numbers)
-    shared, taught = [*_pulls(events), *_boots(steps, events), *_lengths(steps)], _training(events, numbers)
+    worker_notes = [*_pulls(events), *_boots(steps, events), *_lengths(steps)]
+    trainer_notes = _training(events, numbers)
     points, out = event_log.speeds(steps), []
     for kind, service in event_log.services(steps, trained).items():
-        own = [f"{kind}: {len(points[kind])} sizes of batch, {sum(p.weight for p in points[kind]):.0f} windows"]
-        own += [*errors(points[kind]), *(taught if kind == LOCAL else shared)]
-        times = {n: getattr(service, n) / scale for n in ("fixed_s", "each_s", "train_s")}  # of a real token
-        out.append(("trainer" if kind == LOCAL else "worker", replace(service, **times), own))
+        notes = [f"{kind}: {len(points[kind])} batch sizes, {sum(p.weight for p in points[kind]):.0f} windows"]
+        notes += [*errors(points[kind]), *(trainer_notes if kind == LOCAL else worker_notes)]
+        times = {n: getattr(service, n) / granule for n in ("fixed_s", "each_s", "train_s")}  # per real token
+        out.append(("trainer" if kind == LOCAL else "worker", replace(service, **times), notes))
     return out
 
 
 def _training(events: Sequence[Event], numbers: Sequence[int]) -> list[str]:
-    """How far the first half of the steps is off in the second."""
+    """The training rate, and how well the first half of the steps predicts the second."""
     half = max(1, len(numbers) // 2)
     every, first, later = (event_log.training(events, part) for part in (numbers, numbers[:half], numbers[half:]))
     if every is None:
-        return ["training: nothing in this log"]
+        return ["training: this log has no training"]
     rate = f"training: {1 / every.train_s:,.0f} tok/s, update {every.update_s:.3g} s"
     if first is None or later is None:
         return [f"{rate}; nothing held out"]
@@ -115,20 +119,20 @@ def _training(events: Sequence[Event], numbers: Sequence[int]) -> list[str]:
 def _pulls(events: Sequence[Event]) -> list[str]:
     p = event_log.pulls(events, math.inf)
     limits = {"egress_bytes_per_s": p.egress_per_s, "ingress_bytes_per_s": p.ingress_per_s}
-    known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < event_log.ANY_PER_S]
+    known = [f"{name} {rate:.3g}" for name, rate in limits.items() if rate < event_log.UNLIMITED_PER_S]
     return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []
 
 
 def _lengths(steps: Sequence[Event]) -> list[str]:
-    found = event_log.lengths(steps)
-    if found is None:
+    shape = event_log.lengths(steps)
+    if shape is None:
         return []
-    said = f"median_tokens {found.median:g}, sigma {found.sigma:g}, alike {found.alike:g}"
-    return [f"lengths: {said}, of {found.count} responses; or give this log as sim.lengths_file"]
+    keys = f"median_tokens {shape.median:g}, sigma {shape.sigma:g}, alike {shape.alike:g}"
+    return [f"lengths: {keys}, of {shape.count} responses; or set sim.lengths_file to this log"]
 
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:
     bill = sum((msgspec.convert(e["bill"], Totals) for e in steps if e.get("bill")), Totals())
     joined = sum(e["name"] == "worker_joined" and e["worker"].partition("#")[0] != LOCAL for e in events)
     booting_s = sum(a.seconds.get("booting", 0.0) for h, a in bill.holders.items() if h != "trainer")
-    return [f"boot_s: {booting_s / joined:.1f}, first pull included, mean of {joined} workers"] if joined else []
+    return [f"boot_s: {booting_s / joined:.1f}, including the first pull, mean of {joined} workers"] if joined else []

@@ -1,8 +1,8 @@
-"""What the event log of a run tells of how long things took, for the formulas of service.py. Pure.
+"""Reads from the event log of a run how long its parts took, for the formulas of sim/core/service.py. Pure.
 
-What a log has: of every kind of worker the time of an engine step at several sizes of batch (`speeds`); spans of
-training, with the optimizer's part; pulls, checkpoints, rewards. What it has not: prefill and context apart from the
-rest of a step (they are in the step times, as far as the run had them), and what the machines had to do besides.
+A log contains the time of an engine step at several batch sizes for every kind of worker (`speeds`), spans of training
+with the optimizer's part, pulls, checkpoints and rewards. It does not separate prefill and context from the rest of a
+step; they are part of the step times, as far as the run had them. It does not record other load on the machines.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from windfall.sim.calibrate.fit import StepTime, line
 from windfall.sim.core.service import Service
 from windfall.types import LOCAL
 
-ANY_PER_S = 1e18
-"""Bytes: as good as no limit."""
-CROWD = 1.5
-"""So many pulls at a time, on average over one of them, and it was not alone."""
+UNLIMITED_PER_S = 1e18
+"""Bytes per second that stand for no limit."""
+SHARED_PULLS = 1.5
+"""A pull with more than this many concurrent pulls on average, itself included, shared the bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """Of the steps that it was measured in."""
+    """Training times, averaged over the measured steps."""
 
     train_s: float
-    """Of a token."""
+    """Seconds per trained token."""
     update_s: float
-    """Of a step's optimizer updates, and of publishing."""
+    """Seconds per step of the optimizer updates and of publishing."""
 
 
 def steps_of(events: Sequence[Event]) -> list[Event]:
@@ -39,11 +39,11 @@ def steps_of(events: Sequence[Event]) -> list[Event]:
 
 
 def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
-    """By kind of worker: the time of a step over the batch, of all these steps.
+    """Step times by batch size for each kind of worker, averaged over these steps.
 
     >>> rows = [{"speeds": {"local": [[4.0, 0.1, 2], [40.0, 0.3, 1]]}}, {"speeds": {"local": [[4.0, 0.2, 2]]}}]
     >>> speeds(rows)["local"][0]
-    Point(batch=4.0, step_s=0.15000000000000002, weight=4.0)
+    StepTime(batch=4.0, step_s=0.15000000000000002, weight=4.0)
     """
     sums: dict[str, dict[int, list[float]]] = {}
     for event in steps:
@@ -60,7 +60,7 @@ def speeds(steps: Iterable[Event]) -> dict[str, list[StepTime]]:
 
 
 def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None:
-    """Of the steps with these numbers. None: they trained on nothing."""
+    """Training times of the steps with these numbers. None: they trained on nothing."""
     wanted = set(numbers)
     trained = {e["step"]: e["trained"] for e in steps_of(events) if e["step"] in wanted and e.get("trained")}
     spans = [e for e in events if (e["kind"], e["name"]) == ("span", "train") and e["step"] in trained]
@@ -68,18 +68,18 @@ def training(events: Sequence[Event], numbers: Iterable[int]) -> Training | None
     if not tokens:
         return None
     update_s = statistics.mean(e.get("update_s", 0.0) for e in spans)
-    # As the controller waited for it: what it takes to hand samples over is part of training on them.
+    # The time that the controller waited: transferring samples is part of training on them.
     whole_s = sum(e["s"] + e.get("asked_s", e.get("early_s", 0.0)) - e.get("update_s", 0.0) for e in spans)
     return Training(train_s=whole_s / tokens, update_s=update_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulls:
-    """How weights travel."""
+    """Size and bandwidth of weight pulls."""
 
     size_bytes: float
     egress_per_s: float
-    """Shared by those who pull."""
+    """Bandwidth of the trainer, shared by concurrent pulls."""
     ingress_per_s: float
 
     @property
@@ -88,8 +88,8 @@ class Pulls:
 
 
 def pulls(events: Sequence[Event], until_s: float) -> Pulls:
-    """From those of workers whose engine was there already. One that met others on the way says what the trainer sends,
-    one that was alone what a worker takes in; where only one of the two is known the other does not limit.
+    """Estimate the bandwidths from pulls of workers whose engine was already built. Concurrent pulls measure the
+    trainer's egress, and single pulls measure a worker's ingress. A bandwidth without measurements is unlimited.
 
     >>> one = [{"name": "worker_ready", "worker": "a", "t": t, "s": 2.0, "bytes": 100} for t in (1.0, 12.0)]
     >>> pulls(one, 99.0).alone_s
@@ -103,20 +103,23 @@ def pulls(events: Sequence[Event], until_s: float) -> Pulls:
                 spans.append((e["t"] - e["s"], e["t"], float(e["bytes"])))
             seen.add(e["worker"])
     if not spans:
-        return Pulls(size_bytes=1.0, egress_per_s=ANY_PER_S, ingress_per_s=ANY_PER_S)
+        return Pulls(size_bytes=1.0, egress_per_s=UNLIMITED_PER_S, ingress_per_s=UNLIMITED_PER_S)
     shared, alone = [], []
     for a, b, size in spans:
-        company = sum(max(0.0, min(b, d) - max(a, c)) for c, d, _ in spans) / (b - a)
-        (shared if company > CROWD else alone).append((company if company > CROWD else 1.0) * size / (b - a))
+        concurrent = sum(max(0.0, min(b, d) - max(a, c)) for c, d, _ in spans) / (b - a)
+        if concurrent > SHARED_PULLS:
+            shared.append(concurrent * size / (b - a))
+        else:
+            alone.append(size / (b - a))
     return Pulls(
         size_bytes=statistics.median(size for *_, size in spans),
-        egress_per_s=statistics.median(shared) if shared else ANY_PER_S,
-        ingress_per_s=statistics.median(alone) if alone else ANY_PER_S,
+        egress_per_s=statistics.median(shared) if shared else UNLIMITED_PER_S,
+        ingress_per_s=statistics.median(alone) if alone else UNLIMITED_PER_S,
     )
 
 
 def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Service]:
-    """Of every kind of worker that these steps have seen."""
+    """Service times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
         fixed_s, each_s = line(points)
@@ -127,7 +130,7 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
 
 
 class LengthShape(NamedTuple):
-    """Of response lengths: log-normal, and alike within a group."""
+    """The distribution of response lengths: log-normal, and correlated within a group."""
 
     median: float
     sigma: float
@@ -136,11 +139,11 @@ class LengthShape(NamedTuple):
 
 
 def lengths(steps: Iterable[Event]) -> LengthShape | None:
-    """As `sim.median_tokens`, `sim.sigma` and `sim.alike` say it; those that were cut count as they are. None: the log
-    has none.
+    """Estimate `sim.median_tokens`, `sim.sigma` and `sim.alike`. Truncated responses count with their truncated length.
+    None: the log has too few lengths.
 
     >>> lengths([{"lengths": [[10, 10], [1000, 1000]]}])
-    Shape(median=100.0, sigma=2.303, alike=1.0, count=4)
+    LengthShape(median=100.0, sigma=2.303, alike=1.0, count=4)
     """
     groups = [[math.log(max(1, n)) for n in row] for e in steps for row in e.get("lengths", ()) if row]
     every = [x for row in groups for x in row]
@@ -157,6 +160,6 @@ def lengths(steps: Iterable[Event]) -> LengthShape | None:
 
 
 def mean(events: Sequence[Event], kind: str, name: str, field: str, until_s: float) -> float:
-    """0: there is none."""
-    found = [e[field] for e in events if (e["kind"], e["name"]) == (kind, name) and e["t"] <= until_s and field in e]
-    return statistics.mean(found) if found else 0.0
+    """Mean of a field over the events of this name until `until_s`. 0: there are none."""
+    values = [e[field] for e in events if (e["kind"], e["name"]) == (kind, name) and e["t"] <= until_s and field in e]
+    return statistics.mean(values) if values else 0.0

@@ -1,9 +1,9 @@
-"""From measured points to a Service, and how far off it is on points that it was not fitted to. Pure.
+"""Fits service times to measured points, and reports the error on held-out points. Pure.
 
-The time of a step is a line over the batch, fitted in relative error, with neither part below 0. The error that is said
-is that of leaving one point out, fitting the others, and predicting it; of the smallest and the largest batch, too,
-which makes it a hard test. An engine that falls off at large batches gets a second line, steeper, above one of the
-batches that were measured: where the first line is far off without it.
+The time of a step is a line over the batch size, fitted in relative error, with neither coefficient below 0. The
+reported error leaves one point out, fits the others, and predicts it. The smallest and the largest batch are left out
+in turn as well, which makes this a hard test. An engine that slows down at large batches gets a second, steeper line
+that starts at one of the measured batches, if the first line alone is far off.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from windfall.scheduling.least_squares import LineSums
 from windfall.sim.core.service import Service
 
 FLAT = 1e-4
-"""The least that a response adds to a step, as a share of its fixed time."""
-
-
+"""Smallest time that a response adds to a step, as a share of the fixed time."""
 BEND_POINTS = 3
-"""At least so many on the first line."""
+"""Fewest points on the first line."""
 BEND_GAIN = 0.5
-"""A bend must take away half of the error, or there is none."""
+"""A bend is used only if it removes at least half of the error."""
 
 
 class StepTime(NamedTuple):
@@ -35,7 +33,7 @@ class StepTime(NamedTuple):
 
 
 def line(points: Sequence[StepTime]) -> tuple[float, float]:
-    """(fixed_s, each_s).
+    """Fit (fixed_s, each_s) by weighted least squares.
 
     >>> fixed, each = line([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.11)])
     >>> round(fixed, 6), round(each, 6)
@@ -49,29 +47,31 @@ def line(points: Sequence[StepTime]) -> tuple[float, float]:
 
 
 class Bend(NamedTuple):
+    """A line over the batch size, with a steeper part above `over_batch`."""
+
     fixed_s: float
     each_s: float
     over_batch: float = 0.0
     over_s: float = 0.0
-    """Above `over_batch` every response takes so much more."""
+    """Extra seconds for every response above `over_batch`."""
 
     def step_s(self, batch: float) -> float:
         return self.fixed_s + self.each_s * batch + self.over_s * max(0.0, batch - self.over_batch)
 
 
 def bent(points: Sequence[StepTime]) -> Bend:
-    """A line, or two: the first through the batches up to a bend, the second from there up through the others.
+    """Fit one line, or two: the first up to a bend, the second from there on.
 
     >>> flat = [StepTime(b, 0.01 + 0.0001 * b) for b in (1, 16, 64, 256)]
-    >>> falls = bent([*flat, StepTime(512, 0.2)])
-    >>> bent(flat).over_s, falls.over_batch, round(falls.step_s(512), 9)
+    >>> slows = bent([*flat, StepTime(512, 0.2)])
+    >>> bent(flat).over_s, slows.over_batch, round(slows.step_s(512), 9)
     (0.0, 256, 0.2)
     """
     best = Bend(*line(points))
     if len(points) > BEND_POINTS:
         bends = [_bend(points, n) for n in range(BEND_POINTS - 1, len(points) - 1)]
-        steeper = min(bends, key=lambda bend: _off(bend, points))
-        if steeper.over_s > 0 and _off(steeper, points) < BEND_GAIN * _off(best, points):
+        steeper = min(bends, key=lambda bend: _error(bend, points))
+        if steeper.over_s > 0 and _error(steeper, points) < BEND_GAIN * _error(best, points):
             return steeper
     return best
 
@@ -83,8 +83,8 @@ def _bend(points: Sequence[StepTime], at: int) -> Bend:
     return first._replace(over_batch=corner, over_s=max(0.0, slope))
 
 
-def _off(bend: Bend, points: Sequence[StepTime]) -> float:
-    """The mean relative error."""
+def _error(bend: Bend, points: Sequence[StepTime]) -> float:
+    """The weighted mean relative error."""
     return sum(p.weight * abs(bend.step_s(p.batch) / p.step_s - 1) for p in points) / sum(p.weight for p in points)
 
 
@@ -96,9 +96,9 @@ Form = Callable[[Sequence[StepTime]], Bend]
 
 
 def held_out(points: Sequence[StepTime], form: Form = straight) -> list[tuple[StepTime, float]]:
-    """Of every point: what the others predict, as a share of it less 1. Nothing for fewer than three.
+    """The relative error at each point when it is predicted from the others. Empty for fewer than three points.
 
-    >>> [round(abs(off), 3) for _, off in held_out([StepTime(1, 0.011), Point(10, 0.02), Point(100, 0.11)])]
+    >>> [round(abs(off), 3) for _, off in held_out([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.11)])]
     [0.0, 0.0, 0.0]
     """
     out = []
@@ -109,46 +109,45 @@ def held_out(points: Sequence[StepTime], form: Form = straight) -> list[tuple[St
 
 
 def errors(points: Sequence[StepTime], form: Form = straight) -> list[str]:
-    """The same, in words."""
-    found = held_out(points, form)
-    if not found:
-        return ["held out: nothing, fewer than three batches"]
-    each = ", ".join(f"batch {p.batch:.3g} {off:+.0%}" for p, off in found)
-    return [f"step times, each left out in turn: {each}; mean {statistics.mean(abs(o) for _, o in found):.1%}"]
+    """The held-out errors as notes."""
+    results = held_out(points, form)
+    if not results:
+        return ["held out: nothing, because there are fewer than three batch sizes"]
+    each = ", ".join(f"batch {p.batch:.3g} {off:+.0%}" for p, off in results)
+    return [f"step times, each left out in turn: {each}; mean {statistics.mean(abs(o) for _, o in results):.1%}"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spec:
+class GpuSpec:
     """Published figures of one GPU."""
 
     bytes_per_s: float
-    """Of its memory."""
+    """Memory bandwidth."""
     flop_per_s: float
-    """bfloat16, dense."""
+    """Peak in bfloat16, dense."""
 
 
 SPECS = {
-    "H200": Spec(bytes_per_s=4.8e12, flop_per_s=989e12),
-    "H100": Spec(bytes_per_s=3.35e12, flop_per_s=989e12),
-    "A100-80GB": Spec(bytes_per_s=2.039e12, flop_per_s=312e12),
-    "L40S": Spec(bytes_per_s=0.864e12, flop_per_s=362e12),
-    "A10G": Spec(bytes_per_s=0.6e12, flop_per_s=70e12),
-    "L4": Spec(bytes_per_s=0.3e12, flop_per_s=121e12),
+    "H200": GpuSpec(bytes_per_s=4.8e12, flop_per_s=989e12),
+    "H100": GpuSpec(bytes_per_s=3.35e12, flop_per_s=989e12),
+    "A100-80GB": GpuSpec(bytes_per_s=2.039e12, flop_per_s=312e12),
+    "L40S": GpuSpec(bytes_per_s=0.864e12, flop_per_s=362e12),
+    "A10G": GpuSpec(bytes_per_s=0.6e12, flop_per_s=70e12),
+    "L4": GpuSpec(bytes_per_s=0.3e12, flop_per_s=121e12),
 }
-"""From the makers' data sheets (SXM where there is a choice)."""
+"""From the manufacturers' data sheets (SXM where there is a choice)."""
 MEMORY_BOUND = ("fixed_s", "context_s")
 COMPUTE_BOUND = ("prefill_s", "train_s")
 SLACK = 1.25
-"""No GPU reaches the same share of its figures as another: so much either way."""
+"""Uncertainty factor in either direction: GPUs reach different shares of their peaks."""
 
 
 def scaled(service: Service, source: str, target: str) -> tuple[Service, Service, Service]:
-    """The same work on another GPU: an estimate, and the range that it is in. Steps scale with memory bandwidth,
-    prefill and training with FLOP/s; what a response adds to a step is bound by one or the other, and an update by
-    either."""
+    """Estimate the same work on another GPU: lower bound, estimate, upper bound. Steps scale with memory bandwidth,
+    prefill and training with FLOP/s. The time that a response adds to a step, and an update, may be bound by either."""
     for name in (source, target):
         if name not in SPECS:
-            raise WindfallError(f"no published figures of {name!r}", where="--gpu, --to", fix=nearest(name, SPECS))
+            raise WindfallError(f"no published figures for GPU {name!r}", where="--gpu, --to", fix=nearest(name, SPECS))
     a, b = SPECS[source], SPECS[target]
     memory, compute = a.bytes_per_s / b.bytes_per_s, a.flop_per_s / b.flop_per_s
     low, middle, high = {}, {}, {}

@@ -1,8 +1,8 @@
-"""The formulas of a machine from the JSON that benchmarks/engine_gpu.py writes.
+"""Fits the service times of a machine to the JSON that benchmarks/engine_gpu.py writes.
 
-Fitted to: ms per step at several batches, prefill tokens/s, and rollouts at batches larger than any of these. Predicted
-and said, but not fitted to: all other rollouts. Reading the cache is not measured apart from the rest of a step; the
-file says what it takes at the memory's speed, and so much of what a response adds to a step is taken for it.
+Fitted: milliseconds per step at several batch sizes, prefill tokens per second, and rollouts at larger batches than
+these. All other rollouts are predicted and reported, but not fitted. Reading the KV cache is not measured separately.
+The file gives its time at full memory bandwidth, and that part of the time per response is attributed to the cache.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from windfall.sim.core.service import Service
 from windfall.sim.machines.decode import Decode, DecodeRow
 
 DECODE_CONTEXT = 272.0
-"""Tokens behind a response in the decode cases of benchmarks/engine_gpu.py, on average."""
+"""Average context of a response in the decode cases of benchmarks/engine_gpu.py, in tokens."""
 
 
-def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]:
-    rows = said["figures"]
+def from_benchmark(data: dict[str, Any]) -> list[tuple[str, Service, list[str]]]:
+    rows = data["figures"]
     out = []
     for model, engine in dict.fromkeys((r["model"], r["engine"]) for r in rows):
         own = [r for r in rows if (r["model"], r["engine"]) == (model, engine)]
@@ -35,12 +35,12 @@ def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
         service = Service(fixed_s=1.0, each_s=1.0, prefill_s=1 / max(prefill) if prefill else 0.0)
         notes = [f"{model}, {engine}: {len(points)} batches from {points[0].batch:g} to {points[-1].batch:g}"]
         notes += errors(points, bent)
-        beyond = [(r, p) for r in own if (p := _beyond(service, r)) and p.batch > 1.1 * points[-1].batch]
-        service, more = _stepping(service, sorted([*points, *(p for _, p in beyond)]), _floor_s(decode))
-        notes += [*more, *(f"fitted to, there being no other: {r['case']}" for r, _ in beyond)]
-        fitted = [r for r, _ in beyond]
+        large = [(r, p) for r in own if (p := _large_batch(service, r)) and p.batch > 1.1 * points[-1].batch]
+        service, more = _step_times(service, sorted([*points, *(p for _, p in large)]), _floor_s(decode))
+        notes += [*more, *(f"fitted, because no decode case has this batch size: {r['case']}" for r, _ in large)]
+        fitted = [r for r, _ in large]
         notes += [note for r in own if r not in fitted and (note := _held_out(service, r))]
-        trained = [t for text in said.get("training", []) if (t := re.search(r"([\d,]+) tok/s", text))]
+        trained = [t for text in data.get("training", []) if (t := re.search(r"([\d,]+) tok/s", text))]
         if trained:
             rate = float(trained[0].group(1).replace(",", ""))
             service = replace(service, train_s=1 / rate)
@@ -49,21 +49,21 @@ def from_benchmark(said: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
     return out
 
 
-def _stepping(service: Service, points: Sequence[StepTime], floor_s: float) -> tuple[Service, list[str]]:
-    """With the times of a step, and what is to be said of them."""
+def _step_times(service: Service, points: Sequence[StepTime], floor_s: float) -> tuple[Service, list[str]]:
+    """The service with fitted step times, and notes on the fit."""
     bend = bent(points)
     context_s = min(floor_s, bend.each_s / DECODE_CONTEXT)
     each_s = max(bend.each_s - context_s * DECODE_CONTEXT, FLAT * bend.fixed_s)
     notes = []
     if context_s:
         part = context_s * DECODE_CONTEXT / bend.each_s
-        notes.append(f"context_s: what memory allows at best, {part:.0%} of what a response adds to a step at"
-                     f" {DECODE_CONTEXT:g} tokens of context; not measured apart")  # fmt: skip
+        notes.append(f"context_s: the minimum at full memory bandwidth, {part:.0%} of what a response adds to a step"
+                     f" with {DECODE_CONTEXT:g} tokens of context; not measured separately")  # fmt: skip
     if bend.over_s:
         notes.append(
-            f"above {bend.over_batch:g} responses each takes {1 + bend.over_s / bend.each_s:.1f} times as long"
+            f"above {bend.over_batch:g} responses, each one adds {1 + bend.over_s / bend.each_s:.1f} times as much"
         )
-    found = replace(
+    fitted = replace(
         service,
         fixed_s=bend.fixed_s,
         each_s=each_s,
@@ -71,7 +71,7 @@ def _stepping(service: Service, points: Sequence[StepTime], floor_s: float) -> t
         over_batch=bend.over_batch,
         over_s=bend.over_s,
     )
-    return found, notes
+    return fitted, notes
 
 
 def _batch(row: dict[str, Any]) -> float:
@@ -79,16 +79,16 @@ def _batch(row: dict[str, Any]) -> float:
 
 
 def _floor_s(decode: Sequence[dict[str, Any]]) -> float:
-    """What reading a token of the cache takes at the memory's speed: `share` is the time of a step at that speed, as a
-    share of the time measured, so two batches tell. 0: it is not said."""
+    """Seconds to read one token of the KV cache at full memory bandwidth. `share` is the time of a step at that
+    bandwidth as a share of the measured time, so two batch sizes give the slope. 0: the file does not say."""
     floors = sorted((_batch(r), r["share"] * r["value"] / 1e3) for r in decode if r.get("share"))
     if len(floors) < 2 or floors[-1][0] == floors[0][0]:
         return 0.0
     return max(0.0, (floors[-1][1] - floors[0][1]) / (floors[-1][0] - floors[0][0]) / DECODE_CONTEXT)
 
 
-def _beyond(service: Service, row: dict[str, Any]) -> StepTime | None:
-    """What a rollout of equal lengths says of a step at its batch."""
+def _large_batch(service: Service, row: dict[str, Any]) -> StepTime | None:
+    """The step time at a large batch, from a rollout whose responses have equal lengths."""
     numbers = re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", row["case"]) if row["what"] == "rollout" else None
     if numbers is None:
         return None
@@ -98,26 +98,26 @@ def _beyond(service: Service, row: dict[str, Any]) -> StepTime | None:
 
 
 def _held_out(service: Service, row: dict[str, Any]) -> str:
-    """What it would be by the formula, where nobody fitted it."""
+    """A note with the predicted and measured throughput of a case that was not fitted."""
     case, measured = row["case"], row["value"]
-    if row["what"] == "rollout" and (found := re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", case)):
-        count, prompt, length = map(int, found.groups())
+    if row["what"] == "rollout" and (match := re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", case)):
+        count, prompt, length = map(int, match.groups())
         lengths, prompts = [length] * count, count
-    elif row["what"] == "group" and (found := re.fullmatch(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)", case)):
-        prompts, prompt, most, mean = map(int, found.groups())
+    elif row["what"] == "group" and (match := re.fullmatch(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)", case)):
+        prompts, prompt, most, mean = map(int, match.groups())
         lengths = log_normal(8 * prompts, mean, most)
     else:
         return ""
     decode = Decode(service, 1)
     for n, length in enumerate(lengths):
-        decode.add(DecodeRow(handle=n, seed=n, tag=n, prompt=prompt, made=0, length=length, cut=False, sent=0), 0)
+        decode.add(DecodeRow(handle=n, seed=n, tag=n, prompt=prompt, generated=0, length=length, cut=False, sent=0), 0)
     decode.prefill = prompts * prompt
     predicted = sum(lengths) / decode.seconds(max(lengths))
     return f"held out: {case}: {predicted:,.0f} tok/s, measured {measured:,.0f} ({predicted / measured - 1:+.0%})"
 
 
 def log_normal(count: int, mean: float, most: int, sigma: float = 0.8) -> list[int]:
-    """Lengths as benchmarks/gpu_job.py draws them, cut off at `most`, with this mean: the quantiles.
+    """Quantiles of the lengths that benchmarks/gpu_job.py draws: log-normal with this mean, truncated at `most`.
 
     >>> lengths = log_normal(512, 600, 2048)
     >>> round(sum(lengths) / 512), max(lengths)
@@ -128,6 +128,6 @@ def log_normal(count: int, mean: float, most: int, sigma: float = 0.8) -> list[i
     low, high = 1.0, float(most)
     for _ in range(40):
         median = (low + high) / 2
-        found = [max(1, min(most, round(median * x))) for x in shape]
-        low, high = (median, high) if sum(found) < count * mean else (low, median)
-    return found
+        lengths = [max(1, min(most, round(median * x))) for x in shape]
+        low, high = (median, high) if sum(lengths) < count * mean else (low, median)
+    return lengths

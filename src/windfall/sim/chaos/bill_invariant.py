@@ -1,9 +1,12 @@
-"""Every second of every worker is in one bill: computed again from the log's other lines, and compared.
+"""The bill invariant: every second of every worker is in exactly one bill. The seconds are computed again from the
+other lines of the log and compared with the bills.
 
-A worker's seconds run from its process's start, or from where the last bill that a killed controller had written ends;
-through the times between its links; until it is given up for the last time. In no bill are, and that is the price of a
-kill: what a controller had not billed yet when it was killed of workers that the next one never saw, and the time of a
-worker after it was given up, if it never comes back. Of the trainer, only where it has an engine, and so is a worker.
+A worker's seconds start when its process starts, or where the last bill of a killed controller ends. They include the
+time between its links and end when the controller gives it up for the last time.
+
+Not billed, which is the price of a kill: the time since the last bill of a killed controller, for workers that the next
+controller never sees; and the time of a worker after it was given up, if it never comes back. The trainer is checked
+only if it has an engine and therefore is a worker.
 """
 
 from __future__ import annotations
@@ -18,49 +21,53 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Holder, Totals
-from windfall.sim.chaos.broken import InvariantBroken
+from windfall.sim.chaos.invariants import InvariantBroken
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 
-CLOSE_S = 1e-4
-"""A log's dates are exact to less than a millionth of a second; there are many of them."""
+TOLERANCE_S = 1e-4
+"""Times in a log are exact to less than a microsecond, but many of them are summed."""
 
 
-def check(log: Path, *, births: Sequence[float], trainers: Sequence[float], stays: Sequence[Stay]) -> None:
-    """`births`: when every life of the controller began; `trainers`: every process of the trainer."""
+def check(
+    log: Path, *, controller_starts: Sequence[float], trainer_starts: Sequence[float], stays: Sequence[Stay]
+) -> None:
+    """`controller_starts` and `trainer_starts`: when each process started (loop time, seconds)."""
     events = [json.loads(line) for line in log.read_text().splitlines()]
     bills = [(e["m"], msgspec.convert(e["bill"], Totals)) for e in events if e.get("bill")]
     starts = {stay.name: stay.start_s for stay in stays}
     expected: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0}
-    for n, born_s in enumerate(births):
-        end_s = births[n + 1] if n + 1 < len(births) else math.inf
-        own = [m for m, _ in bills if born_s <= m < end_s]
-        if not own:
+    for n, start_s in enumerate(controller_starts):
+        end_s = controller_starts[n + 1] if n + 1 < len(controller_starts) else math.inf
+        own_bills_s = [m for m, _ in bills if start_s <= m < end_s]
+        if not own_bills_s:
             continue
-        before_s = max((m for m, _ in bills if m < born_s), default=-math.inf)
-        said = [e for e in events if born_s <= e["m"] < end_s and e["m"] <= own[-1]]
-        for holder, s in _life(said, before_s, own[-1], starts, trainers).items():
+        last_s = own_bills_s[-1]
+        before_s = max((m for m, _ in bills if m < start_s), default=-math.inf)
+        own_events = [e for e in events if start_s <= e["m"] < end_s and e["m"] <= last_s]
+        for holder, s in _seconds_of_controller(own_events, before_s, last_s, starts, trainer_starts).items():
             expected[holder] += s
     billed = sum((bill for _, bill in bills), Totals())
     for holder, s in expected.items():
-        found = billed.holders[holder].total_s if holder in billed.holders else 0.0
-        if s and abs(found - s) > CLOSE_S + 1e-7 * s:
-            raise InvariantBroken("bill", f"{holder}: {found:.6f} s are billed, and {s:.6f} s went by")
+        billed_s = billed.holders[holder].total_s if holder in billed.holders else 0.0
+        if s and abs(billed_s - s) > TOLERANCE_S + 1e-7 * s:
+            raise InvariantBroken("bill", f"{holder}: {billed_s:.6f} s are billed, but {s:.6f} s elapsed")
 
 
-def _life(
-    events: list[dict[str, Any]], before_s: float, last_s: float, starts: dict[str, float], trainers: Sequence[float]
-) -> dict[Holder, float]:
-    """Seconds by holder of one life of a controller, up to its last bill."""
+def _seconds_of_controller(
+    events: list[dict[str, Any]], before_s: float, last_s: float, starts: dict[str, float],
+    trainer_starts: Sequence[float],
+) -> dict[Holder, float]:  # fmt: skip
+    """Seconds by holder that one controller process has to bill, up to its last bill."""
     out: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0}
     since: dict[str, float] = {}
     ended: dict[str, float] = {}
     newest: dict[tuple[str, float], str] = {}
-    """Of every process: it may dial again before its last link is given up."""
+    """The newest worker id of every process. A process may dial again before its last link is given up."""
     for e in events:
         name = str(e.get("worker", "")).partition("#")[0]
         if e["name"] == "worker_joined":
-            start_s = trainers[bisect_right(trainers, e["m"]) - 1] if name == LOCAL else starts[name]
+            start_s = trainer_starts[bisect_right(trainer_starts, e["m"]) - 1] if name == LOCAL else starts[name]
             old = newest.get((name, start_s))
             newest[name, start_s] = e["worker"]
             if old in since:

@@ -1,29 +1,31 @@
-"""Faults as plain data, drawn from a seed: what goes wrong, when, with whom, for how long. Pure.
+"""Faults as plain data, drawn from a seed: what fails, when, on which worker, for how long. Pure.
 
-    kill          a machine is taken, without a word; another comes after `s`
-    notice        it is warned `s` before it is taken
-    false_notice  it is warned and never taken
-    cut           a link breaks at its `n`th message from now, and what is under way is lost
+    kill          a machine is preempted without notice; another one comes up after `s`
+    notice        a worker is warned `s` before its machine is preempted
+    false_notice  a worker is warned, but its machine is never preempted
+    cut           a link breaks at its `n`th message from now, and messages in flight are lost
     flap          a link breaks `n` times in a row
-    freeze        a worker stands still for `s`, which may be longer or shorter than the controller's patience
+    freeze        a worker is frozen for `s`, which may be longer or shorter than the controller's patience
     delay         messages of a link take `s` longer, for a while
-    double        the next `n` frames of a worker come twice
-    echo          frames come again later, also over the worker's next link to the same controller
-    hole          a frame never comes
-    stale         a frame says that another version made it
+    double        the next `n` frames of a worker arrive twice
+    echo          old frames arrive again, also over the worker's next link to the same controller
+    hole          a frame never arrives
+    stale         a frame claims another version
     garbage       a frame is malformed
     slow          a worker's next pulls take far longer
-    refuse        a worker cannot load the next `n` versions that it is asked to
-    hang          a worker's next pull never gets a byte and never fails, while its heartbeat goes on
-    reject        a worker has no room for what it is given next; another machine comes after `s`
+    refuse        a worker fails to load the next `n` versions that it is asked to load
+    hang          a worker's next pull never receives a byte and never fails, while its heartbeat continues
+    reject        a worker rejects its next assignment for lack of room; another machine replaces it after `s`
     reward        the next `n` rewards fail once
-    stall         the whole machine stands still for `s`: when it goes on, everything is late
+    stall         everything stands still for `s`; afterwards all timers are late
     trainer_cut   the trainer's link breaks
     trainer       the trainer's process is killed, and `local` with it
     controller    the controller's process is killed
 
-Faults come in bursts, with time to recover in between: a fleet that is hit without a pause gets nothing done, and shows
-nothing.
+Faults come in bursts, with time to recover in between. A fleet that is hit without a pause makes no progress, so such a
+trial shows nothing.
+
+To add a fault, name it in `FaultKind` and describe it above, then put it into effect in inject.py.
 """
 
 from __future__ import annotations
@@ -35,34 +37,36 @@ from typing import Literal, get_args
 
 from windfall.sim.core.service import uniform
 
-Kind = Literal[
+FaultKind = Literal[
     "kill", "notice", "false_notice", "cut", "flap", "freeze", "delay", "double", "echo", "hole", "stale", "garbage",
     "slow", "refuse", "hang", "reject", "reward", "stall", "trainer_cut", "trainer", "controller",
 ]  # fmt: skip
-KINDS: tuple[Kind, ...] = get_args(Kind)
-WEIGHTS: dict[Kind, float] = {"trainer_cut": 0.4, "trainer": 0.4, "controller": 0.4, "cut": 2.0, "kill": 2.0}
-"""Of the others: 1."""
-LONG_S: dict[Kind, float] = {
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+WEIGHTS: dict[FaultKind, float] = {"trainer_cut": 0.4, "trainer": 0.4, "controller": 0.4, "cut": 2.0, "kill": 2.0}
+"""Relative frequency of each kind. Kinds that are not listed have weight 1."""
+MEDIAN_S: dict[FaultKind, float] = {
     "kill": 0.5, "notice": 3.0, "false_notice": 3.0, "freeze": 2.0, "delay": 0.2, "flap": 0.05, "slow": 2.0,
     "stall": 1.0, "reject": 2.0,
 }  # fmt: skip
-"""How long each is, at the middle; from a tenth of that to ten times as long."""
+"""Median duration of each kind in seconds. Durations range from a tenth of it to ten times as long."""
 BURSTS = (0.95, 0.98, 0.99)
-"""The share of faults that come right after the one before: one of these, by the seed."""
+"""Share of faults that directly follow the previous one. The seed chooses one of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
     at_s: float
-    kind: Kind
-    who: float
-    """From 0 to 1: which of those that are there."""
+    kind: FaultKind
+    target: float
+    """From 0 to 1: selects one of the current workers."""
     s: float
+    """Duration in seconds."""
     n: int
+    """Number of messages, versions or rewards."""
 
 
 def draw(seed: int, *, gap_s: float = 1.5) -> Iterator[Fault]:
-    """Without end. `gap_s`: between two bursts, on average.
+    """Draw faults without end. `gap_s`: average time between two bursts, in seconds.
 
     >>> from itertools import islice
     >>> a, b = (list(islice(draw(7), 50)) for _ in range(2))
@@ -77,7 +81,8 @@ def draw(seed: int, *, gap_s: float = 1.5) -> Iterator[Fault]:
         a, b, c, d, e, f = (uniform(f"{seed}/fault/{number}/{x}") for x in "abcdef")
         at_s += -math.log(1 - b) * (gap_s if a > burst else 0.02)
         kind = KINDS[_pick(c, weights)]
-        yield Fault(at_s=at_s, kind=kind, who=d, s=LONG_S.get(kind, 0.0) * 10 ** (2 * e - 1), n=1 + int(12 * f * f))
+        duration_s = MEDIAN_S.get(kind, 0.0) * 10 ** (2 * e - 1)
+        yield Fault(at_s=at_s, kind=kind, target=d, s=duration_s, n=1 + int(12 * f * f))
 
 
 def _pick(share: float, weights: list[float]) -> int:

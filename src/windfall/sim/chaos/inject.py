@@ -1,8 +1,8 @@
-"""Faults put into effect on a simulated run: on its machines, links, rewards, trainer and controller.
+"""Injects faults into a simulated run: on its machines, links, rewards, trainer and controller.
 
-Every link of a worker is a FaultyWire, which does to messages what the faults ask for, and keeps their order. Machines
-that are taken, or leave because they were warned, are replaced; so is the trainer's process, and the controller's. When
-the last fault has come the run makes one more step and is asked to stop.
+Every link of a worker is a FaultyLink. It applies link faults to messages and keeps their order. Machines that are
+preempted, or that leave after a notice, are replaced; so are the processes of the trainer and the controller. After the
+last fault, the run completes one more step and is asked to stop.
 """
 
 from __future__ import annotations
@@ -27,102 +27,103 @@ from windfall.sim.core.service import uniform
 from windfall.sim.machines.worker import SimWorker
 from windfall.types import LOCAL, Feedback, Task, Turn
 
-LOOK_S = 4.0
-"""Machines whose worker has left are replaced so often."""
-FOR_EVER_S = 8.0
-"""A worker that stands still for so long never goes on; its machine is replaced."""
-MISSING = 0.03
-"""The share of responses that never get a reward."""
-SLOWER = 20.0
+REPLACE_EVERY_S = 4.0
+"""Machines whose worker has left are replaced at this interval."""
+FOREVER_S = 8.0
+"""A worker that is frozen for at least this long never resumes; its machine is replaced."""
+MISSING_REWARDS = 0.03
+"""Share of responses that never get a reward."""
+SLOW_FACTOR = 20.0
 
 
 class LinkFaults:
-    """What the next messages of one machine are in for, over all links of its workers."""
+    """Faults that wait for the next messages of one node, over all links of its workers."""
 
     def __init__(self) -> None:
         self.cut_after: int | None = None
         self.double = self.hole = self.stale = self.garbage = self.refuse = self.echo = self.hang = self.reject = 0
-        self.heard: deque[tuple[int, m.Tokens]] = deque(maxlen=6)
-        """Frames, each with the life of the controller that it was for: handles are that one's."""
+        self.sent_frames: deque[tuple[int, m.Tokens]] = deque(maxlen=6)
+        """The last frames, each with the number of the controller that it was for: handles are valid for that one."""
 
 
-class FaultyWire(SimLink):
-    def __init__(self, chaos: Chaos, peer: str, hear: Any, ended: Any, latency_s: float) -> None:
-        super().__init__(peer, hear, ended, latency_s)
+class FaultyLink(SimLink):
+    def __init__(self, injector: FaultInjector, peer: str, deliver: Any, on_closed: Any, latency_s: float) -> None:
+        super().__init__(peer, deliver, on_closed, latency_s)
         self.loaded: tuple[int, str] | None = None
-        """The last version that the worker said it holds, on this link."""
-        self.hangs_s: float | None = None
-        """Since when the worker hangs in a pull."""
-        self._chaos = chaos
-        self._troubles = chaos.troubles(peer)
+        """The last version and digest that the worker reported as loaded on this link."""
+        self.hangs_since_s: float | None = None
+        """When the worker's pull began to hang (loop time, seconds)."""
+        self._injector = injector
+        self._faults = injector.link_faults(peer)
 
     async def send(self, message: object) -> None:
-        self._chaos.sent(self, message)
-        self._wear()
-        t = self._troubles
+        self._injector.on_send(self, message)
+        self._count_message()
+        faults = self._faults
         if isinstance(message, m.Load):
-            if why := self._unreadable(message):
-                self.say(m.LoadFailed(version=message.version, why=why))
+            if why := self._load_error(message):
+                self.send_to_controller(m.LoadFailed(version=message.version, why=why))
                 return
-            if t.hang:
-                t.hang = 0
-                self.hangs_s = self._chaos.now_s
+            if faults.hang:
+                faults.hang = 0
+                self.hangs_since_s = self._injector.now_s
                 return
-            self.hangs_s = None
-        if isinstance(message, m.Assign) and t.reject:
-            t.reject -= 1
+            self.hangs_since_s = None
+        if isinstance(message, m.Assign) and faults.reject:
+            faults.reject -= 1
             for work in message.work:
-                self.say(m.Rejected(handle=work.handle, why="it does not fit"))
+                self.send_to_controller(m.Rejected(handle=work.handle, why="it does not fit"))
             return
         await super().send(message)
 
-    def say(self, message: object) -> None:
-        t = self._troubles
-        self._wear()
+    def send_to_controller(self, message: object) -> None:
+        faults = self._faults
+        self._count_message()
         if isinstance(message, m.Loaded):
             self.loaded = (message.version, message.digest)
         if not isinstance(message, m.Tokens):
-            super().say(message)
+            super().send_to_controller(message)
             return
-        if t.echo:
-            t.echo = 0
-            for life, frame in t.heard:
-                if life == self._chaos.simulation.lives:
-                    super().say(frame)
-        t.heard.append((self._chaos.simulation.lives, message))
-        if t.garbage:
-            t.garbage -= 1
+        if faults.echo:
+            faults.echo = 0
+            for controller, frame in faults.sent_frames:
+                if controller == self._injector.simulation.controller_starts:
+                    super().send_to_controller(frame)
+        faults.sent_frames.append((self._injector.simulation.controller_starts, message))
+        if faults.garbage:
+            faults.garbage -= 1
             message = msgspec.structs.replace(message, tokens=message.tokens[:-4])
-        elif t.stale:
-            t.stale -= 1
+        elif faults.stale:
+            faults.stale -= 1
             message = msgspec.structs.replace(message, version=message.version + 1)
-        elif t.hole and not message.finished:  # nobody would ever speak of one that has ended again
-            t.hole -= 1
+        elif faults.hole and not message.finished:  # no later frame would reveal that the last one is lost
+            faults.hole -= 1
             return
-        super().say(message)
-        if t.double:
-            t.double -= 1
-            super().say(message)
+        super().send_to_controller(message)
+        if faults.double:
+            faults.double -= 1
+            super().send_to_controller(message)
 
-    def _unreadable(self, load: m.Load) -> str:
-        """Why these weights cannot be had, if they cannot."""
-        if self._troubles.refuse:
-            self._troubles.refuse -= 1
+    def _load_error(self, load: m.Load) -> str:
+        """Why these weights cannot be loaded. Empty: they can."""
+        if self._faults.refuse:
+            self._faults.refuse -= 1
             return "a chunk's checksum is wrong"
-        return "" if load.digest in self._chaos.simulation.learner.published else "nobody has this version"
+        return "" if load.digest in self._injector.simulation.trainer.published else "no source has this version"
 
-    def _wear(self) -> None:
-        t = self._troubles
-        if t.cut_after is None or self.over:
+    def _count_message(self) -> None:
+        """Break the link if this is the message that a `cut` fault waits for."""
+        faults = self._faults
+        if faults.cut_after is None or self.closed:
             return
-        t.cut_after -= 1
-        if t.cut_after < 0:
-            t.cut_after = None
-            self.vanish("the network failed")
+        faults.cut_after -= 1
+        if faults.cut_after < 0:
+            faults.cut_after = None
+            self.lose_controller("the network failed")
 
 
 class FlakyEnv:
-    """Some responses never get a reward; others, when a fault says so, not at the first try."""
+    """An environment in which some responses never get a reward, and others fail once when a fault asks for it."""
 
     def __init__(self, env: Any, seed: int) -> None:
         self._env, self._seed = env, seed
@@ -133,151 +134,152 @@ class FlakyEnv:
         return self._env.task(index)
 
     def missing(self, tag: int) -> bool:
-        return uniform(f"{self._seed}/missing/{tag}") < MISSING
+        return uniform(f"{self._seed}/missing/{tag}") < MISSING_REWARDS
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         tag = turns[-1].text
         if self.missing(int(tag)):
-            raise ValueError("nobody can say")
+            raise ValueError("this response has no reward")
         if self.failing and tag not in self._failed:
             self.failing -= 1
             self._failed.add(tag)
-            raise TimeoutError("not now")
+            raise TimeoutError("the reward failed once")
         return await self._env.feedback(task, turns)
 
 
-class Chaos:
+class FaultInjector:
     def __init__(self, simulation: Simulation, faults: Iterator[Fault], count: int) -> None:
-        """The first `count` of these faults. None: only the rewards that are always missing."""
+        """Inject the first `count` of these faults. With 0, only the rewards that are always missing are missing."""
         self.simulation, self.done = simulation, Counter[str]()
-        self.sent: Any = lambda wire, message: None
-        """Told of everything that the controller sends to a worker, before it is sent."""
-        self._faults, self._left, self._stood_s = faults, count, 0.0
-        self.stood_at_s = 0.0
-        """The end of the last stall."""
-        self._troubles: dict[str, LinkFaults] = {}
-        self._machines, self._loop = simulation.machines, cast(VirtualLoop, asyncio.get_running_loop())
-        self.env = simulation.env = FlakyEnv(simulation.env, simulation.world.recipe.run.seed)
-        simulation.book.marks = True
-        self._machines.wire = partial(FaultyWire, self)
+        self.on_send: Any = lambda link, message: None
+        """Called with every message from the controller to a worker, before it is sent."""
+        self._faults, self._left, self._stalled_s = faults, count, 0.0
+        self.stall_ended_s = 0.0
+        """End of the last stall (loop time, seconds)."""
+        self._link_faults: dict[str, LinkFaults] = {}
+        """Pending link faults by node."""
+        self._fleet, self._loop = simulation.fleet, cast(VirtualLoop, asyncio.get_running_loop())
+        self.env = simulation.env = FlakyEnv(simulation.env, simulation.scenario.recipe.run.seed)
+        simulation.token_schedule.distinct_tokens = True
+        self._fleet.make_link = partial(FaultyLink, self)
         if count:
-            self._next()
-            self._loop.call_later(LOOK_S, self._replace)
+            self._schedule_next()
+            self._loop.call_later(REPLACE_EVERY_S, self._replace_finished)
 
     @property
     def now_s(self) -> float:
         return self._loop.time()
 
-    def troubles(self, peer: str) -> LinkFaults:
-        return self._troubles.setdefault(peer.partition(".")[0], LinkFaults())
+    def link_faults(self, peer: str) -> LinkFaults:
+        return self._link_faults.setdefault(peer.partition(".")[0], LinkFaults())
 
-    def heard(self, event: Event) -> None:
-        """Of the log: the step after the last fault is whole."""
+    def on_event(self, event: Event) -> None:
+        """Stop the run when the log has a complete step after the last fault."""
         if not self._left and self.done and (event["kind"], event["name"]) == ("scalar", "step"):
             self.simulation.stop()
 
-    def _next(self) -> None:
+    def _schedule_next(self) -> None:
         if self._left:
             fault = next(self._faults)
-            self._loop.call_at(max(fault.at_s + self._stood_s, self._loop.time()), self._strike, fault)
+            self._loop.call_at(max(fault.at_s + self._stalled_s, self._loop.time()), self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         self._left -= 1
-        if self._do(fault):
+        if self._apply(fault):
             self.done[fault.kind] += 1
         else:
-            self._left += 1  # there is nobody whom it could happen to
-        self._next()
+            self._left += 1  # no worker was available for it
+        self._schedule_next()
 
-    def _do(self, fault: Fault) -> bool:
+    def _apply(self, fault: Fault) -> bool:
         match fault.kind:
             case "controller":
                 down, _ = self.simulation.down, self.simulation.kill_controller()
                 return not down
             case "trainer":
-                self.simulation.learner.kill()
+                self.simulation.trainer.kill()
                 return True
             case "trainer_cut":
-                self.simulation.learner.cut("the network failed")
+                self.simulation.trainer.cut("the network failed")
                 return True
             case "stall":
-                self._loop.leap(fault.s)
-                self._stood_s += fault.s
-                self.stood_at_s = self._loop.time()
+                self._loop.stall(fault.s)
+                self._stalled_s += fault.s
+                self.stall_ended_s = self._loop.time()
                 return True
             case "reward":
                 self.env.failing += fault.n
                 return True
-        there = [(node, w) for node, w in self._machines.workers.items() if not w.over]
-        if not there:
+        workers = [(node, w) for node, w in self._fleet.workers.items() if not w.finished]
+        if not workers:
             return False
-        node, worker = there[int(fault.who * len(there))]
+        node, worker = workers[int(fault.target * len(workers))]
         if fault.kind in ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject"):
-            return node != LOCAL and self._machine(fault, node, worker)
-        return self._link(fault, self.troubles(worker.kit.name), worker)
+            return node != LOCAL and self._apply_to_machine(fault, node, worker)
+        return self._apply_to_link(fault, self.link_faults(worker.spec.name), worker)
 
-    def _machine(self, fault: Fault, node: str, worker: SimWorker) -> bool:
+    def _apply_to_machine(self, fault: Fault, node: str, worker: SimWorker) -> bool:
         later = self._loop.call_later
         match fault.kind:
             case "kill":
-                self._machines.take_down(node)
+                self._fleet.take_down(node)
                 later(fault.s, self._bring_up, node)
             case "notice":
                 worker.warn("spot", fault.s)
-                later(fault.s, self._take_down, node, worker)
+                later(fault.s, self._replace_machine, node, worker)
             case "false_notice":
                 worker.warn("spot", fault.s)
             case "freeze":
                 worker.freeze()
-                later(fault.s, worker.thaw if fault.s < FOR_EVER_S else partial(self._take_down, node, worker))
+                later(fault.s, worker.thaw if fault.s < FOREVER_S else partial(self._replace_machine, node, worker))
             case "slow":
-                before = worker.kit
-                worker.kit = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOWER)
-                later(fault.s, setattr, worker, "kit", before)
+                before = worker.spec
+                worker.spec = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOW_FACTOR)
+                later(fault.s, setattr, worker, "spec", before)
             case "hang":
-                self.troubles(worker.kit.name).hang = 1
+                self.link_faults(worker.spec.name).hang = 1
             case "reject":
-                self.troubles(worker.kit.name).reject = 1
-                later(fault.s, self._take_down, node, worker)
+                self.link_faults(worker.spec.name).reject = 1
+                later(fault.s, self._replace_machine, node, worker)
         return True
 
-    def _link(self, fault: Fault, troubles: LinkFaults, worker: SimWorker) -> bool:
+    def _apply_to_link(self, fault: Fault, link_faults: LinkFaults, worker: SimWorker) -> bool:
         match fault.kind:
             case "cut":
-                troubles.cut_after = fault.n - 1
+                link_faults.cut_after = fault.n - 1
             case "flap":
                 for n in range(fault.n):
                     self._loop.call_later(n * 2 * fault.s, worker.flap, fault.s)
             case "delay":
                 self._delay(worker, fault.s)
             case "double" | "hole" | "stale" | "garbage" | "refuse" | "echo":
-                setattr(troubles, fault.kind, fault.n if fault.kind in ("double", "refuse") else 1)
+                setattr(link_faults, fault.kind, fault.n if fault.kind in ("double", "refuse") else 1)
         return True
 
     def _delay(self, worker: SimWorker, s: float) -> None:
-        wire = worker.wire
-        if wire is not None:
-            wire.latency_s += s
-            self._loop.call_later(5 * s, setattr, wire, "latency_s", worker.kit.latency_s)
+        link = worker.link
+        if link is not None:
+            link.latency_s += s
+            self._loop.call_later(5 * s, setattr, link, "latency_s", worker.spec.latency_s)
 
-    # machines that are replaced
+    # replacing machines
 
-    def _take_down(self, node: str, worker: SimWorker) -> None:
-        if self._machines.workers.get(node) is worker:
-            self._machines.take_down(node)
+    def _replace_machine(self, node: str, worker: SimWorker) -> None:
+        if self._fleet.workers.get(node) is worker:
+            self._fleet.take_down(node)
             self._bring_up(node)
 
     def _bring_up(self, node: str) -> None:
-        if not self._machines.up(node):
-            self._machines.bring_up(node)
+        if not self._fleet.up(node):
+            self._fleet.bring_up(node)
 
-    def _replace(self) -> None:
-        for node, worker in list(self._machines.workers.items()):
-            if worker.over and node != LOCAL:
-                self._take_down(node, worker)
-        self._loop.call_later(LOOK_S, self._replace)
+    def _replace_finished(self) -> None:
+        for node, worker in list(self._fleet.workers.items()):
+            if worker.finished and node != LOCAL:
+                self._replace_machine(node, worker)
+        self._loop.call_later(REPLACE_EVERY_S, self._replace_finished)
 
 
 def all_up(nodes: int) -> tuple[Change, ...]:
-    """A trace in which machines come, and nobody but the faults takes them."""
+    """A trace in which all machines come up at the start; only faults take them down."""
     return tuple(Change(at_s=0.0, node=f"n{n + 1}", up=True) for n in range(nodes))

@@ -1,5 +1,5 @@
-"""One trial: a small run drawn from a seed, hit by faults drawn from the same seed, with every rule checked between any
-two callbacks; and the same run left alone, to which its steps are compared.
+"""One trial: a small run drawn from a seed, hit by faults drawn from the same seed, with every invariant checked
+between any two callbacks. Its steps are compared with those of the same run without faults.
 
     trial(seed) ──▶ recipe(seed) ──▶ disturbed run ──▶ n steps ──▶ undisturbed run of n steps ──▶ the same batches
 
@@ -20,42 +20,45 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.events.log import Event
 from windfall.sim.chaos import bill_invariant
-from windfall.sim.chaos.broken import InvariantBroken
 from windfall.sim.chaos.faults import Fault, draw
-from windfall.sim.chaos.inject import Chaos, all_up
-from windfall.sim.chaos.invariants import Rules, compare
+from windfall.sim.chaos.inject import FaultInjector, all_up
+from windfall.sim.chaos.invariants import InvariantBroken, Invariants, compare
 from windfall.sim.core import run, scenario
 from windfall.sim.core.service import uniform
 
-LAST = 12
-"""Events shown with a rule that is broken."""
+LAST_EVENTS = 12
+"""Number of events shown with a broken invariant."""
 STEPS = 100_000
-"""More than any trial makes: it is stopped when its faults are over."""
-SAID = ("reward", "responses", "groups", "drawn", "missing", "mean_length", "cut", "made", "trained")
-"""What the log says of a step that must not depend on faults."""
+"""More steps than any trial completes: a trial is stopped after its last fault."""
+COMPARED_FIELDS = ("reward", "responses", "groups", "drawn", "missing", "mean_length", "cut", "made", "trained")
+"""Fields of a step event that must not depend on faults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialResult:
     seed: int
     faults: Counter[str]
-    looked: int
+    """Injected faults by kind."""
+    checks: int
+    """Number of times that the invariants were checked."""
     steps: int
     controllers: int
+    """Controller processes started."""
     trainers: int
+    """Trainer processes started."""
     virtual_s: float
     broken: InvariantBroken | None = None
-    last: tuple[str, ...] = ()
-    """The last events before it broke."""
+    last_events: tuple[str, ...] = ()
+    """The last events before the invariant broke."""
 
 
 def recipe(seed: int) -> Recipe:
-    """A small run, other with every seed: shape, algorithm, techniques, delays."""
+    """A small run. Its shape, algorithm, techniques and delays depend on the seed."""
 
     def pick(name: str, *choices: Any) -> Any:
         return choices[int(uniform(f"{seed}/recipe/{name}") * len(choices))]
 
-    said = {
+    sections = {
         "run": {"steps": STEPS, "seed": seed, "deterministic": pick("order", True, False)},
         "rollout": {"groups": pick("groups", 2, 4, 6), "group_size": pick("size", 2, 4), "max_tokens": 48},
         "algorithm": {"name": pick("algorithm", "grpo", "grpo", "dapo", "reinforce_pp")},
@@ -77,86 +80,93 @@ def recipe(seed: int) -> Recipe:
             "worker": {"fixed_s": 0.03, "each_s": 0.002, "prefill_s": 1e-4},
         },
     }  # fmt: skip
-    return config.parse(said, where=f"chaos, seed {seed}")
+    return config.parse(sections, where=f"chaos, seed {seed}")
 
 
 def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
-    made = recipe(seed)
-    hit = _Run(made, draw(seed), faults, folder / f"{seed}.jsonl")
-    broken = hit.go()
+    small_run = recipe(seed)
+    disturbed = _ChaosRun(small_run, draw(seed), faults, folder / f"{seed}.jsonl")
+    broken = disturbed.run()
     if broken is None:
-        broken = _compared(made, hit, folder / f"{seed}.calm.jsonl")
-    simulation, rules = hit.simulation, hit.rules
+        broken = _compare_with_undisturbed(small_run, disturbed, folder / f"{seed}.calm.jsonl")
+    simulation, invariants = disturbed.simulation, disturbed.invariants
     return TrialResult(
-        seed=seed, faults=hit.chaos.done, looked=rules.looked, steps=len(rules.batches), controllers=simulation.lives,
-        trainers=simulation.learner.lives, virtual_s=hit.end_s, broken=broken,
-        last=tuple(json.dumps(e)[:300] for e in hit.last) if broken else (),
+        seed=seed, faults=disturbed.injector.done, checks=invariants.checks, steps=len(invariants.batches),
+        controllers=simulation.controller_starts, trainers=simulation.trainer.starts, virtual_s=disturbed.end_s,
+        broken=broken, last_events=tuple(json.dumps(e)[:300] for e in disturbed.last_events) if broken else (),
     )  # fmt: skip
 
 
-def _compared(made: Recipe, hit: _Run, log: Path) -> InvariantBroken | None:
-    """With the same run, left alone."""
-    steps = max(hit.rules.batches, default=0)
+def _compare_with_undisturbed(small_run: Recipe, disturbed: _ChaosRun, log: Path) -> InvariantBroken | None:
+    """Run the same recipe without faults, and compare every step."""
+    steps = max(disturbed.invariants.batches, default=0)
     if not steps:
-        return InvariantBroken("progress", "it made no step at all")
-    calm = _Run(made.model_copy(update={"run": made.run.model_copy(update={"steps": steps})}), iter(()), 0, log)
+        return InvariantBroken("progress", "the run completed no step")
+    limited = small_run.model_copy(update={"run": small_run.run.model_copy(update={"steps": steps})})
+    calm = _ChaosRun(limited, iter(()), 0, log)
     try:
-        if broken := calm.go():
+        if broken := calm.run():
             return broken
-        for ran in (calm, hit):
-            ran.bill()
+        for finished in (calm, disturbed):
+            finished.check_bill()
         for step in range(1, steps + 1):
-            compare(step, calm.rules.batches[step], hit.rules.batches[step])
-            said = hit.rules.told.get(step)
-            for name in SAID if said else ():  # else the controller was killed before it heard that the step is done
-                a, b = calm.rules.told[step][name], said[name]
+            compare(step, calm.invariants.batches[step], disturbed.invariants.batches[step])
+            event = disturbed.invariants.step_events.get(step)
+            for name in COMPARED_FIELDS if event else ():  # no event: the controller was killed before it wrote one
+                a, b = calm.invariants.step_events[step][name], event[name]
                 if a != b and not (isinstance(a, float) and abs(a - b) < 1e-9):
-                    raise InvariantBroken("batch", f"step {step}: {name} is {b}, and {a} if left alone")
+                    raise InvariantBroken("batch", f"step {step}: {name} is {b}, but {a} without faults")
     except InvariantBroken as e:
         return e
     return None
 
 
-class _Run:
-    """A run with its faults and rules."""
+class _ChaosRun:
+    """A simulated run with its faults and invariants."""
 
-    def __init__(self, made: Recipe, faults: Iterator[Fault], count: int, log: Path) -> None:
-        self._made, self._faults, self._count, self._log = made, faults, count, log
-        self.last: deque[Event] = deque(maxlen=LAST)
-        self.end_s, self._over = 0.0, False
-        self.rules: Any = None
+    def __init__(self, recipe: Recipe, faults: Iterator[Fault], count: int, log: Path) -> None:
+        self._recipe, self._faults, self._count, self._log = recipe, faults, count, log
+        self.last_events: deque[Event] = deque(maxlen=LAST_EVENTS)
+        self.end_s, self._failed = 0.0, False
+        self.invariants: Any = None
 
-    def go(self) -> InvariantBroken | None:
-        w = replace(scenario.build(self._made), changes=all_up(self._made.trace.nodes), drawn_s=float("inf"))
+    def run(self) -> InvariantBroken | None:
+        changes = all_up(self._recipe.trace.nodes)
+        built = replace(scenario.build(self._recipe), changes=changes, trace_s=float("inf"))
         try:
-            run.simulate(w, self._log, sink=self._heard, disturb=self._begin, journal=True, between=self._look)
+            run.simulate(
+                built, self._log, sink=self._on_event, disturb=self._start, journal=True, between=self._check
+            )  # fmt: skip
         except InvariantBroken as e:
             return e
-        except Exception as e:  # fault boundary: whatever the product raises, the seed that made it do so is told
+        except Exception as e:  # fault boundary: any error of the product is reported together with its seed
             where = "\n".join(traceback.format_tb(e.__traceback__)[-6:])
             return InvariantBroken("no error", f"{type(e).__name__}: {e}\n{where}")
         return None
 
-    def bill(self) -> None:
-        rules, stays = self.rules, self.simulation.stays
-        bill_invariant.check(self._log, births=rules.births, trainers=rules.started, stays=stays)
+    def check_bill(self) -> None:
+        invariants = self.invariants
+        bill_invariant.check(
+            self._log, controller_starts=invariants.controller_starts, trainer_starts=invariants.trainer_starts,
+            stays=self.simulation.stays,
+        )  # fmt: skip
 
-    def _begin(self, simulation: run.Simulation) -> None:
-        self.simulation, self.chaos = simulation, Chaos(simulation, self._faults, self._count)
-        self.rules = Rules(self.chaos)
+    def _start(self, simulation: run.Simulation) -> None:
+        self.simulation, self.injector = simulation, FaultInjector(simulation, self._faults, self._count)
+        self.invariants = Invariants(self.injector)
 
-    def _look(self) -> None:
-        if self.rules is not None:
+    def _check(self) -> None:
+        if self.invariants is not None:
             try:
-                self.rules.check()
+                self.invariants.check()
             except InvariantBroken:
-                self._over = True
+                self._failed = True
                 raise
 
-    def _heard(self, event: Event) -> None:
-        if self._over:  # what is said while everything is being taken down
+    def _on_event(self, event: Event) -> None:
+        if self._failed:  # events of the shutdown
             return
         self.end_s = event["m"]
-        self.last.append(event)
-        self.rules.heard(event)
-        self.chaos.heard(event)
+        self.last_events.append(event)
+        self.invariants.on_event(event)
+        self.injector.on_event(event)

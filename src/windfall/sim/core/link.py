@@ -1,8 +1,8 @@
 """The controller's end of a link to a simulated worker or trainer: the Link seam, without a task per message.
 
-Rules, as of any link: messages come in the order in which they were sent; what was sent before the end still arrives,
-unless the link breaks; after it, LinkClosed. `latency_s` is how long a message is under way, in either direction; it
-may change, and nothing overtakes.
+It follows the rules of any link. Messages arrive in the order in which they were sent. What was sent before the link
+closed still arrives, unless the link breaks; after that, `LinkClosed` is raised. Every message takes `latency_s` in
+either direction. The latency may change, but no message overtakes another.
 """
 
 from __future__ import annotations
@@ -16,89 +16,93 @@ from windfall.link.base import LinkClosed
 
 class SimLink:
     def __init__(
-        self, peer: str, hear: Callable[[object], None], ended: Callable[[str], None], latency_s: float
+        self, peer: str, deliver: Callable[[object], None], on_closed: Callable[[str], None], latency_s: float
     ) -> None:
-        """`hear`: the worker gets a message; `ended`: the controller has closed the link, or is gone."""
+        """`deliver` hands a message to the peer. `on_closed` notifies the peer that the controller has closed the
+        link or has died."""
         self.peer, self.latency_s = peer, latency_s
-        self._hear, self._ended = hear, ended
+        self._deliver, self._on_closed = deliver, on_closed
         self._loop = asyncio.get_running_loop()
-        self._there: deque[object] = deque()
-        self._coming: deque[object] = deque()
-        self._there_s = self._coming_s = 0.0
-        """When the last of them arrives."""
+        self._to_peer: deque[object] = deque()
+        """Messages in flight from the controller to the peer."""
+        self._to_controller: deque[object] = deque()
+        """Messages in flight from the peer to the controller."""
+        self._to_peer_s = self._to_controller_s = 0.0
+        """When the last message in flight arrives, in each direction (loop time, seconds)."""
         self._inbox: deque[object] = deque()
         self._woken: asyncio.Future[None] | None = None
-        self._cut: str | None = None
+        self._closed: str | None = None
+        """Why the link was closed. None: it is open."""
 
     @property
-    def over(self) -> bool:
-        return self._cut is not None
+    def closed(self) -> bool:
+        return self._closed is not None
 
     # the controller's side
 
     async def send(self, message: object) -> None:
-        if self._cut is not None:
-            raise LinkClosed(f"{self.peer}: {self._cut}")
-        self._there.append(message)
-        self._there_s = self._later(self._arrive, self._there_s)
+        if self._closed is not None:
+            raise LinkClosed(f"{self.peer}: {self._closed}")
+        self._to_peer.append(message)
+        self._to_peer_s = self._call_after_latency(self._arrive_at_peer, self._to_peer_s)
 
     async def receive(self) -> object:
         while not self._inbox:
-            if self._cut is not None and not self._coming:
-                raise LinkClosed(f"{self.peer}: {self._cut}")
+            if self._closed is not None and not self._to_controller:
+                raise LinkClosed(f"{self.peer}: {self._closed}")
             self._woken = self._loop.create_future()
             await self._woken
         return self._inbox.popleft()
 
     async def close(self, why: str = "") -> None:
-        if self._cut is None:
+        if self._closed is None:
             self.cut(why or "closed")
-            self._loop.call_soon(self._ended, why)
+            self._loop.call_soon(self._on_closed, why)
 
-    def vanish(self, why: str) -> None:
-        """The controller is gone, with all that it had not taken in."""
-        if self._cut is None:
-            self.break_off(why)
-            self._loop.call_soon(self._ended, why)
+    def lose_controller(self, why: str) -> None:
+        """The controller dies, and every message that it has not received is lost."""
+        if self._closed is None:
+            self.cut_and_drop(why)
+            self._loop.call_soon(self._on_closed, why)
 
-    # the worker's
+    # the peer's side
 
-    def say(self, message: object) -> None:
-        if self._cut is None:
-            self._coming.append(message)
-            if self.latency_s or len(self._coming) > 1:
-                self._coming_s = self._later(self._come, self._coming_s)
+    def send_to_controller(self, message: object) -> None:
+        if self._closed is None:
+            self._to_controller.append(message)
+            if self.latency_s or len(self._to_controller) > 1:
+                self._to_controller_s = self._call_after_latency(self._arrive_at_controller, self._to_controller_s)
             else:
-                self._come()
+                self._arrive_at_controller()
 
     def cut(self, why: str) -> None:
-        """At once, as when a machine vanishes."""
-        if self._cut is None:
-            self._cut = why
+        """Close the link at once, as when a machine disappears."""
+        if self._closed is None:
+            self._closed = why
             self._wake()
 
-    def break_off(self, why: str) -> None:
-        """As `cut`, and what is under way to the controller is lost."""
-        self._coming.clear()
+    def cut_and_drop(self, why: str) -> None:
+        """Close the link at once and drop the messages in flight to the controller."""
+        self._to_controller.clear()
         self._inbox.clear()
         self.cut(why)
 
-    def _later(self, what: Callable[[], None], after_s: float) -> float:
+    def _call_after_latency(self, arrive: Callable[[], None], after_s: float) -> float:
         at_s = max(after_s, self._loop.time() + self.latency_s)
         if at_s > self._loop.time():
-            self._loop.call_at(at_s, what)
+            self._loop.call_at(at_s, arrive)
         else:
-            self._loop.call_soon(what)
+            self._loop.call_soon(arrive)
         return at_s
 
-    def _arrive(self) -> None:
-        message = self._there.popleft()
-        if self._cut is None:
-            self._hear(message)
+    def _arrive_at_peer(self) -> None:
+        message = self._to_peer.popleft()
+        if self._closed is None:
+            self._deliver(message)
 
-    def _come(self) -> None:
-        if self._coming:  # else they were lost on the way
-            self._inbox.append(self._coming.popleft())
+    def _arrive_at_controller(self) -> None:
+        if self._to_controller:  # empty if the messages were dropped in flight
+            self._inbox.append(self._to_controller.popleft())
             self._wake()
 
     def _wake(self) -> None:

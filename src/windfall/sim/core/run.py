@@ -1,14 +1,14 @@
-"""One simulated run: the product's controller, rollout, dispatch, seeding and telling in virtual time, with simulated
-workers and a simulated trainer behind their links. No policy is written twice.
+"""One simulated run: the product's controller, rollout, dispatch and seeding in virtual time, with simulated workers
+and a simulated trainer at the other end of their links. No policy is written twice.
 
-    simulate ─┬─ _lives      lives of a controller (launch/assembly.py)     until the run is finished, or its time is over
-              ├─ machines    the trace                                  for ever
-              ├─ _failures   the trainer and the controller, if asked   for ever
-              └─ _guard      nobody has made a token for long           an error that says who waits
+    simulate ─┬─ _run_controllers  one controller after another (launch/assembly.py)  until the run or its time ends
+              ├─ fleet             machines that come and go by the trace             never ends
+              ├─ _failures         kills the trainer and the controller, if asked     never ends
+              └─ _guard            no token for a long time                           raises and lists the waiting tasks
 
-A controller that is killed loses all but what lies on disk: its event log, and its journal, which is kept where
-somebody may be killed. Its links end; whoever was at the other end dials again. The event log is stamped with virtual
-time; counts in it are in simulated tokens, of which the event `start` says how many real ones each stands for.
+A killed controller loses everything that is not on disk. On disk are its event log and, if the recipe kills trainers or
+controllers, its journal. Its links close, and the peers dial again. The event log is stamped with virtual time. Counts
+in it are in simulated tokens; the event `start` says how many real tokens each one stands for (`granule`).
 """
 
 from __future__ import annotations
@@ -38,47 +38,48 @@ from windfall.sim.core.scenario import Scenario
 from windfall.sim.core.service import uniform
 from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.env import SimEnv, SimText
-from windfall.sim.machines.fleet import Machines, Stay
+from windfall.sim.machines.fleet import SimFleet, Stay
 from windfall.sim.machines.linked_trainer import LinkedTrainer
 from windfall.train.checkpoint import CheckpointState
 
 STUCK_S = 6 * 3600.0
-"""So long without a token or a step is no run any more."""
-LOOK_S = 60.0
-COLLECT = (100_000, 20, 100)
-"""Most of what is made here is long tuples and dies without a cycle: looking for cycles often takes an eighth of the
-time."""
+"""A run without a new token or step for this many virtual seconds is stuck."""
+GUARD_EVERY_S = 60.0
+GC_THRESHOLD = (100_000, 20, 100)
+"""Most objects of a simulation are long tuples without reference cycles. With the default threshold, searching for
+cycles takes an eighth of the time."""
 Sink = Callable[[Event], None]
 
 
 class Simulation:
-    """What outlives a controller, and the life that one has now."""
+    """Everything that outlives a controller, and the current controller (`life`)."""
 
-    def __init__(self, world: Scenario, log: Path, sinks: list[Sink], clock: Any, journal: Path | None) -> None:
-        recipe, s = world.recipe, world.real.sim
-        self.world = world
+    def __init__(self, scenario: Scenario, log: Path, sinks: list[Sink], clock: Any, journal: Path | None) -> None:
+        recipe, s = scenario.recipe, scenario.real.sim
+        self.scenario = scenario
         self._log, self._sinks, self._clock, self._journal = log, sinks, clock, journal
-        self.book = TokenSchedule(
-            world.lengths, granule=world.granule, prompt_tokens=s.prompt_tokens,
-            max_tokens=world.real.rollout.max_tokens,
+        self.token_schedule = TokenSchedule(
+            scenario.lengths, granule=scenario.granule, prompt_tokens=s.prompt_tokens,
+            max_tokens=scenario.real.rollout.max_tokens,
         )  # fmt: skip
-        self.machines = Machines(world, self.book, self.attend)
-        facts = {"device": "simulated", "granule": world.granule, "seed": recipe.run.seed}
-        self.learner = LinkedTrainer(
-            world.trainer, self.book, save_s=s.save_s, down_s=s.trainer_down_s,
+        self.fleet = SimFleet(scenario, self.token_schedule, self.attend)
+        facts = {"device": "simulated", "granule": scenario.granule, "seed": recipe.run.seed}
+        self.trainer = LinkedTrainer(
+            scenario.trainer, self.token_schedule, save_s=s.save_s, down_s=s.trainer_down_s,
             micro_tokens=recipe.train.micro_tokens, facts={**facts, "machine": "simulated trainer"},
         )  # fmt: skip
-        self.learner.local, self.learner.attend = self.machines.local, self._attend_trainer
-        self.learner.started, self.learner.ended = self.machines.start_local, self.machines.stop_local
+        self.trainer.local, self.trainer.attend = self.fleet.local, self._attend_trainer
+        self.trainer.on_start, self.trainer.on_exit = self.fleet.start_local, self.fleet.stop_local
         self.env: Any = SimEnv(seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s)
         self.down = False
-        """There is no controller just now."""
-        self.lives = 0
+        """No controller is running at the moment."""
+        self.controller_starts = 0
+        """Controllers started so far."""
         self._stopping = False
         self._killed = asyncio.Event()
-        self._calls: dict[asyncio.Task[Any], SimLink] = {}
+        self._attending: dict[asyncio.Task[Any], SimLink] = {}
         self._reached = CheckpointState(step=0, next_task=0)
-        self.life = self._begin()
+        self.life = self._start_controller()
 
     @property
     def dispatch(self) -> Dispatch:
@@ -90,94 +91,95 @@ class Simulation:
 
     @property
     def stays(self) -> list[Stay]:
-        return self.machines.stays
+        return self.fleet.stays
 
-    # lives of a controller
+    # starting and killing controllers
 
-    def _begin(self) -> ControllerLife:
+    def _start_controller(self) -> ControllerLife:
         events = EventLog(self._log, self._sinks, clock=self._clock)
-        journal = Journal(self._journal, settings(self.world.recipe)) if self._journal else None
-        self.lives += 1
-        life = ControllerLife(self.world.recipe, events, journal, again=self.lives > 1, find=self._find)
+        journal = Journal(self._journal, settings(self.scenario.recipe)) if self._journal else None
+        self.controller_starts += 1
+        again = self.controller_starts > 1
+        life = ControllerLife(self.scenario.recipe, events, journal, again=again, find=self._find)
         if self._stopping:
             life.stop.set()
         return life
 
     @staticmethod
     async def _find(journal: Journal, step: int) -> JournalContents:
-        await asyncio.sleep(0.0)  # as long as a thread takes: somebody may be heard meanwhile
+        await asyncio.sleep(0.0)  # the product reads in a thread, and messages may arrive meanwhile
         return journal.read(step)
 
     def stop(self) -> None:
-        """Ask the run to stop, and save."""
+        """Ask the run to save and stop."""
         self._stopping = True
         self.life.stop.set()
 
     def kill_controller(self) -> None:
         if not self.down:
             self._killed.set()
-            self._cut_all()
+            self._disconnect_controller()
 
-    def _cut_all(self) -> None:
-        """Nothing that this life does from here on reaches anybody."""
+    def _disconnect_controller(self) -> None:
+        """From here on, nothing that this controller does reaches another process or the disk."""
         self.down = True
         self.life.events.abandon()
         if self.life.journal is not None:
             self.life.journal.abandon()
-        for task, wire in self._calls.items():
-            wire.vanish("the controller is gone")
+        for task, link in self._attending.items():
+            link.lose_controller("the controller was killed")
             task.cancel()
-        self._calls.clear()
+        self._attending.clear()
 
     async def run(self) -> None:
-        self.learner.start()
-        await first(self._lives(), self.machines.run(), self._guard(), self._failures())
+        self.trainer.start()
+        await first(self._run_controllers(), self.fleet.run(), self._guard(), self._failures())
 
-    async def _lives(self) -> None:
+    async def _run_controllers(self) -> None:
         while True:
-            living = asyncio.create_task(self._live(self.life))
+            running = asyncio.create_task(self._run_controller(self.life))
             killed = asyncio.create_task(self._killed.wait())
             try:
-                await asyncio.wait([living, killed], return_when=asyncio.FIRST_COMPLETED)
-                if living.done() and not self.down:
-                    living.result()
+                await asyncio.wait([running, killed], return_when=asyncio.FIRST_COMPLETED)
+                if running.done() and not self.down:
+                    running.result()
                     return
             finally:
-                living.cancel()
+                running.cancel()
                 killed.cancel()
-                await asyncio.gather(living, killed, return_exceptions=True)
-            await asyncio.sleep(self.world.real.sim.controller_down_s)
+                await asyncio.gather(running, killed, return_exceptions=True)
+            await asyncio.sleep(self.scenario.real.sim.controller_down_s)
             self._killed.clear()
-            self.life, self.down = self._begin(), False
+            self.life, self.down = self._start_controller(), False
 
-    async def _live(self, life: ControllerLife) -> None:
+    async def _run_controller(self, life: ControllerLife) -> None:
         await first(self._steps(life), life.dispatch.watch(), life.tick())
         if life.journal is not None:
             life.journal.close()
         life.events.instant(
-            "end", step=self._reached.step, finished=self._reached.step >= self.world.recipe.run.steps,
-            real_tokens=self.book.real_tokens, **life.telling.last_bill(asyncio.get_running_loop().time()),
+            "end", step=self._reached.step, finished=self._reached.step >= self.scenario.recipe.run.steps,
+            real_tokens=self.token_schedule.real_tokens, **life.telling.last_bill(asyncio.get_running_loop().time()),
         )  # fmt: skip
-        life.events.abandon()  # what follows is taking down, and nobody's
+        life.events.abandon()  # events of the shutdown do not belong to the run
 
     async def _steps(self, life: ControllerLife) -> None:
-        s = self.world.real.sim
+        s = self.scenario.real.sim
         if s.seconds:
             loop = asyncio.get_running_loop()
             loop.call_later(max(0.0, s.seconds - loop.time()), self.stop)
-        text = SimText(max(2, round(s.prompt_tokens / self.world.granule)))
+        text = SimText(max(2, round(s.prompt_tokens / self.scenario.granule)))
 
         def counters() -> dict[str, Any]:
-            told, now = life.counters(), asyncio.get_running_loop().time()
-            self.machines.follow(life.telling.snapshot(step=0, now_s=now, ended=None))
-            return {**told, "real_tokens": self.book.real_tokens}
+            counts, now = life.counters(), asyncio.get_running_loop().time()
+            self.fleet.follow(life.telling.snapshot(step=0, now_s=now, ended=None))
+            return {**counts, "real_tokens": self.token_schedule.real_tokens}
 
         try:
             self._reached = await life.steps(InProcess(self.env), lambda: cast(Text, text), counters)
-        except Stopped:  # before there was anything to save
+        except Stopped:  # stopped before the first step
             self._reached = life.state
 
-    # who dials in
+    # links that dial in
 
     async def attend(self, link: Any, hello: Any) -> None:
         await self._answer(link, self.life.attend(link, hello))
@@ -188,67 +190,69 @@ class Simulation:
     async def _answer(self, link: SimLink, attend: Coroutine[Any, Any, None]) -> None:
         if self.down:
             attend.close()
-            link.vanish("nobody listens")
+            link.lose_controller("no controller is listening")
             return
         task = asyncio.current_task()
         assert task is not None
-        self._calls[task] = link
+        self._attending[task] = link
         try:
             await attend
-        except Exception as e:  # fault boundary: a link's task is awaited by nobody, and this must end the simulation
-            said = {"message": f"the controller failed {link.peer}", "exception": e}
-            asyncio.get_running_loop().call_exception_handler(said)
+        except Exception as e:  # fault boundary: no task awaits this one, and the error must end the simulation
+            context = {"message": f"the controller failed while it served {link.peer}", "exception": e}
+            asyncio.get_running_loop().call_exception_handler(context)
         finally:
-            self._calls.pop(task, None)
+            self._attending.pop(task, None)
 
-    # what goes wrong by itself
+    # failures that the recipe asks for
 
     async def _failures(self) -> None:
-        s = self.world.real.sim
+        s = self.scenario.real.sim
         await first(
-            self._failing("trainer", s.trainer_mean_up_s, s.trainer_down_s, self.learner.kill),
-            self._failing("controller", s.controller_mean_up_s, s.controller_down_s, self.kill_controller),
+            self._fail_repeatedly("trainer", s.trainer_mean_up_s, s.trainer_down_s, self.trainer.kill),
+            self._fail_repeatedly("controller", s.controller_mean_up_s, s.controller_down_s, self.kill_controller),
         )
 
-    async def _failing(self, who: str, mean_up_s: float, down_s: float, kill: Callable[[], None]) -> None:
-        """Each time it has been up for an exponential time."""
+    async def _fail_repeatedly(self, process: str, mean_up_s: float, down_s: float, kill: Callable[[], None]) -> None:
+        """Kill it again and again, each time after an exponentially distributed uptime."""
         n = 0
         if not mean_up_s:
             await asyncio.Event().wait()
         while True:
             n += 1
-            drawn = uniform(f"{self.world.real.run.seed}/{who}/{n}")
+            drawn = uniform(f"{self.scenario.real.run.seed}/{process}/{n}")
             await asyncio.sleep(-math.log(1.0 - drawn) * mean_up_s)
             kill()
             await asyncio.sleep(down_s)
 
     async def _guard(self) -> None:
-        """Timers go on for ever, so a run that is stuck is no deadlock of the loop."""
-        loop, before, since_s = asyncio.get_running_loop(), (-1, -1), 0.0
+        """Detect a run that is stuck. Its periodic timers continue, so the loop sees no deadlock."""
+        loop, last_progress, since_s = asyncio.get_running_loop(), (-1, -1), 0.0
         while True:
-            seen = (self.dispatch.ledger.counts.accepted, self.learner.trained_tokens)
-            if seen != before:
-                before, since_s = seen, loop.time()
+            progress = (self.dispatch.ledger.counts.accepted, self.trainer.trained_tokens)
+            if progress != last_progress:
+                last_progress, since_s = progress, loop.time()
             elif loop.time() - since_s > STUCK_S:
-                what = f"no token in {STUCK_S / 3600:g} virtual hours; these wait:\n{loops.waiting(loop)}"
-                raise WindfallError(what, where="sim", fix="Does the trace have a worker left? See sim.seconds.")
-            await asyncio.sleep(LOOK_S)
+                what = f"no token in {STUCK_S / 3600:g} virtual hours; these tasks wait:\n{loops.waiting_tasks(loop)}"
+                fix = "Check that the trace still has a worker, or limit the time with sim.seconds."
+                raise WindfallError(what, where="sim", fix=fix)
+            await asyncio.sleep(GUARD_EVERY_S)
 
 
 def simulate(
-    world: Scenario, log: Path, *, sink: Sink | None = None, disturb: Callable[[Simulation], None] | None = None,
+    scenario: Scenario, log: Path, *, sink: Sink | None = None, disturb: Callable[[Simulation], None] | None = None,
     journal: bool = False, between: Callable[[], None] | None = None,
 ) -> Simulation:  # fmt: skip
-    """The whole run; its log is written to `log`, and every event goes to `sink`. `disturb`: called at the start.
-    `journal`: keep one, also where the recipe has nobody fail. `between`: called between any two callbacks."""
-    s = world.real.sim
+    """Simulate the whole run. Its event log is written to `log`, and every event is also passed to `sink`. `disturb` is
+    called at the start. `journal`: keep a journal even if the recipe kills nothing. `between` is called between any two
+    callbacks."""
+    s = scenario.real.sim
 
     async def main(loop: loops.VirtualLoop) -> Simulation:
         log.unlink(missing_ok=True)
         with ExitStack() as after:
             fails = journal or s.trainer_mean_up_s or s.controller_mean_up_s
             folder = Path(after.enter_context(tempfile.TemporaryDirectory())) if fails else None
-            simulation = Simulation(world, log, [sink] if sink else [], loops.clock(loop), folder)
+            simulation = Simulation(scenario, log, [sink] if sink else [], loops.clock(loop), folder)
             after.callback(lambda: simulation.events.close())
             if disturb is not None:
                 disturb(simulation)
@@ -256,7 +260,7 @@ def simulate(
             return simulation
 
     before = gc.get_threshold()
-    gc.set_threshold(*COLLECT)
+    gc.set_threshold(*GC_THRESHOLD)
     try:
         return loops.run(main, between)
     finally:

@@ -1,4 +1,5 @@
-"""How long things take, as plain formulas: what a simulated engine or trainer sleeps for instead of computing. Pure."""
+"""Service times as plain formulas: how long a simulated engine or trainer takes for its work. Also the lengths of
+simulated responses. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import xxhash
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """One machine. A decode step takes `fixed_s` (reading the weights), `each_s` for every response in it and
-    `context_s` for every token that these have behind them (reading the cache); a token of a prompt, or one computed
-    again after a move, `prefill_s`; a trained token `train_s`; an optimizer update with what follows it `update_s`.
+    """Service times of one machine. A decode step takes `fixed_s` (reading the weights), plus `each_s` per response in
+    the batch, plus `context_s` per token of their contexts (reading the KV cache). Prefill takes `prefill_s` per token.
+    Training takes `train_s` per token, and an optimizer update with the publishing after it takes `update_s`.
 
     >>> h = Service(fixed_s=0.02, each_s=0.0001, prefill_s=0.00001, train_s=0.0002)
     >>> round(h.step_s(100, 1000), 3), h.training_s(5000)
@@ -27,13 +28,13 @@ class Service:
     prefill_s: float = 0.0
     train_s: float = 0.0
     update_s: float = 0.0
-    """The optimizer, and the copy of the weights that others pull."""
+    """Seconds of an optimizer update, including the copy of the weights that workers pull."""
     over_batch: float = 0.0
     over_s: float = 0.0
-    """Where an engine falls off: every response in a step above `over_batch` takes so much more. 0: it does not."""
+    """Extra seconds for every response in a step above `over_batch`, for engines that slow down there. 0: none."""
 
     def __post_init__(self) -> None:
-        assert self.fixed_s > 0, "a step takes time"
+        assert self.fixed_s > 0, "fixed_s must be above 0"
 
     def step_s(self, batch: float, prefill_tokens: float = 0, context: float = 0) -> float:
         decode_s = self.fixed_s + self.each_s * batch + self.context_s * context if batch else 0.0
@@ -42,7 +43,7 @@ class Service:
         return decode_s + self.prefill_s * prefill_tokens
 
     def steps_s(self, count: float, batch: float, context: float) -> float:
-        """So many steps in a row of the same batch, whose context grows by a token each.
+        """Seconds of `count` consecutive steps of one batch. Every step adds a token to each context.
 
         >>> s = Service(fixed_s=1.0, each_s=0.1, context_s=0.01)
         >>> round(s.steps_s(3, 2, 100), 9) == round(sum(s.step_s(2, 0, 100 + 2 * n) for n in range(3)), 9)
@@ -51,14 +52,14 @@ class Service:
         return count * self.step_s(batch, 0, context) + self.context_s * batch * count * (count - 1) / 2
 
     def steps_in(self, seconds: float, batch: float, context: float) -> float:
-        """How many steps in a row take so long: `steps_s` the other way round."""
+        """Number of consecutive steps that fit into `seconds`. The inverse of `steps_s`."""
         a, b = self.context_s * batch / 2, self.step_s(batch, 0, context)
         if seconds <= 0 or not batch:
             return 0.0
         return seconds / b if a == 0 else (math.sqrt((b - a) ** 2 + 4 * a * seconds) - (b - a)) / (2 * a)
 
     def slower(self, factor: float) -> Service:
-        """In all its times.
+        """The same machine with every time multiplied by `factor`.
 
         >>> s = Service(fixed_s=1.0, each_s=0.5, over_batch=8, over_s=2.0).slower(2)
         >>> s.fixed_s, s.each_s, s.over_batch, s.over_s
@@ -72,12 +73,12 @@ class Service:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lengths:
-    """Log-normal response lengths, a function of the response's seed and its group alone: the same wherever it is made.
-    `alike` is the correlation of the logarithms within a group.
+class LogNormalLengths:
+    """Log-normal response lengths. A length depends only on the response's seed and group, so it is the same on every
+    worker. `alike` is the correlation of the logarithms within a group.
 
-    >>> lengths = Lengths(median=100, sigma=0.7, alike=1.0)
-    >>> lengths.of(1, group=7) == lengths.of(2, group=7) != lengths.of(1, group=8)
+    >>> lengths = LogNormalLengths(median=100, sigma=0.7, alike=1.0)
+    >>> lengths.draw(1, group=7) == lengths.draw(2, group=7) != lengths.draw(1, group=8)
     True
     """
 
@@ -86,24 +87,24 @@ class Lengths:
     alike: float = 0.0
     least: int = 2
 
-    def of(self, seed: int, group: int = 0) -> int:
+    def draw(self, seed: int, group: int = 0) -> int:
         normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
         return max(self.least, round(self.median * math.exp(self.sigma * normal)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listed:
-    """Lengths drawn from a list of measured ones, by the same two numbers.
+class MeasuredLengths:
+    """Response lengths drawn from a list of measured ones, by the response's seed and group.
 
-    >>> Listed(lengths=(10, 20, 30)).of(1) in (10, 20, 30)
+    >>> MeasuredLengths(lengths=(10, 20, 30)).draw(1) in (10, 20, 30)
     True
     """
 
     lengths: Sequence[int]
-    """Sorted."""
+    """Measured lengths, sorted."""
     alike: float = 0.0
 
-    def of(self, seed: int, group: int = 0) -> int:
+    def draw(self, seed: int, group: int = 0) -> int:
         normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
         share = (1 + math.erf(normal / math.sqrt(2))) / 2
         return max(1, self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))])
@@ -111,19 +112,19 @@ class Listed:
 
 @lru_cache(maxsize=1 << 14)
 def _normal(name: str) -> float:
-    """Of a group it is asked for again and again."""
+    """A standard normal number for this name. Cached, because a group's number is needed for every sibling."""
     a, b = uniform(f"{name}/a"), uniform(f"{name}/b")
     return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
 
 
 def uniform(name: str) -> float:
-    """From 0 to 1, the same for the same name, in every process."""
+    """A number from 0 to 1 that depends only on the name. It is the same in every process."""
     return xxhash.xxh3_64_intdigest(name.encode()) / 2.0**64
 
 
 def token(seed: int, position: int, vocabulary: int, stop: frozenset[int]) -> int:
-    """Which token stands there: any, but the same every time, and none that ends a response."""
-    at = xxhash.xxh3_64_intdigest(f"{seed}:{position}".encode())
-    while (chosen := at % vocabulary) in stop:
-        at += 1
+    """The token at this position of a response: arbitrary, but reproducible, and never a stop token."""
+    digest = xxhash.xxh3_64_intdigest(f"{seed}:{position}".encode())
+    while (chosen := digest % vocabulary) in stop:
+        digest += 1
     return chosen

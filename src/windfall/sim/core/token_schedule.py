@@ -1,7 +1,7 @@
-"""What is true of simulated responses whoever makes them: how long each gets, and how far it is in real tokens.
+"""The length of every simulated response and its progress in real tokens, independent of the worker that generates it.
 
-A simulated token stands for `granule` real ones. The ledger knows of whole granules only; the rest is remembered here,
-so that a response that moves goes on where it was, to the token, as it would in earnest.
+A simulated token stands for `granule` real tokens. The ledger counts whole granules only. The remainder is kept here,
+so that a response that moves to another worker continues at the exact token, as a real one would.
 """
 
 from __future__ import annotations
@@ -18,52 +18,55 @@ TAGS = 1 << 31
 FIRST_TAG = 16
 
 
-class Drawn(Protocol):
-    """Lengths: a function of a response's seed and its group."""
+class LengthDistribution(Protocol):
+    """Draws the length of a response from its seed and group."""
 
-    def of(self, seed: int, group: int = 0) -> int: ...
+    def draw(self, seed: int, group: int = 0) -> int: ...
 
 
 class TokenSchedule:
-    def __init__(self, lengths: Drawn, *, granule: int, prompt_tokens: int, max_tokens: int) -> None:
-        """`prompt_tokens`, `max_tokens`: real ones."""
-        self.granule, self.marks = granule, False
-        self._lengths, self._prompt, self._most = lengths, prompt_tokens, max_tokens
-        self._made: dict[int, int] = {}
-        self._length: dict[int, int] = {}
+    def __init__(self, lengths: LengthDistribution, *, granule: int, prompt_tokens: int, max_tokens: int) -> None:
+        """`prompt_tokens` and `max_tokens` are in real tokens."""
+        self.granule = granule
+        self.distinct_tokens = False
+        """Every token depends on its response and position, so that chaos can check it."""
+        self._lengths, self._prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
+        self._generated: dict[int, int] = {}
+        """Real tokens of unfinished responses that no worker holds, by seed."""
+        self._lengths_by_tag: dict[int, int] = {}
         self.real_tokens = 0
-        """Of the responses that have ended."""
+        """Real tokens of all finished responses."""
 
     def row(self, work: Work) -> tuple[DecodeRow, int]:
-        """What an engine starts from, and the group whose prompt it is."""
+        """The row that an engine starts from, and the group that the prompt belongs to."""
         g = self.granule
         prompt = array("I", work.prompt)
         asked = array("I", [id for id in prompt[: len(prompt) - work.position] if id != FILLER])
-        group = xxhash.xxh3_64_intdigest(asked.tobytes())  # the same whatever a simulated token stands for
-        drawn = self._lengths.of(work.seed, group)
-        known, ahead = self._made.get(work.seed, 0), work.seed % g
-        told = min((known + ahead) // g, simulated(min(drawn, self._most), g) - 1)
-        made = known if told == work.position else work.position * g
+        group = xxhash.xxh3_64_intdigest(asked.tobytes())  # independent of the granule
+        drawn = self._lengths.draw(work.seed, group)
+        known, ahead = self._generated.get(work.seed, 0), work.seed % g
+        sent = min((known + ahead) // g, simulated(min(drawn, self._max_tokens), g) - 1)
+        generated = known if sent == work.position else work.position * g
         tag = FIRST_TAG + work.seed % TAGS
         row = DecodeRow(
-            handle=work.handle, seed=work.seed, tag=tag, prompt=self._prompt, made=made,
-            length=min(drawn, self._most), cut=drawn >= self._most, sent=work.position, ahead=ahead,
+            handle=work.handle, seed=work.seed, tag=tag, prompt=self._prompt_tokens, generated=generated,
+            length=min(drawn, self._max_tokens), cut=drawn >= self._max_tokens, sent=work.position, ahead=ahead,
         )  # fmt: skip
         return row, group
 
-    def left(self, row: DecodeRow) -> None:
-        """It has stopped here, unfinished."""
-        self._made[row.seed] = row.made
+    def stopped(self, row: DecodeRow) -> None:
+        """Keep the progress of a response that an engine dropped before its end."""
+        self._generated[row.seed] = row.generated
 
-    def ended(self, row: DecodeRow) -> None:
-        self._made.pop(row.seed, None)
-        if row.tag not in self._length:  # else its end was lost on the way, and was made again
-            self._length[row.tag] = row.length
+    def finished(self, row: DecodeRow) -> None:
+        self._generated.pop(row.seed, None)
+        if row.tag not in self._lengths_by_tag:  # otherwise its last frame was lost and was generated again
+            self._lengths_by_tag[row.tag] = row.length
             self.real_tokens += row.length
 
     def length(self, tag: int) -> int:
-        """Real tokens of a response that has ended."""
-        return self._length[tag]
+        """Real tokens of a finished response."""
+        return self._lengths_by_tag[tag]
 
     def forget(self, tag: int) -> None:
-        self._length.pop(tag, None)
+        self._lengths_by_tag.pop(tag, None)

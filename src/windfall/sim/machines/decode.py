@@ -1,19 +1,19 @@
-"""A simulated engine's batch: who is in it, how far each is, and how long the next steps take. Pure; exact in real
-tokens, whatever a simulated token stands for.
+"""The batch of a simulated engine: which responses are in it, how far each is, and how long the next steps take. Pure;
+exact in real tokens for any granule.
 
-    made      real tokens of a response so far, those that others made included
-    length    at which it ends
-    sent      simulated tokens that the controller has been told of: one for every `granule` real ones, and the last
-    ahead     by so many tokens, less than a granule, it is told of earlier: responses that began together do not all
-              seem to get further at the same moments, and what a worker makes in a short time can be measured
+    generated  real tokens of a response so far, including those that other workers generated
+    length     real tokens at which it ends
+    sent       simulated tokens reported to the controller: one per `granule` real ones, and the last one
+    ahead      real tokens, less than a granule, by which its reports are early. Without this, responses that started
+               together would all report at the same moments, and short intervals could not be measured.
 
-With `kv_tokens`, no more run than have room with all their tokens, each with its own prompt. The others wait in order
-of arrival; when it gets too tight, the youngest goes back to the head of that line, and what it has is computed again
-when it is let in: as engine/scheduler.py does. One always runs.
+With `kv_tokens`, a response runs only if all its tokens fit in the KV cache, each response with its own prompt. The
+others wait in order of arrival. When the cache is full, the youngest response returns to the head of the queue, and its
+tokens are prefilled again when it is admitted, as in engine/scheduler.py. At least one response always runs.
 
-A step gives everybody in the batch a token, so only the number of steps is counted: who is how far follows from the
-step at which it came, and those that end first stay in front until they have. A step costs nothing here; coming and
-going costs the time of a look-up; a frame is made of columns.
+A step adds a token to every response in the batch, so only the number of steps is counted. The progress of a response
+follows from the step at which it was admitted, and rows are sorted by the step at which they end. A step costs nothing
+here, adding or removing a row costs a look-up, and a frame is built from columns.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from windfall.types import Finish
 N = TypeVar("N", int, NDArray[np.int64])
 STOP, FILLER = 0, 1
 LOGPROB = array("f", [-1.0]).tobytes()
-MARKS = 1 << 20
+DISTINCT_TOKENS = 1 << 20
 CLOSE_S = 1e-9
-"""Times that differ by less are the same."""
-HANDLE, MADE, SENT, END, LAST, TAG = range(6)
-"""Columns. `made` (with `ahead`) and `end` are counted in steps since the engine's start; `last`: `sent` at the end."""
+"""Times that differ by less are treated as equal."""
+HANDLE, GENERATED, SENT, END, LAST, TAG = range(6)
+"""Columns. GENERATED (with `ahead`) and END are in steps since the engine started. LAST is `sent` at the end."""
 
 
 def simulated(length: int, granule: int) -> int:
-    """Tokens that stand for a response: two at least, the first says whose it is and the last may be a stop.
+    """Simulated tokens of a response. At least two: the first identifies the response, the last may be a stop token.
 
     >>> simulated(1, 8), simulated(16, 8), simulated(17, 8), simulated(3, 1)
     (2, 2, 3, 3)
@@ -51,129 +51,130 @@ def simulated(length: int, granule: int) -> int:
     return max(2, -(-length // granule))
 
 
-def marked(tag: N, position: N) -> N:
-    """A token that says whose it is, and where it stands: neither a filler nor a stop. Of numbers, or of arrays.
+def distinct_token(tag: N, position: N) -> N:
+    """A token that depends on its response and position, and is neither a filler nor a stop. Takes numbers or arrays.
 
-    >>> marked(7, 3) == marked(7, 3) != marked(7, 4)
+    >>> distinct_token(7, 3) == distinct_token(7, 3) != distinct_token(7, 4)
     True
     """
-    return FILLER + 1 + (tag + 7919 * position) % MARKS
+    return FILLER + 1 + (tag + 7919 * position) % DISTINCT_TOKENS
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeRow:
-    """A response as it comes to an engine; when it goes, `made` says how far it got."""
+    """A response as it is handed to an engine. When it is removed, `generated` is its progress."""
 
     handle: int
     seed: int
     tag: int
-    """The response's first token: it says whose this is."""
+    """The first token, which identifies the response."""
     prompt: int
-    made: int
+    """Real tokens of the prompt."""
+    generated: int
     length: int
     cut: bool
-    """It ends by the limit, not by itself."""
+    """It ends at the length limit, not with a stop token."""
     sent: int
     ahead: int = 0
 
 
 class Decode:
-    def __init__(self, service: Service, granule: int, *, kv_tokens: int = 0, marks: bool = False) -> None:
-        """`kv_tokens`: of all responses that run together; 0: as many as there are. `marks`: tokens are told from one
-        another, at some cost."""
-        self.service, self.granule, self._kv_tokens, self._marks = service, granule, kv_tokens, marks
+    def __init__(self, service: Service, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
+        """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `distinct_tokens`: every token depends on its
+        response and position, at some cost."""
+        self.service, self.granule, self._kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
         self.rows: dict[int, DecodeRow] = {}
-        """Those that run, and those that wait."""
+        """Running and waiting responses by handle."""
         self.waiting: deque[tuple[DecodeRow, int]] = deque()
-        """With the tokens to compute when it is let in."""
+        """Waiting responses, each with the tokens to prefill when it is admitted."""
         self.preemptions = 0
         self.prefill = 0
-        """Tokens to compute before the next step."""
+        """Tokens to prefill before the next step."""
         self._steps = 0
-        self._came: dict[int, int] = {}
-        """Handle to the step at which it came."""
+        self._admitted: dict[int, int] = {}
+        """Step at which each running response was admitted, by handle."""
         self._ends: list[tuple[int, int, int]] = []
-        """(step at which it ends, tokens behind it less steps, handle), those that end first in front."""
-        self._behind = 0
-        """Sum of the second."""
+        """(step at which it ends, its context minus the step count, handle), sorted by the end."""
+        self._context_base = 0
+        """Sum of the second entries."""
         self._columns = np.empty((6, 0), dtype=np.int64)
-        self._fresh: list[DecodeRow] = []
-        """Not in the columns yet."""
+        self._new_rows: list[DecodeRow] = []
+        """Rows that are not in the columns yet."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def context(self) -> int:
-        """Tokens that all who run have behind them."""
-        return self._behind + len(self._ends) * self._steps
+        """Context tokens of all running responses together."""
+        return self._context_base + len(self._ends) * self._steps
 
     def add(self, row: DecodeRow, prefill: int) -> None:
-        assert row.handle not in self.rows, f"{row.handle} is here already"
+        assert row.handle not in self.rows, f"handle {row.handle} is already in the batch"
         self.rows[row.handle] = row
         if self._kv_tokens:
             self.waiting.append((row, prefill))
-            self._make_room()
+            self._fit_cache()
         else:
-            self._let_in(row, prefill)
+            self._admit(row, prefill)
 
-    def _let_in(self, row: DecodeRow, prefill: int) -> None:
-        self._came[row.handle] = self._steps
+    def _admit(self, row: DecodeRow, prefill: int) -> None:
+        self._admitted[row.handle] = self._steps
         end = self._end(row)
         insort(self._ends, end)
-        self._behind += end[1]
-        self._fresh.append(row)
+        self._context_base += end[1]
+        self._new_rows.append(row)
         self.prefill += prefill
 
-    def _make_room(self) -> None:
-        """Who runs has room for its next token, too."""
+    def _fit_cache(self) -> None:
+        """Preempt or admit responses. Every running response also has room for its next token."""
         while len(self._ends) > 1 and self.context + len(self._ends) > self._kv_tokens:
-            self._fill()
+            self._fill_columns()
             row = self.rows[int(self._columns[HANDLE, -1])]
             row.sent, self._columns = int(self._columns[SENT, -1]), self._columns[:, :-1]
             self._stop(row)
-            self.waiting.appendleft((row, row.prompt + row.made))
+            self.waiting.appendleft((row, row.prompt + row.generated))
             self.preemptions += 1
         while self.waiting:
             row, prefill = self.waiting[0]
-            if self._ends and self.context + row.prompt + row.made + len(self._ends) + 1 > self._kv_tokens:
+            if self._ends and self.context + row.prompt + row.generated + len(self._ends) + 1 > self._kv_tokens:
                 return
             self.waiting.popleft()
-            self._let_in(row, prefill)
+            self._admit(row, prefill)
 
     def _end(self, row: DecodeRow) -> tuple[int, int, int]:
-        came = self._came[row.handle]
-        return came + row.length - row.made, row.prompt + row.made - came, row.handle
+        admitted = self._admitted[row.handle]
+        return admitted + row.length - row.generated, row.prompt + row.generated - admitted, row.handle
 
     def drop(self, handles: Iterable[int]) -> list[DecodeRow]:
-        gone = [self.rows.pop(handle) for handle in handles if handle in self.rows]
-        if gone:
-            self._fill()
-            left = ~np.isin(self._columns[HANDLE], [row.handle for row in gone])
+        dropped = [self.rows.pop(handle) for handle in handles if handle in self.rows]
+        if dropped:
+            self._fill_columns()
+            left = ~np.isin(self._columns[HANDLE], [row.handle for row in dropped])
             self._columns = self._columns[:, left]
-        for row in gone:
-            if row.handle in self._came:
+        for row in dropped:
+            if row.handle in self._admitted:
                 self._stop(row)
-        if self._kv_tokens and gone:
+        if self._kv_tokens and dropped:
             self.waiting = deque(w for w in self.waiting if w[0].handle in self.rows)
-            self._make_room()
-        return gone
+            self._fit_cache()
+        return dropped
 
     def _stop(self, row: DecodeRow) -> None:
-        """It runs no more."""
+        """Remove the row from the running ones and update its progress."""
         end = self._end(row)
         del self._ends[bisect_left(self._ends, end)]
-        self._behind -= end[1]
-        row.made = min(row.length, row.made + self._steps - self._came.pop(row.handle))
+        self._context_base -= end[1]
+        row.generated = min(row.length, row.generated + self._steps - self._admitted.pop(row.handle))
 
     def plan(self, most_s: float) -> int:
-        """How many steps to make at once: one, and further, but no longer than `most_s`, while nobody ends."""
+        """Number of steps to take at once: at least one, more while no response ends and `most_s` is not exceeded."""
         soonest = self._ends[0][0] - self._steps
         return max(1, min(soonest, self.horizon, int(self.service.steps_in(most_s, len(self._ends), self.context))))
 
     @property
     def horizon(self) -> int:
-        """Steps until everybody has ended, or until somebody may have to wait or to be let in."""
+        """Steps until all responses have ended, or until one may have to be preempted or admitted."""
         most = self._ends[-1][0] - self._steps
         if self._kv_tokens:
             if len(self._ends) > 1:
@@ -183,27 +184,27 @@ class Decode:
         return most
 
     def seconds(self, steps: int) -> float:
-        """So many steps from here, in which those that end take no part any more."""
+        """Seconds of the next `steps` steps. A response that ends takes no part in later steps."""
         s, rows, now = self.service, self._ends, self._steps
         longest, pairs = min(steps, rows[-1][0] - now), steps * (steps - 1) / 2
         tokens, context = steps * len(rows), steps * self.context + len(rows) * pairs
-        for end, behind, _ in rows:
+        for end, base, _ in rows:
             left = end - now
             if left >= steps:
                 break
             tokens -= steps - left
-            context -= (steps - left) * (behind + now) + pairs - left * (left - 1) / 2
+            context -= (steps - left) * (base + now) + pairs - left * (left - 1) / 2
         plain_s = s.prefill_s * self.prefill + s.fixed_s * longest + s.each_s * tokens + s.context_s * context
         if not s.over_s:
             return plain_s
-        # Rows that end last are those below `over_batch`, whenever that is.
+        # At any step, the rows that end last count as those below `over_batch`.
         return plain_s + s.over_s * sum(min(steps, end - now) for end, _, _ in rows[: -int(s.over_batch) or None])
 
     def done_by(self, elapsed_s: float) -> tuple[int, float]:
-        """How many steps are over after so long, up to the horizon, and when the last of them was."""
+        """Number of steps completed after `elapsed_s`, up to the horizon, and when the last of them ended."""
         most = self.horizon
         guess, s = 1, self.seconds(1)
-        for _ in range(4):  # the time of a step changes little from one to the next
+        for _ in range(4):  # step times change little from one step to the next
             new = min(most, max(1, guess + int((elapsed_s - s) / max(1e-12, s - self._prefill_s) * guess)))
             if new == guess:
                 break
@@ -224,44 +225,44 @@ class Decode:
             self.prefill = 0
             self._steps += steps
 
-    def _fill(self) -> None:
-        if self._fresh:
+    def _fill_columns(self) -> None:
+        if self._new_rows:
             more = [
-                (r.handle, r.made + r.ahead - (came := self._came[r.handle]), r.sent, came + r.length - r.made,
-                 simulated(r.length, self.granule), r.tag)
-                for r in self._fresh
+                (r.handle, r.generated + r.ahead - (admitted := self._admitted[r.handle]), r.sent,
+                 admitted + r.length - r.generated, simulated(r.length, self.granule), r.tag)
+                for r in self._new_rows
             ]  # fmt: skip
             self._columns = np.concatenate([self._columns, np.array(more, dtype=np.int64).T], axis=1)
-            self._fresh.clear()
+            self._new_rows.clear()
 
     def frame(self, version: int) -> tuple[Tokens | None, list[DecodeRow]]:
-        """What is new for the controller, and who has ended; these are out of the batch."""
-        self._fill()
+        """The tokens that are new for the controller, and the responses that ended and left the batch."""
+        self._fill_columns()
         c, now = self._columns, self._steps
-        upto, over = np.minimum((c[MADE] + now) // self.granule, c[LAST] - 1), None
+        upto, over = np.minimum((c[GENERATED] + now) // self.granule, c[LAST] - 1), None
         if self._ends and self._ends[0][0] <= now:
             over = c[END] <= now
             upto = np.where(over, c[LAST], upto)
         new = upto - c[SENT]
-        told = np.flatnonzero(new > 0)
-        if not len(told):
+        rows = np.flatnonzero(new > 0)
+        if not len(rows):
             if self._kv_tokens:
-                self._make_room()
+                self._fit_cache()
             return None, []
-        counts, sent = new[told], c[SENT][told]
+        counts, sent = new[rows], c[SENT][rows]
         ends = counts.cumsum()
         tokens = np.full(int(ends[-1]), FILLER, dtype=np.uint32)
-        if self._marks:
+        if self._distinct:
             positions = np.arange(len(tokens)) + np.repeat(sent - (ends - counts), counts)
-            tokens[:] = marked(np.repeat(c[TAG][told], counts), positions)
+            tokens[:] = distinct_token(np.repeat(c[TAG][rows], counts), positions)
         if not sent.all():
             begin = sent == 0
-            tokens[(ends - counts)[begin]] = c[TAG][told][begin]
-        handles = c[HANDLE][told].tolist()
+            tokens[(ends - counts)[begin]] = c[TAG][rows][begin]
+        handles = c[HANDLE][rows].tolist()
         finished: dict[int, Finish] = {}
         ended: list[DecodeRow] = []
         if over is not None:
-            for n in np.flatnonzero(over[told]).tolist():
+            for n in np.flatnonzero(over[rows]).tolist():
                 row = self.rows[handles[n]]
                 finished[n] = "length" if row.cut else "stop"
                 if not row.cut:
@@ -271,7 +272,7 @@ class Decode:
             self._columns, upto = c[:, ~over], upto[~over]
         self._columns[SENT] = np.maximum(self._columns[SENT], upto)
         if self._kv_tokens:
-            self._make_room()
+            self._fit_cache()
         return Tokens(
             version=version, handles=tuple(handles), positions=tuple(sent.tolist()),
             counts=() if len(tokens) == len(handles) else tuple(counts.tolist()), tokens=tokens.tobytes(),

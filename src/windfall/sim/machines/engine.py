@@ -1,8 +1,8 @@
 """An engine that sleeps instead of computing. It keeps to the Engine seam, so everything around it is the product:
 worker, link, ledger, policies.
 
-A new request costs a prefill of its prompt; siblings share one, as pages would be shared. Swapping weights costs what
-is running a prefill each.
+A new request costs a prefill of its prompt. Siblings share one prefill, as they would share KV pages. After a weight
+swap, every running request is prefilled again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.sim.core.service import Lengths, Service, token
+from windfall.sim.core.service import LogNormalLengths, Service, token
 from windfall.types import Chunk, Finish, Request
 
 
@@ -20,18 +20,19 @@ from windfall.types import Chunk, Finish, Request
 class _Row:
     request: Request
     length: int
-    """Of the whole response."""
-    made: int = 0
+    """Tokens of the whole response."""
+    generated: int = 0
 
     @property
     def position(self) -> int:
-        return self.request.position + self.made
+        return self.request.position + self.generated
 
 
 class SleepingEngine:
     def __init__(
-        self, service: Service, lengths: Lengths, *, vocabulary: int, sleep: Callable[[float], object] = time.sleep
-    ) -> None:
+        self, service: Service, lengths: LogNormalLengths, *, vocabulary: int,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:  # fmt: skip
         self.version = 0
         self._service, self._lengths, self._vocabulary, self._sleep = service, lengths, vocabulary, sleep
         self._rows: dict[str, _Row] = {}
@@ -42,12 +43,12 @@ class SleepingEngine:
         return len(self._rows)
 
     def add(self, request: Request) -> None:
-        assert request.id not in self._rows, f"{request.id} is running"
+        assert request.id not in self._rows, f"{request.id} is already running"
         if request.prompt not in self._prompts:
             self._prompts.add(request.prompt)
             self._prefill += len(request.prompt)
-        asked = request.prompt[: len(request.prompt) - request.position]  # without what was made elsewhere
-        self._rows[request.id] = _Row(request, self._lengths.of(request.seed, hash(asked)))
+        prompt = request.prompt[: len(request.prompt) - request.position]  # without tokens generated elsewhere
+        self._rows[request.id] = _Row(request, self._lengths.draw(request.seed, hash(prompt)))
 
     def cancel(self, id: str) -> None:
         self._rows.pop(id, None)
@@ -55,23 +56,25 @@ class SleepingEngine:
     def step(self) -> list[Chunk]:
         context = 0
         if self._service.context_s:
-            context = sum(len(row.request.prompt) + row.made for row in self._rows.values())
+            context = sum(len(row.request.prompt) + row.generated for row in self._rows.values())
         self._sleep(self._service.step_s(len(self._rows), self._prefill, context))
         self._prefill = 0
         return [self._next(id, row) for id, row in list(self._rows.items())]
 
     def _next(self, id: str, row: _Row) -> Chunk:
         r, position = row.request, row.position
-        row.made += 1
+        row.generated += 1
         last = position + 1 >= row.length and bool(r.stop)
-        made = min(r.stop) if last else token(r.seed, position, self._vocabulary, r.stop)
-        finish: Finish | None = "stop" if last else "length" if row.made == r.max_tokens else None
+        next_token = min(r.stop) if last else token(r.seed, position, self._vocabulary, r.stop)
+        finish: Finish | None = "stop" if last else "length" if row.generated == r.max_tokens else None
         if finish:
             del self._rows[id]
-        return Chunk(id=id, position=position, tokens=(made,), logprobs=(-1.0,), version=self.version, finish=finish)
+        return Chunk(
+            id=id, position=position, tokens=(next_token,), logprobs=(-1.0,), version=self.version, finish=finish
+        )  # fmt: skip
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         del weights
         self.version = version
         self._prompts.clear()
-        self._prefill = sum(len(row.request.prompt) + row.made for row in self._rows.values())
+        self._prefill = sum(len(row.request.prompt) + row.generated for row in self._rows.values())

@@ -1,4 +1,4 @@
-"""A simulated environment: tasks that are only numbers, rewards drawn by seed after a stated time, and no tokenizer."""
+"""A simulated environment: tasks that are only numbers, rewards drawn by seed after a fixed time, and no tokenizer."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class SimEnv:
         return Task(id=f"sim/{index}", prompt=str(index))
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        """0 or 1, the same for the same response in every variant."""
+        """A reward of 0 or 1, the same for the same response in every variant."""
         if self._reward_s:
             await asyncio.sleep(self._reward_s)
         return Feedback(reward=float(uniform(f"{self._seed}/{task.id}/{turns[-1].text}") < self._mean))
 
 
 class SimText:
-    """Stands where text.Text does."""
+    """Takes the place of models.text.Text."""
 
     stop = frozenset([STOP])
 
     def __init__(self, prompt_tokens: int) -> None:
-        """In simulated tokens."""
+        """`prompt_tokens` is in simulated tokens."""
         self._prompt_tokens = prompt_tokens
 
-    def prompt(self, words: str) -> tuple[int, ...]:
-        """The task's number, in as many tokens as a prompt has."""
-        number, ids = int(words), []
+    def prompt(self, text: str) -> tuple[int, ...]:
+        """The task's number, padded to the length of a prompt."""
+        number, ids = int(text), []
         while number or not ids:
             ids.append(FILLER + 1 + number % BASE)
             number //= BASE
         return (*ids, *[FILLER] * (self._prompt_tokens - len(ids)))
 
-    def observation(self, words: str) -> tuple[int, ...]:
-        raise AssertionError(f"a simulated environment says nothing: {words!r}")
+    def observation(self, text: str) -> tuple[int, ...]:
+        raise AssertionError(f"a simulated environment has no observations: {text!r}")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Whose response it is."""
+        """The tag of the response, which identifies it."""
         return str(ids[0])

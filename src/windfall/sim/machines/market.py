@@ -1,11 +1,13 @@
-"""Machines that come and go, and what they cost: generators of traces with stated rates, and prices that
-change with time. Pure but for reading a file.
+"""Spot markets: generators of traces of machines that come and go, and prices that change over time. Pure except for
+reading a price file.
 
-    machines   every machine comes and goes by itself (fleet.trace.synthetic)
-    poisson    machines are given at `arrivals_per_h`, whoever has gone, and stay `mean_up_s` on average
-    bursts     as machines, and `bursts_per_h` times an hour a `burst_share` of those that are up is taken at once
-    diurnal    as machines, but availability swings over a day of `day_s`: at its best hour stays are twice as long, at
-               its worst next to nothing
+    machines   every machine comes and goes independently (fleet.trace.synthetic)
+    poisson    machines arrive at `arrivals_per_h`, however many have left, and stay `mean_up_s` on average
+    bursts     like machines, but `bursts_per_h` times an hour a `burst_share` of the machines is preempted at once
+    diurnal    like machines, but availability varies over a day of `day_s`: at the best hour stays are twice as long,
+               at the worst hour they are close to zero
+
+To add a market, write a generator here, add it to `generate`, and name it in `sim.market` (config/sections.py).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class MarketRates:
 
 
 def generate(kind: str, rates: MarketRates, *, seconds: float, seed: int) -> list[Change]:
-    """A trace of one of the kinds above; one seed, one trace."""
+    """Generate a trace of one of the kinds above. The same seed gives the same trace."""
     draw = random.Random(f"{kind}/{seed}")
     match kind:
         case "poisson":
@@ -61,7 +63,7 @@ def _poisson(rates: MarketRates, seconds: float, draw: random.Random) -> list[Ch
 
 
 def _bursts(rates: MarketRates, seconds: float, draw: random.Random, seed: int) -> list[Change]:
-    """A machine that a burst has taken stays away for its own time, as after any other loss."""
+    """A machine that a burst preempts stays away as long as after any other loss."""
     moments: list[float] = []
     at_s = 0.0
     while rates.bursts_per_h > 0 and (at_s := at_s + draw.expovariate(rates.bursts_per_h / 3600)) < seconds:
@@ -97,7 +99,7 @@ def _diurnal(rates: MarketRates, seconds: float, draw: random.Random) -> list[Ch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """A price per hour as a step function of time, from 0 on.
+    """A price per hour as a step function of time, starting at 0.
 
     >>> p = Prices(from_s=(0.0, 3600.0), usd_per_h=(2.0, 4.0))
     >>> p.at(1800), p.at(3600), p.between(1800, 5400)
@@ -111,7 +113,7 @@ class Prices:
         return self.usd_per_h[max(0, bisect_right(self.from_s, now_s) - 1)]
 
     def between(self, start_s: float, end_s: float) -> float:
-        """What it costs to hold one for this time."""
+        """Dollars for one machine over this time."""
         edges = [start_s, *(s for s in self.from_s if start_s < s < end_s), end_s]
         return sum(self.at(a) * (b - a) for a, b in pairwise(edges)) / 3600
 
@@ -121,8 +123,8 @@ def constant(usd_per_h: float) -> Prices:
 
 
 def prices(path: Path) -> Prices:
-    """Of a file with lines `seconds,usd_per_h`, in order, the first at 0."""
-    fix = "Lines are 'seconds,usd_per_h', in order of time, the first at 0."
+    """Read prices from a file with lines `seconds,usd_per_h`, in order of time, the first at 0."""
+    fix = "Write lines 'seconds,usd_per_h', in order of time, the first at 0."
     rows: list[tuple[float, float]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -134,11 +136,11 @@ def prices(path: Path) -> Prices:
         try:
             at_s, usd = map(float, line.split(","))
         except ValueError:
-            raise WindfallError(f"{line[:80]!r} is no price", where=f"{path}, line {n}", fix=fix) from None
-        late = at_s > rows[-1][0] if rows else at_s == 0
-        if not late or not (math.isfinite(usd) and usd > 0):
-            raise WindfallError(f"{line[:80]!r} is no price", where=f"{path}, line {n}", fix=fix)
+            raise WindfallError(f"{line[:80]!r} is not a price", where=f"{path}, line {n}", fix=fix) from None
+        in_order = at_s > rows[-1][0] if rows else at_s == 0
+        if not in_order or not (math.isfinite(usd) and usd > 0):
+            raise WindfallError(f"{line[:80]!r} is not a price", where=f"{path}, line {n}", fix=fix)
         rows.append((at_s, usd))
     if not rows:
-        raise WindfallError("no prices in it", where=str(path), fix=fix)
+        raise WindfallError("no prices in the file", where=str(path), fix=fix)
     return Prices(from_s=tuple(r[0] for r in rows), usd_per_h=tuple(r[1] for r in rows))

@@ -1,6 +1,7 @@
-"""Weights on their way: what the trainer sends is shared by those who pull, and nobody gets more than it can take.
+"""The network that weights are pulled over: concurrent pulls share the trainer's egress bandwidth.
 
-Every pull gets the same rate, but for those whose own link is slower: what these leave is shared by the others.
+Every pull gets the same rate, limited by the ingress bandwidth of its worker. What slow workers leave over is shared by
+the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ DONE_BYTES = 1e-3
 
 
 def shares(egress_per_s: float, ingress_per_s: Sequence[float]) -> list[float]:
-    """What each gets of a sender.
+    """Bandwidth of each pull from one sender.
 
     >>> shares(10.0, [1.0, 8.0, 8.0]), shares(10.0, [4.0, 3.0])
     ([1.0, 4.5, 4.5], [4.0, 3.0])
@@ -40,44 +41,44 @@ class Network:
         self._egress_per_s = egress_per_s
         self._pulls: dict[int, _Pull] = {}
         self._next = 0
-        self._looked_s = 0.0
+        self._updated_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._sharing = False
 
     def start(self, count_bytes: float, ingress_per_s: float, done: Callable[[], None]) -> int:
-        """Returns its number, for `stop`."""
-        self._look()
+        """Start a pull and return its number, for `stop`. `done` is called when it is complete."""
+        self._update_progress()
         self._next += 1
         self._pulls[self._next] = _Pull(left_bytes=count_bytes, ingress_per_s=ingress_per_s, done=done)
-        self._soon()
+        self._share_soon()
         return self._next
 
     def left_bytes(self, number: int | None) -> float:
-        """Bytes of this pull that are still to come."""
+        """Bytes of this pull that are still missing."""
         if number not in self._pulls:
             return 0.0
-        self._look()
+        self._update_progress()
         return max(0.0, self._pulls[number].left_bytes)
 
     def stop(self, number: int | None) -> None:
         if number in self._pulls:
-            self._look()
+            self._update_progress()
             del self._pulls[number]
-            self._soon()
+            self._share_soon()
 
-    def _soon(self) -> None:
-        """Many begin at one moment, when there is a new version: what each gets is worked out once."""
+    def _share_soon(self) -> None:
+        """Many pulls start at one moment, when a new version is published. Their rates are computed once."""
         if not self._sharing:
             self._sharing = True
             asyncio.get_running_loop().call_soon(self._share)
 
-    def _look(self) -> None:
+    def _update_progress(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now == self._looked_s:
+        if now == self._updated_s:
             return
         for pull in self._pulls.values():
-            pull.left_bytes -= pull.per_s * (now - self._looked_s)
-        self._looked_s = now
+            pull.left_bytes -= pull.per_s * (now - self._updated_s)
+        self._updated_s = now
 
     def _share(self) -> None:
         self._sharing = False
@@ -92,12 +93,12 @@ class Network:
             self._timer = asyncio.get_running_loop().call_later(soonest_s, self._arrived)
 
     def _arrived(self) -> None:
-        self._look()
-        over: Mapping[int, _Pull] = {
+        self._update_progress()
+        complete: Mapping[int, _Pull] = {
             n: p for n, p in self._pulls.items() if p.left_bytes <= max(DONE_BYTES, p.per_s * 1e-9)
         }
-        for number in over:
+        for number in complete:
             del self._pulls[number]
         self._share()
-        for pull in over.values():
+        for pull in complete.values():
             pull.done()

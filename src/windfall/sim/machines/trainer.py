@@ -1,4 +1,4 @@
-"""A trainer that sleeps instead of computing, behind the Trainer seam."""
+"""A trainer that sleeps instead of computing. It keeps to the Trainer seam."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`windfall sim --replay RUN`: a run that was, simulated from its own log, and both side by side.
+"""`windfall sim --replay RUN`: simulates a recorded run from its own log and prints predicted beside measured figures.
 
-By default the machines' formulas are fitted to the first half of the steps, and the figures are of the second half, of
-which the simulation knows nothing but the lengths of responses and when workers came and went. With `all` it is fitted
-to the steps that it is compared with: that is no prediction, and shows what the formulas cannot hold.
+By default, service times are fitted to the first half of the steps, and the figures cover the second half. Of the
+second half the simulation knows only the lengths of responses and when workers joined and left. With `--fit all`, it is
+fitted to the steps that it is compared with. That is not a prediction; it shows what the formulas cannot represent.
 """
 
 from __future__ import annotations
@@ -20,26 +20,35 @@ from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run
-from windfall.sim.replay.fleet import JITTER, ReplayedFleet, diary
+from windfall.sim.replay.fleet import JITTER, ReplayedFleet, fleet_events
 from windfall.sim.replay.log import Record, record
-from windfall.sim.replay.recorded_scenario import FITS, Fit, Fitted, Recorded, RecordedEnv, fitted, world
+from windfall.sim.replay.recorded_scenario import (
+    FITS,
+    Fit,
+    Fitted,
+    RecordedEnv,
+    RecordedLengths,
+    build_scenario,
+    fitted,
+)
 from windfall.sim.report import figures
-from windfall.sim.report.compare import made
+from windfall.sim.report.compare import ensure_folder
 from windfall.sim.report.figures import Figures
 from windfall.types import LOCAL
 
-SURE = 0.9
-RATES = ("tok_per_s", "step_mean_s", "tok_per_usd")
-"""Figures that are off as much as a mean step is."""
+CONFIDENCE = 0.9
+"""Confidence level of the prediction interval."""
+RATE_FIGURES = ("tok_per_s", "step_mean_s", "tok_per_usd")
+"""Figures whose relative error is that of the mean step time."""
 DRIFT = 0.03
-"""What machines do differently in the steps held out is worth a word from here on."""
-SHARES = ("trainer_idle", "workers_idle", "workers_lost", "again")
-"""Of these an error is a difference, in percentage points."""
-SAY = {
+"""Smallest relative change of the machines' speed in the held-out steps that is reported."""
+SHARE_FIGURES = ("trainer_idle", "workers_idle", "workers_lost", "again")
+"""Figures whose error is a difference in percentage points."""
+LABELS = {
     "tok_per_s": "tokens/s", "step_mean_s": "step, mean s", "step_spread_s": "step, spread s",
-    "tok_per_usd": "tokens/$", "trainer_idle": "trainer idle", "workers_there": "workers there",
+    "tok_per_usd": "tokens/$", "trainer_idle": "trainer idle", "workers_there": "workers, mean",
     "workers_idle": "workers idle", "workers_lost": "workers lost", "killed": "killed", "moved": "moved",
-    "again": "made again",
+    "again": "regenerated",
 }  # fmt: skip
 
 
@@ -51,36 +60,37 @@ class Replayed:
     predicted: Figures
     measured: Figures
     fitted_to: tuple[tuple[float, float], ...]
-    """Of every step fitted to: how long it took in the simulation, and how long it had taken."""
+    """Seconds of every fitted step in the simulation and in the run."""
     others: tuple[Figures, ...] = ()
-    """Predicted, too, with workers that are a little faster or slower than fitted: how much hangs on little."""
+    """Predictions with workers a little faster or slower than fitted. They show how sensitive the result is."""
 
     def rows(self) -> dict[str, tuple[float, float, float | None]]:
-        """Predicted, measured, and the error: of shares the difference, else a share of what was measured."""
+        """Predicted value, measured value, error. The error of a share is a difference; other errors are relative."""
         out = {}
-        for name in SAY:
+        for name in LABELS:
             p, m = float(getattr(self.predicted, name)), float(getattr(self.measured, name))
-            out[name] = (p, m, p - m if name in SHARES else p / m - 1 if m else None)
+            out[name] = (p, m, p - m if name in SHARE_FIGURES else p / m - 1 if m else None)
         return out
 
     @property
-    def step_off(self) -> float:
-        """How far off single steps were of those fitted to: root mean square of the logarithm of the ratio."""
+    def step_error(self) -> float:
+        """Error of single fitted steps: root mean square of the logarithm of measured over predicted time."""
         return math.sqrt(statistics.mean(math.log(m / p) ** 2 for p, m in self.fitted_to))
 
     @property
-    def sure(self) -> float:
-        """The prediction of a mean step should be off by no more than this share, SURE of the time.
+    def error_bound(self) -> float:
+        """Largest relative error of the predicted mean step, at the level CONFIDENCE.
 
-        It is the prediction interval of one further step, by Student's t. More steps make a mean no surer here: what
-        slows machines down (other programs, a hot day) lasts for many steps, so that their errors are not independent.
+        It is the prediction interval of one further step, by Student's t. Averaging over more steps does not make it
+        smaller: what slows machines down (other programs, a hot day) lasts for many steps, so the errors of steps are
+        not independent.
         """
         n = len(self.fitted_to)
-        return math.expm1(student(SURE, n - 1) * self.step_off * math.sqrt(1 + 1 / n))
+        return math.expm1(student(CONFIDENCE, n - 1) * self.step_error * math.sqrt(1 + 1 / n))
 
 
 def student(level: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t, by its expansion around the normal one.
+    """Two-sided quantile of Student's t, by its expansion around the normal quantile.
 
     >>> [round(student(0.9, n), 2) for n in (3, 5, 10, 1000)]
     [2.31, 2.01, 1.81, 1.65]
@@ -90,93 +100,102 @@ def student(level: float, freedom: int) -> float:
 
 
 def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None, seeds: int = 1) -> Replayed:
-    """Simulates the run of this folder. The simulated event log is left at `log`. With several `seeds`, all but the
+    """Simulate the run in this folder. The simulated event log is written to `log`. With several `seeds`, all but the
     first have workers that are a little faster or slower."""
-    was = record(folder)
-    found = fitted(was, fit)
+    recorded = record(folder)
+    fitting = fitted(recorded, fit)
     predicted, fitted_to = [], list[tuple[float, float]]()
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
         for seed in range(seeds):
-            file = log if log is not None and seed == 0 else Path(place) / "replay.jsonl"
-            events = _simulate(was, found, file, seed)
+            file = log if log is not None and seed == 0 else Path(temporary) / "replay.jsonl"
+            events = _simulate(recorded, fitting, file, seed)
             granule = next(e["granule"] for e in events if e["name"] == "start")
-            steps = zip(event_log.steps_of(events), was.steps[: found.steps], strict=False)
+            steps = zip(event_log.steps_of(events), recorded.steps[: fitting.steps], strict=False)
             fitted_to = fitted_to or [(sim["s"], real["s"]) for sim, real in steps]
-            predicted.append(figures.of(events, skip=found.skip, granule=granule))
+            predicted.append(figures.from_events(events, skip=fitting.skip, granule=granule))
     return Replayed(
-        record=was, fit=fit, fitted=found, predicted=predicted[0], others=tuple(predicted[1:]),
+        record=recorded, fit=fit, fitted=fitting, predicted=predicted[0], others=tuple(predicted[1:]),
         fitted_to=tuple(fitted_to),
-        measured=figures.of(was.events, skip=found.skip),
+        measured=figures.from_events(recorded.events, skip=fitting.skip),
     )  # fmt: skip
 
 
-def _simulate(was: Record, found: Fitted, log: Path, seed: int = 0) -> list[Event]:
-    lengths = Recorded(was)
-    set_s = [was.start_s, *(e["t"] for e in was.steps[: found.skip])]
+def _simulate(recorded: Record, fitting: Fitted, log: Path, seed: int = 0) -> list[Event]:
+    lengths = RecordedLengths(recorded)
+    aligned_s = [recorded.start_s, *(e["t"] for e in recorded.steps[: fitting.skip])]
     fleets: list[ReplayedFleet] = []
 
     def disturb(simulation: run.Simulation) -> None:
-        fleet = ReplayedFleet(simulation, diary(was.lives, set_s), found.services, found.pulls, was.start_s, seed)
+        fleet = ReplayedFleet(
+            simulation,
+            fleet_events(recorded.workers, aligned_s),
+            fitting.services,
+            fitting.pulls,
+            recorded.start_s,
+            seed,
+        )
         fleets.append(fleet)
-        simulation.machines = fleet  # pyright: ignore[reportAttributeAccessIssue]
-        simulation.learner.local = fleet.local
-        simulation.learner.started = lambda started_s: None  # its worker joins when it did, as the others
-        simulation.env = RecordedEnv(was, found.reward_s)
+        simulation.fleet = fleet  # pyright: ignore[reportAttributeAccessIssue]
+        simulation.trainer.local = fleet.local
+        simulation.trainer.on_start = lambda started_s: None  # its worker joins when it did in the run
+        simulation.env = RecordedEnv(recorded, fitting.reward_s)
 
-    def heard(event: Event) -> None:
+    def on_event(event: Event) -> None:
         for fleet in fleets:
-            fleet.heard(event)
+            fleet.on_event(event)
         if (event["kind"], event["name"]) == ("scalar", "eval"):
-            lengths.evaluated()
+            lengths.next_eval()
 
-    run.simulate(world(was, found, lengths), log, sink=heard, disturb=disturb)
+    run.simulate(build_scenario(recorded, fitting, lengths), log, sink=on_event, disturb=disturb)
     return read(log)
 
 
 def table(done: Replayed) -> list[str]:
-    """Lines of text."""
+    """The table as lines of text."""
     many = (done.predicted, *done.others) if done.others else ()
     lines = [f"{'':16}{'predicted':>12}{'measured':>12}{'error':>14}" + (f"   of {len(many)} seeds" if many else "")]
     for name, (p, m, error) in done.rows().items():
         values = [float(getattr(f, name)) for f in many]
-        if name in SHARES:
-            line = f"{SAY[name]:16}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points"
+        if name in SHARE_FIGURES:
+            line = f"{LABELS[name]:16}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points"
             line += f"   {min(values):.1%} to {max(values):.1%}" if values else ""
         else:
-            said = f"{error:+.1%}" if error is not None else "-"
-            line = f"{SAY[name]:16}{p:12,.4g}{m:12,.4g}{said:>14}"
+            error_text = f"{error:+.1%}" if error is not None else "-"
+            line = f"{LABELS[name]:16}{p:12,.4g}{m:12,.4g}{error_text:>14}"
             line += f"   {min(values):,.4g} to {max(values):,.4g}" if values else ""
-            line += f"   ({p / (1 + done.sure):,.4g} to {p * (1 + done.sure):,.4g})" if name in RATES else ""
+            if name in RATE_FIGURES:
+                line += f"   ({p / (1 + done.error_bound):,.4g} to {p * (1 + done.error_bound):,.4g})"
         lines.append(line)
     return lines
 
 
 def notes(done: Replayed) -> list[str]:
-    """What was fitted, to what, and what the simulation does not know."""
+    """What was fitted to which steps, and what the simulation leaves out."""
     f, count = done.fitted, len(done.record.steps)
     first = f"fitted to steps 1 to {f.steps}; figures of steps {f.skip + 1} to {count}"
-    held = "held out" if f.skip >= f.steps else "fitted to as well: not a prediction"
+    held = "held out" if f.skip >= f.steps else "which are also fitted: not a prediction"
     out = [
         f"{first}, {held}",
-        f"how sure: the {len(done.fitted_to)} steps fitted to are off by {done.step_off:.1%} each (root mean square); "
-        f"if machines stay as steady as that, {SURE:.0%} of predictions are off by {done.sure:.0%} at most (brackets)",
+        f"confidence: the {len(done.fitted_to)} fitted steps are off by {done.step_error:.1%} each (root mean square); "
+        f"if machines stay this steady, {CONFIDENCE:.0%} of predictions are off by at most {done.error_bound:.0%} "
+        "(brackets)",
     ]
-    kinds = {life.kind for life in done.record.lives}
+    kinds = {worker.kind for worker in done.record.workers}
     for kind, service in f.services.items():
         times = {k: v for k, v in asdict(service).items() if v and (kind in kinds or k in ("train_s", "update_s"))}
-        said = ", ".join(f"{k} {v:.4g}" for k, v in times.items())
-        out.append(f"{kind if kind in kinds else 'the trainer, without an engine'}: {said}")
+        text = ", ".join(f"{k} {v:.4g}" for k, v in times.items())
+        out.append(f"{kind if kind in kinds else 'the trainer, without an engine'}: {text}")
     if done.others:
         out.append(
             f"of {len(done.others) + 1} seeds: workers up to {JITTER:.0%} faster or slower than fitted, at random"
         )
     if f.skip >= f.steps:
-        out += [f"{what} took {1 + off:.2f} times as long as in the steps fitted to" for what, off in drift(done)]
+        out += [f"{what} took {1 + off:.2f} times as long as in the fitted steps" for what, off in drift(done)]
     return [*out, *f.notes, *done.record.remarks]
 
 
 def drift(done: Replayed) -> list[tuple[str, float]]:
-    """How much slower the machines themselves were in the steps that were held out: no formula can know that."""
+    """How much slower the machines were in the held-out steps. No formula can predict this."""
     f, events, later = done.fitted, done.record.events, done.record.steps[done.fitted.skip :]
     trained = event_log.training(events, [e["step"] for e in later])
     points, now = event_log.speeds(later), event_log.services(later, trained)
@@ -189,17 +208,19 @@ def drift(done: Replayed) -> list[tuple[str, float]]:
     return [(what, off) for what, off in out if abs(off) >= DRIFT]
 
 
-def said(done: Replayed, folder: Path) -> dict[str, Any]:
-    """For JSON."""
+def to_json(done: Replayed, folder: Path) -> dict[str, Any]:
+    """The result as a JSON object."""
     steps = zip(done.predicted.step_s, done.measured.step_s, strict=True)
     return {
         "run": str(folder), "fit": done.fit, "fitted_steps": [1, done.fitted.steps],
         "steps": [
             {"step": n, "predicted_s": p, "measured_s": m} for n, (p, m) in enumerate(steps, done.fitted.skip + 1)
         ],
-        "sure": {"level": SURE, "off": done.sure, "step_off": done.step_off, "steps": len(done.fitted_to)},
+        "sure": {
+            "level": CONFIDENCE, "off": done.error_bound, "step_off": done.step_error, "steps": len(done.fitted_to),
+        },
         "figures": {k: {"predicted": p, "measured": m, "error": e} for k, (p, m, e) in done.rows().items()},
-        "other_seeds": [{k: float(getattr(f, k)) for k in SAY} for f in done.others],
+        "other_seeds": [{k: float(getattr(f, k)) for k in LABELS} for f in done.others],
         "services": {kind: asdict(service) for kind, service in done.fitted.services.items()},
         "pulls": asdict(done.fitted.pulls),
         "notes": notes(done),
@@ -208,25 +229,27 @@ def said(done: Replayed, folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, *, fit: str, out: Path | None, seeds: int = 1) -> None:
     if fit not in FITS:
-        raise WindfallError(f"no fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
+        raise WindfallError(f"unknown fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
     if out is not None:
-        made(out)
+        ensure_folder(out)
     done = replay(folder, fit, out / "replay.jsonl" if out is not None else None, seeds)
     print("\n".join([*table(done), "", *notes(done)]))
     if out is not None:
-        (out / "replay.json").write_text(json.dumps(said(done, folder), indent=1) + "\n", encoding="utf-8")
+        (out / "replay.json").write_text(json.dumps(to_json(done, folder), indent=1) + "\n", encoding="utf-8")
         print(f"written: {out / 'replay.json'}, {out / 'replay.jsonl'}")
 
 
-def beside(rows: Sequence[tuple[str, Replayed]]) -> list[str]:
-    """Several runs, a line each."""
+def summary(rows: Sequence[tuple[str, Replayed]]) -> list[str]:
+    """A table of several replayed runs, one line each."""
     names = ("tok_per_s", "step_mean_s", "tok_per_usd")
-    head = "".join(f"{SAY[n]:>32}" for n in names) + "".join(f"{SAY[n]:>20}" for n in ("trainer_idle", "workers_idle"))
+    head = "".join(f"{LABELS[n]:>32}" for n in names) + "".join(
+        f"{LABELS[n]:>20}" for n in ("trainer_idle", "workers_idle")
+    )
     lines = [f"{'':20}{head}", f"{'':20}" + f"{'predicted, measured':>32}" * 3 + f"{'pred., measured':>20}" * 2]
     for name, done in rows:
-        found = done.rows()
-        cells = [f"{p:,.4g} {m:,.4g} ({e:+.1%})" for p, m, e in (found[n] for n in names) if e is not None]
+        values = done.rows()
+        cells = [f"{p:,.4g} {m:,.4g} ({e:+.1%})" for p, m, e in (values[n] for n in names) if e is not None]
         cells = [f"{c:>32}" for c in cells]
-        cells += [f"{f'{found[n][0]:.0%} {found[n][1]:.0%}':>20}" for n in ("trainer_idle", "workers_idle")]
+        cells += [f"{f'{values[n][0]:.0%} {values[n][1]:.0%}':>20}" for n in ("trainer_idle", "workers_idle")]
         lines.append(f"{name:20}" + "".join(cells))
     return lines

@@ -1,8 +1,8 @@
-"""The workers of a recorded run, simulated: each joins when it did, is ready when it was, and meets what it met.
+"""The workers of a recorded run, simulated: each one joins, becomes ready and has its incidents when it did in the run.
 
-Until the steps that are to be predicted begin, the clock is set at the end of every step: what happened so long after
-it happens so long after it here, too. From there on it runs free, and a simulation that is too fast or too slow meets
-every change of the fleet at another place of its work, as a prediction must.
+Until the predicted steps begin, the clock is aligned at the end of every step: an event happens as long after the end
+of that step as in the run. From then on the clock runs freely. A simulation that is too fast or too slow then meets
+every change of the fleet at another point of its work, as a prediction must.
 """
 
 from __future__ import annotations
@@ -18,124 +18,125 @@ from windfall.sim.core.run import Simulation
 from windfall.sim.core.service import Service, uniform
 from windfall.sim.machines.fleet import Stay
 from windfall.sim.machines.network import Network
-from windfall.sim.machines.worker import Kit, SimWorker
-from windfall.sim.replay.log import Deed, RecordedWorker
+from windfall.sim.machines.worker import SimWorker, WorkerSpec
+from windfall.sim.replay.log import Incident, RecordedWorker
 from windfall.types import LOCAL
 
 JITTER = 0.02
+"""Largest relative change of a worker's speed for seeds other than 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
-    """One entry of the fleet's diary."""
+class FleetEvent:
+    """A worker joins, or something happens to it."""
 
     after_s: float
-    """Since the clock was last set."""
-    life: RecordedWorker
-    deed: Deed | None
-    """None: it joins."""
+    """Seconds since the clock was last aligned."""
+    record: RecordedWorker
+    incident: Incident | None
+    """None: the worker joins."""
 
 
-def diary(lives: Sequence[RecordedWorker], set_s: Sequence[float]) -> list[list[Item]]:
-    """What happens after each of the moments at which the clock is set; what came before the first happens at it."""
-    moments = [(life.joined_s, life, None) for life in lives]
-    moments += [(deed.at_s, life, deed) for life in lives for deed in life.deeds]
-    out: list[list[Item]] = [[] for _ in set_s]
-    for at_s, life, deed in sorted(moments, key=lambda row: row[0]):
-        n = max([k for k, s in enumerate(set_s) if s <= at_s], default=0)
-        out[n].append(Item(after_s=max(0.0, at_s - set_s[n]), life=life, deed=deed))
+def fleet_events(workers: Sequence[RecordedWorker], aligned_s: Sequence[float]) -> list[list[FleetEvent]]:
+    """The events after each moment at which the clock is aligned. Earlier events happen at the first such moment."""
+    events = [(worker.joined_s, worker, None) for worker in workers]
+    events += [(incident.at_s, worker, incident) for worker in workers for incident in worker.incidents]
+    out: list[list[FleetEvent]] = [[] for _ in aligned_s]
+    for at_s, worker, incident in sorted(events, key=lambda row: row[0]):
+        n = max([k for k, s in enumerate(aligned_s) if s <= at_s], default=0)
+        out[n].append(FleetEvent(after_s=max(0.0, at_s - aligned_s[n]), record=worker, incident=incident))
     return out
 
 
 class ReplayedFleet:
-    """Stands where a simulation has its Machines."""
+    """Takes the place of a simulation's SimFleet."""
 
     def __init__(
-        self, simulation: Simulation, items: Sequence[Sequence[Item]], services: Mapping[str, Service],
+        self, simulation: Simulation, events: Sequence[Sequence[FleetEvent]], services: Mapping[str, Service],
         pulls: Pulls, start_s: float, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`seed`: 0 for workers as fitted, any other for some that are a little faster or slower."""
-        self._sim, self._items, self._services, self._pulls = simulation, items, services, pulls
+        """`seed`: with 0, workers are as fitted; with any other, they are a little faster or slower."""
+        self._simulation, self._events, self._services, self._pulls = simulation, events, services, pulls
         self._start_s, self._seed = start_s, seed
         self._network = Network(pulls.egress_per_s)
-        self._ended = [asyncio.Event() for _ in range(len(items) + 1)]
-        """By number: the step is over."""
-        self._ended[0].set()
+        self._step_ended = [asyncio.Event() for _ in range(len(events) + 1)]
+        """Set when the step with this number has ended."""
+        self._step_ended[0].set()
         self.workers: dict[str, SimWorker] = {}
-        """By the name that it joined under; of several, the last."""
-        self._of: dict[int, SimWorker] = {}
+        """The latest worker with each name."""
+        self._workers_by_record: dict[int, SimWorker] = {}
         self.stays: list[Stay] = []
 
     def local(self) -> SimWorker | None:
         found = self.workers.get(LOCAL)
-        return None if found is None or found.over else found
+        return None if found is None or found.finished else found
 
-    def follow(self, said: dict[str, Any]) -> None:
-        """Workers come and go as they did, whatever was advised."""
+    def follow(self, snapshot: dict[str, Any]) -> None:
+        """Ignore advice: workers come and go as they did in the run."""
 
-    def heard(self, event: Event) -> None:
-        """Every event of the simulation."""
-        if (event["kind"], event["name"]) == ("scalar", "step") and event["step"] < len(self._ended):
-            self._ended[event["step"]].set()
+    def on_event(self, event: Event) -> None:
+        """Called with every event of the simulation."""
+        if (event["kind"], event["name"]) == ("scalar", "step") and event["step"] < len(self._step_ended):
+            self._step_ended[event["step"]].set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        for n, items in enumerate(self._items):
-            await self._ended[n].wait()
-            set_s, last = loop.time(), n + 1 == len(self._items)
-            for item in items:
-                left_s = set_s + item.after_s - loop.time()
+        for n, events in enumerate(self._events):
+            await self._step_ended[n].wait()
+            aligned_s, last = loop.time(), n + 1 == len(self._events)
+            for event in events:
+                left_s = aligned_s + event.after_s - loop.time()
                 if left_s > 0 and last:
                     await asyncio.sleep(left_s)
                 elif left_s > 0:
-                    await _either(self._ended[n + 1], left_s)
-                self._do(item)
+                    await _wait_at_most(self._step_ended[n + 1], left_s)
+                self._apply(event)
         await asyncio.Event().wait()
 
-    def _do(self, item: Item) -> None:
-        if item.deed is None:
-            self._join(item.life)
+    def _apply(self, event: FleetEvent) -> None:
+        if event.incident is None:
+            self._join(event.record)
             return
-        worker, deed = self._of[id(item.life)], item.deed
-        match deed.what:
+        worker, incident = self._workers_by_record[id(event.record)], event.incident
+        match incident.what:
             case "frozen":
                 worker.freeze()
             case "thawed":
                 worker.thaw()
             case "warned":
-                worker.warn(deed.source, deed.left_s if deed.left_s is not None else 0.0)
+                worker.warn(incident.source, incident.left_s if incident.left_s is not None else 0.0)
             case "drained":
-                self._drain(item.life.name)
+                self._drain(event.record.name)
             case _:
                 worker.kill()
 
-    def _service(self, life: RecordedWorker) -> Service:
-        fitted = self._services[life.kind]
-        draw = 2 * uniform(f"{self._seed}/{life.name}/{life.joined_s}") - 1
+    def _service(self, record: RecordedWorker) -> Service:
+        fitted = self._services[record.kind]
+        draw = 2 * uniform(f"{self._seed}/{record.name}/{record.joined_s}") - 1
         return fitted.slower(1 + JITTER * draw) if self._seed else fitted
 
     def _drain(self, name: str) -> None:
-        for member in list(self._sim.dispatch.members.here()):
+        for member in list(self._simulation.dispatch.members.here()):
             if member.name == name:
-                self._sim.dispatch.drain(member.id, "as in the log")
+                self._simulation.dispatch.drain(member.id, "drained in the recorded run")
 
-    def _join(self, life: RecordedWorker) -> None:
-        now, s = asyncio.get_running_loop().time(), self._sim.world.real
-        local = life.name == LOCAL
-        waited_s = max(0.0, self._start_s - life.joined_s)  # for the run to begin, which is not simulated
-        kit = Kit(
-            name=life.name, lease=life.lease, service=self._service(life), slots=life.slots,
+    def _join(self, record: RecordedWorker) -> None:
+        now, recipe = asyncio.get_running_loop().time(), self._simulation.scenario.real
+        local = record.name == LOCAL
+        waited_s = max(0.0, self._start_s - record.joined_s)  # for the run to start, which is not simulated
+        spec = WorkerSpec(
+            name=record.name, lease=record.lease, service=self._service(record), slots=record.slots,
             network=None if local else self._network, weights_bytes=self._pulls.size_bytes,
             ingress_per_s=self._pulls.ingress_per_s,
-            heartbeat_s=s.fleet.heartbeat_s, latency_s=0.0 if local else s.sim.latency_s,
-            quantum_s=self._sim.world.quantum_s, build_s=max(0.0, life.ready_s - waited_s),
+            heartbeat_s=recipe.fleet.heartbeat_s, latency_s=0.0 if local else recipe.sim.latency_s,
+            quantum_s=self._simulation.scenario.quantum_s, build_s=max(0.0, record.ready_s - waited_s),
         )  # fmt: skip
-        worker = SimWorker(kit, self._sim.book, self._sim.attend, started_s=now - life.age_s)
-        self.workers[life.name] = self._of[id(life)] = worker
+        worker = SimWorker(spec, self._simulation.token_schedule, self._simulation.attend, started_s=now - record.age_s)
+        self.workers[record.name] = self._workers_by_record[id(record)] = worker
         worker.dial()
 
 
-async def _either(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

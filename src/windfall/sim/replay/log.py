@@ -1,8 +1,9 @@
-"""What the folder of a run knows of that run: enough to simulate it again. Pure but for reading its files.
+"""Reads the folder of a run into a record: everything that is needed to simulate the run again. Pure except for reading
+files.
 
-A run that died is as good as one that was finished: what counts are the steps that it completed. Times are those of the
-wall clock, which the processes of a run share. A worker that was silent stood still from its last word on; one that was
-lost is gone when the controller knew of it.
+A run that died can be replayed like one that finished, because only its completed steps count. Times are wall-clock
+times, which all processes of a run share. A worker that became silent counts as frozen since its last message. A lost
+worker counts as killed at the moment the controller noticed.
 """
 
 from __future__ import annotations
@@ -19,39 +20,41 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event, Foreign, read
 from windfall.types import LOCAL, Lease
 
-FEWEST = 2
-"""Completed steps without which there is nothing to compare."""
-OVER = "the run is over"
+MIN_STEPS = 2
+"""Fewest completed steps that can be compared."""
+RUN_IS_OVER = "the run is over"
+"""Part of the reason in `worker_left` events at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Deed:
+class Incident:
     """Something that happened to a worker."""
 
     at_s: float
     what: str
-    """frozen, thawed, warned, drained or killed."""
+    """"frozen", "thawed", "warned", "drained" or "killed"."""
     left_s: float | None = None
+    """Notice in seconds, if it was warned."""
     source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedWorker:
-    """A worker from its joining on."""
+    """One worker from the moment it joined."""
 
     name: str
     lease: Lease
     joined_s: float
     age_s: float
-    """Of its process then."""
+    """Age of its process at that moment, in seconds."""
     ready_s: float
-    """From joining until it held the weights for the first time; inf: it never did."""
+    """Seconds from joining until it first held weights. inf: it never did."""
     slots: int
-    deeds: tuple[Deed, ...] = ()
+    incidents: tuple[Incident, ...] = ()
 
     @property
     def kind(self) -> str:
-        """As in the log's `speeds`."""
+        """The kind of worker, as in the log's `speeds`."""
         return LOCAL if self.name == LOCAL else prices.kind(self.lease)
 
 
@@ -60,54 +63,57 @@ class Record:
     recipe: Recipe
     events: Sequence[Event]
     start_s: float
-    """When the loop of the run began."""
+    """When the first step began (wall clock, seconds)."""
     steps: Sequence[Event]
-    lives: tuple[RecordedWorker, ...]
+    workers: tuple[RecordedWorker, ...]
     lengths: dict[int, Sequence[int]]
-    """By task."""
+    """Response lengths of each task."""
     replaced: frozenset[int]
+    """Tasks whose group was replaced by dynamic sampling."""
     evals: tuple[Sequence[int], ...]
+    """Response lengths of each evaluation."""
     micro_tokens: int
     remarks: tuple[str, ...]
-    """What happened that no simulation knows of."""
+    """Events of the run that are not simulated."""
 
 
 def record(folder: Path) -> Record:
-    """Of the run in this folder."""
-    log, said = folder / "events.jsonl", folder / "recipe.toml"
-    fix = "Give the folder of a run: it has events.jsonl and recipe.toml."
-    for file in (log, said):
+    """Read the record of the run in this folder."""
+    log, recipe_file = folder / "events.jsonl", folder / "recipe.toml"
+    fix = "Give the folder of a run, with events.jsonl and recipe.toml."
+    for file in (log, recipe_file):
         if not file.is_file():
-            raise WindfallError(f"no {file.name} in it", where=str(folder), fix=fix)
-    recipe, foreign = config.load(said), Foreign()
+            raise WindfallError(f"no {file.name} in this folder", where=str(folder), fix=fix)
+    recipe, foreign = config.load(recipe_file), Foreign()
     try:
-        found = _record(recipe, read(log, foreign=foreign), str(folder))
-        skipped = (f"{foreign.lines} lines of its log are not windfall's and were skipped",) if foreign.lines else ()
-        return replace(found, remarks=(*found.remarks, *skipped))
+        parsed = _record(recipe, read(log, foreign=foreign), str(folder))
+        skipped = (f"{foreign.lines} lines of the log are not from windfall and were skipped",) if foreign.lines else ()
+        return replace(parsed, remarks=(*parsed.remarks, *skipped))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        what = f"its log lacks what a simulation needs: {type(e).__name__}: {e}"
-        raise WindfallError(what, where=str(log), fix="Was it written by an older windfall? Run it again.") from e
+        what = f"the log lacks what a simulation needs: {type(e).__name__}: {e}"
+        raise WindfallError(what, where=str(log), fix="It may be from an older windfall. Run it again.") from e
 
 
 def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
     steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
-    if len(steps) < FEWEST:
-        fix = f"A replay needs at least {FEWEST}, a prediction more: let it run for longer."
-        raise WindfallError(f"it completed {len(steps)} steps", where=where, fix=fix)
+    if len(steps) < MIN_STEPS:
+        fix = f"A replay needs at least {MIN_STEPS} steps, and a prediction more. Let the run continue."
+        raise WindfallError(f"the run completed {len(steps)} steps", where=where, fix=fix)
     if "lengths" not in steps[0] or [e["step"] for e in steps] != list(range(1, len(steps) + 1)):
-        what = "its log has no lengths of responses" if "lengths" not in steps[0] else "its log lacks steps"
-        raise WindfallError(what, where=where, fix="Was it written by an older windfall? Run it again.")
+        what = "the log has no response lengths" if "lengths" not in steps[0] else "the log lacks steps"
+        raise WindfallError(what, where=where, fix="It may be from an older windfall. Run it again.")
     began = next((e for e in events if e["name"] == "start"), {})
     if began.get("granule", 1) != 1:
-        raise WindfallError("a simulated run in granules", where=where, fix="Simulate it with sim.granule = 1.")
+        raise WindfallError("this run was simulated in granules", where=where, fix="Simulate it with sim.granule = 1.")
     lengths, first = {}, 0
     for e in steps:
         lengths |= {first + n: row for n, row in enumerate(e["lengths"])}
         first += e["drawn"]
     start_s = next((e["t"] for e in events if e["name"] == "trainer_ready"), began.get("t", steps[0]["t"]))
     return Record(
-        recipe=recipe, events=events, start_s=start_s, steps=steps, lives=lives(events, recipe.fleet.suspect_s),
-        lengths=lengths, replaced=frozenset(task for e in steps for task in e["replaced"]),
+        recipe=recipe, events=events, start_s=start_s, steps=steps,
+        workers=recorded_workers(events, recipe.fleet.suspect_s), lengths=lengths,
+        replaced=frozenset(task for e in steps for task in e["replaced"]),
         evals=tuple(e["lengths"] for e in events if (e["kind"], e["name"]) == ("scalar", "eval")),
         micro_tokens=recipe.train.micro_tokens or began.get("micro_tokens", 0), remarks=tuple(_remarks(events)),
     )  # fmt: skip
@@ -115,61 +121,61 @@ def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
 
 def _remarks(events: Sequence[Event]) -> list[str]:
     out = []
-    for name, said in (("trainer_lost", "the trainer was lost"), ("resumed", "the run was resumed")):
+    for name, text in (("trainer_lost", "the trainer was lost"), ("resumed", "the run was resumed")):
         times = sum(e["name"] == name for e in events)
         if times:
-            out.append(f"{said} {times} times: in a replay it never is")
+            out.append(f"{text} {times} times; a replay does not simulate this")
     return out
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Worker:
     id: str
     joined: Event
     ready: Event | None = None
-    deeds: list[Deed] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
 
-    def life(self) -> RecordedWorker:
+    def recorded(self) -> RecordedWorker:
         e, ready = self.joined, self.ready
         lease = Lease(kind=e["lease"], device=e["device"], price_usd_per_h=e["usd_per_h"] or 0.0)
         return RecordedWorker(
             name=self.id.partition("#")[0], lease=lease, joined_s=e["t"], age_s=e["age_s"],
             ready_s=ready["t"] - e["t"] if ready else math.inf, slots=ready["slots"] if ready else 1,
-            deeds=tuple(self.deeds),
+            incidents=tuple(self.incidents),
         )  # fmt: skip
 
 
-def lives(events: Sequence[Event], suspect_s: float) -> tuple[RecordedWorker, ...]:
-    """Every worker that joined, in this order, and what became of it. One that is still there at the end stays; one
-    that joins again under the same id does so because the controller was killed, and with it its link."""
-    found: list[_Seen] = []
-    here: dict[str, _Seen] = {}
+def recorded_workers(events: Sequence[Event], suspect_s: float) -> tuple[RecordedWorker, ...]:
+    """Every worker in the order of joining, with its incidents. A worker that is present at the end of the log stays. A
+    worker that joins again under the same id lost its link because the controller was killed."""
+    joined: list[_Worker] = []
+    present: dict[str, _Worker] = {}
     for e in events:
         if e["name"] == "worker_joined":
-            if e["worker"] in here:
-                here[e["worker"]].deeds.append(Deed(at_s=e["t"], what="killed"))
-            here[e["worker"]] = _Seen(e["worker"], e)
-            found.append(here[e["worker"]])
-        elif e.get("worker") in here:
-            _note(here[e["worker"]], e, suspect_s)
+            if e["worker"] in present:
+                present[e["worker"]].incidents.append(Incident(at_s=e["t"], what="killed"))
+            present[e["worker"]] = _Worker(e["worker"], e)
+            joined.append(present[e["worker"]])
+        elif e.get("worker") in present:
+            _add_incident(present[e["worker"]], e, suspect_s)
             if e["name"] in ("worker_lost", "worker_left"):
-                del here[e["worker"]]
-    return tuple(seen.life() for seen in found)
+                del present[e["worker"]]
+    return tuple(worker.recorded() for worker in joined)
 
 
-def _note(seen: _Seen, e: Event, suspect_s: float) -> None:
+def _add_incident(worker: _Worker, e: Event, suspect_s: float) -> None:
     match e["name"]:
         case "worker_ready":
-            seen.ready = seen.ready or e
+            worker.ready = worker.ready or e
         case "worker_suspect":
-            seen.deeds.append(Deed(at_s=max(seen.joined["t"], e["t"] - suspect_s), what="frozen"))
+            worker.incidents.append(Incident(at_s=max(worker.joined["t"], e["t"] - suspect_s), what="frozen"))
         case "worker_well":
-            seen.deeds.append(Deed(at_s=e["t"], what="thawed"))
+            worker.incidents.append(Incident(at_s=e["t"], what="thawed"))
         case "worker_warned":
-            seen.deeds.append(Deed(at_s=e["t"], what="warned", left_s=e["left_s"], source=e["source"]))
+            worker.incidents.append(Incident(at_s=e["t"], what="warned", left_s=e["left_s"], source=e["source"]))
         case "worker_lost":
-            seen.deeds.append(Deed(at_s=e["t"], what="killed"))
-        case "worker_left" if OVER not in e["why"]:
-            seen.deeds.append(Deed(at_s=e["t"], what="drained"))
+            worker.incidents.append(Incident(at_s=e["t"], what="killed"))
+        case "worker_left" if RUN_IS_OVER not in e["why"]:
+            worker.incidents.append(Incident(at_s=e["t"], what="drained"))
         case _:
             pass

@@ -1,4 +1,4 @@
-"""`windfall sim`: a recipe and its variants simulated, with a progress bar, a table and files."""
+"""`windfall sim`: simulates a recipe and its variants, with a progress bar, a table and files."""
 
 from __future__ import annotations
 
@@ -12,47 +12,58 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from windfall.config import Recipe
+from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.sim.report import compare, variants
 
 
 def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: bool = False) -> None:
     console = Console()
-    asked = variants.names(names)
-    with _folder(out) as folder, _bar(console, recipe, len(asked) * seeds, quiet) as progress:
-        done = compare.compare(recipe, asked, seeds, folder, progress)
+    chosen = variants.names(names)
+    with _folder(out) as folder, _bar(console, recipe, len(chosen) * seeds, quiet) as progress:
+        done = compare.compare(recipe, chosen, seeds, folder, progress)
     rows = done.rows
     for row in rows:
-        print(f"{row.name:16}{variants.SAY[row.name]}")
+        print(f"{row.name:16}{variants.DESCRIPTIONS[row.name]}")
     print("\n".join(["", *compare.table(rows), "", *compare.spreads(rows)]))
-    for name, why in done.without.items():
-        print(f"no figures of {name}: {'. '.join(str(why).splitlines())}")
+    for name, error in done.failed.items():
+        print(f"no figures of {name}: {_one_line(error)}")
     for row in rows:
-        for said in row.runs[0].advice:
-            print(f"advice, {row.name}: {said}")
+        for advice in row.runs[0].advice:
+            print(f"advice, {row.name}: {advice}")
     virtual_s, wall_s = sum(f.whole_s for r in rows for f in r.runs), sum(r.wall_s for r in rows)
     print(
-        f"{virtual_s:,.0f} virtual s in {wall_s:.1f} s, {seeds} seed{'s' if seeds > 1 else ''}; means over seeds, of "
-        f"steps after the first {recipe.sim.skip_steps}; from, to: single steps; idle, lost: shares of time paid for"
+        f"{virtual_s:,.0f} virtual s in {wall_s:.1f} s, {seeds} seed{'s' if seeds > 1 else ''}. Values are means over "
+        f"seeds of the steps after the first {recipe.sim.skip_steps}; from, to: range of single steps; idle, lost: "
+        "shares of the time paid for"
     )
     if out is not None:
-        title = f"{recipe.run.name}, {rows[-1].name}: workers (blue) and tok/s of each step (red)"
-        for path in compare.write(rows, done.moments, out, title):
+        for path in compare.write(rows, out):
             print(f"written: {path}")
+        try:
+            title = f"{recipe.run.name}, {rows[-1].name}: workers (blue) and tok/s of each step (red)"
+            print(f"written: {compare.plot(done, out, title)}")
+        except WindfallError as e:  # the figures themselves are complete without a plot
+            print(f"no figures.svg: {_one_line(e)}")
+
+
+def _one_line(error: WindfallError) -> str:
+    return ". ".join(str(error).splitlines())
 
 
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
     if out is not None:
-        yield compare.made(out)
+        yield compare.ensure_folder(out)
         return
-    with tempfile.TemporaryDirectory() as place:
-        yield Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)
 
 
 @contextmanager
 def _bar(console: Console, recipe: Recipe, runs: int, quiet: bool) -> Iterator[compare.Progress | None]:
-    """Virtual time beside wall time; a step is a unit."""
+    """A progress bar that shows virtual time beside wall time. Progress is counted in steps, or in virtual seconds if
+    these are limited."""
     if quiet or not console.is_terminal:
         yield None
         return
@@ -60,21 +71,21 @@ def _bar(console: Console, recipe: Recipe, runs: int, quiet: bool) -> Iterator[c
     with Progress(*columns, console=console, transient=True) as bar:
         limit_s = recipe.sim.seconds
         task = bar.add_task("", total=runs * (limit_s or recipe.run.steps), virtual="")
-        told = 0.0
+        updated = 0.0
         began: dict[tuple[str, int], float] = {}
         done: dict[tuple[str, int], float] = {}
 
-        def heard(name: str, seed: int, event: Event) -> None:
-            nonlocal told
+        def on_event(name: str, seed: int, event: Event) -> None:
+            nonlocal updated
             done[name, seed] = event["m"] if limit_s else max(done.get((name, seed), 0), event.get("step", 0))
             now = time.perf_counter()
             began.setdefault((name, seed), now)
-            if now - told > 0.1:
-                told = now
+            if now - updated > 0.1:
+                updated = now
                 rate = event["m"] / max(1e-3, now - began[name, seed])
                 bar.update(
                     task, completed=sum(done.values()), description=f"{name}, seed {seed}",
-                    virtual=f"{event['m']:,.0f} virtual s, {rate:,.0f} times as fast",
+                    virtual=f"{event['m']:,.0f} virtual s, {rate:,.0f} times real time",
                 )  # fmt: skip
 
-        yield heard
+        yield on_event

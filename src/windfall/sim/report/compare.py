@@ -1,4 +1,4 @@
-"""Variants of a recipe over several seeds, one after the other: what each came to, as rows, a table, JSON, CSV, SVG."""
+"""Simulates variants of a recipe over several seeds and reports the results as rows, a table, JSON, CSV and SVG."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.sim.core import run
 from windfall.sim.core.scenario import Scenario, build
-from windfall.sim.report import svg, variants
+from windfall.sim.report import plots, variants
 from windfall.sim.report.figures import Figures, Moment, Spread, figures, spread, timeline
 
 SPREADS = (
@@ -26,66 +26,66 @@ SPREADS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VariantResult:
-    """One variant over all seeds."""
+    """The results of one variant over all seeds."""
 
     name: str
     runs: tuple[Figures, ...]
     spreads: dict[str, Spread]
     wall_s: float
     steps_s: Spread
-    """Of single steps, over all seeds."""
+    """Seconds of single steps, over all seeds."""
 
 
 Progress = Callable[[str, int, Event], None]
-"""Variant, seed, and what has just happened in it."""
+"""Called with the variant, the seed, and every event of its simulation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
+class Comparison:
     rows: tuple[VariantResult, ...]
     moments: tuple[Moment, ...]
     """The timeline of the last row's first seed."""
-    without: dict[str, WindfallError]
-    """Variants that have no figures, and why. With one seed that failed, a variant has none: its mean would be over
-    other seeds than those beside it."""
+    failed: dict[str, WindfallError]
+    """Variants without figures, and why. A variant with one failed seed has no figures, because its mean would be over
+    other seeds than the means of the other variants."""
 
 
 def compare(
     recipe: Recipe, names: Sequence[str], seeds: int, folder: Path, progress: Progress | None = None
-) -> Compared:
-    """Simulates every variant with every seed. Logs are left in `folder`. A variant that fails does not take the others
-    with it; if all of them fail, the first error is raised."""
+) -> Comparison:
+    """Simulate every variant with every seed. Event logs stay in `folder`. A variant that fails does not stop the
+    others; if all fail, the first error is raised."""
     rows: list[VariantResult] = []
     moments: list[Moment] = []
-    without: dict[str, WindfallError] = {}
+    failed: dict[str, WindfallError] = {}
     for name in names:
-        began, found, seen = time.perf_counter(), list[Figures](), list[Moment]()
+        began, runs, first_timeline = time.perf_counter(), list[Figures](), list[Moment]()
         try:
-            for world in [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)]:
-                log = folder / f"{name}-{world.real.run.seed}.jsonl"
-                found.append(_one(world, log, name, progress))
-                seen = seen or timeline(log, world.granule)
+            for scenario in [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)]:
+                log = folder / f"{name}-{scenario.real.run.seed}.jsonl"
+                runs.append(_simulate(scenario, log, name, progress))
+                first_timeline = first_timeline or timeline(log, scenario.granule)
         except WindfallError as e:
-            without[name] = e
+            failed[name] = e
             continue
-        moments = seen
-        rows.append(_row(name, found, time.perf_counter() - began))
+        moments = first_timeline
+        rows.append(_row(name, runs, time.perf_counter() - began))
     if not rows:
-        raise next(iter(without.values()))
-    return Compared(rows=tuple(rows), moments=tuple(moments), without=without)
+        raise next(iter(failed.values()))
+    return Comparison(rows=tuple(rows), moments=tuple(moments), failed=failed)
 
 
-def _one(world: Scenario, log: Path, name: str, progress: Progress | None) -> Figures:
-    seed = world.real.run.seed
-    done = run.simulate(world, log, sink=(lambda event: progress(name, seed, event)) if progress else None)
-    return figures(log, world, done.stays)
+def _simulate(scenario: Scenario, log: Path, name: str, progress: Progress | None) -> Figures:
+    seed = scenario.real.run.seed
+    done = run.simulate(scenario, log, sink=(lambda event: progress(name, seed, event)) if progress else None)
+    return figures(log, scenario, done.stays)
 
 
-def _row(name: str, found: Sequence[Figures], wall_s: float) -> VariantResult:
-    rows = [f.row() for f in found]
+def _row(name: str, runs: Sequence[Figures], wall_s: float) -> VariantResult:
+    rows = [f.row() for f in runs]
     return VariantResult(
-        name=name, runs=tuple(found), spreads={key: spread([r[key] for r in rows]) for key in SPREADS}, wall_s=wall_s,
-        steps_s=spread([s for f in found for s in f.step_s]),
+        name=name, runs=tuple(runs), spreads={key: spread([r[key] for r in rows]) for key in SPREADS}, wall_s=wall_s,
+        steps_s=spread([s for f in runs for s in f.step_s]),
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ COLUMNS = (
 
 
 def table(rows: Sequence[VariantResult]) -> list[str]:
-    """Lines of text, whatever the width of a terminal. Ratios are to the first row."""
+    """The table as lines of text, independent of the terminal width. Ratios (x) are to the first row."""
     base = rows[0].spreads
     lines = [f"{'':16}{'':61}{'trainer':>9}{'workers':>9}"]
     lines.append(f"{'variant':16}" + "".join(f"{head:>{width}}" for head, width in COLUMNS))
@@ -115,7 +115,7 @@ def table(rows: Sequence[VariantResult]) -> list[str]:
 
 
 def spreads(rows: Sequence[VariantResult]) -> list[str]:
-    """How far apart the seeds are."""
+    """The range over the seeds, one line per variant."""
     return [
         f"{row.name}: tok/s {row.spreads['tok_per_s']}, tok/$ {row.spreads['tok_per_usd']}"
         for row in rows
@@ -123,20 +123,20 @@ def spreads(rows: Sequence[VariantResult]) -> list[str]:
     ]
 
 
-def made(folder: Path) -> Path:
-    """The folder, there."""
+def ensure_folder(folder: Path) -> Path:
+    """Create the folder if it does not exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        what = f"cannot write there: {e.strerror}"
-        raise WindfallError(what, where=f"--out {folder}", fix="Name a folder, there or new.") from e
+        what = f"cannot create the folder: {e.strerror}"
+        raise WindfallError(what, where=f"--out {folder}", fix="Name an existing or a new folder.") from e
     return folder
 
 
-def write(rows: Sequence[VariantResult], moments: Sequence[Moment], folder: Path, title: str) -> list[Path]:
-    """figures.json, figures.csv and figures.svg."""
-    made(folder)
-    said = {
+def write(rows: Sequence[VariantResult], folder: Path) -> list[Path]:
+    """Write figures.json and figures.csv."""
+    ensure_folder(folder)
+    results = {
         row.name: {
             "wall_s": row.wall_s, "step_s": asdict(row.steps_s),
             "spreads": {k: asdict(v) for k, v in row.spreads.items()}, "runs": [f.row() for f in row.runs],
@@ -149,15 +149,19 @@ def write(rows: Sequence[VariantResult], moments: Sequence[Moment], folder: Path
     for row in rows:
         cells = [row.spreads[key] for key in SPREADS]
         sheet.writerow([row.name, *(v for s in cells for v in (s.mean, s.least, s.most))])
-    dots = [
-        svg.Dot(name=r.name, tok_per_s=r.spreads["tok_per_s"].mean, usd_per_million=1e6 / r.spreads["tok_per_usd"].mean)
-        for r in rows
-        if r.spreads["tok_per_usd"].mean
-    ]
-    contents = {
-        "figures.json": json.dumps(said, indent=1) + "\n", "figures.csv": lines.getvalue(),
-        "figures.svg": svg.page(moments, dots, title),
-    }  # fmt: skip
+    contents = {"figures.json": json.dumps(results, indent=1) + "\n", "figures.csv": lines.getvalue()}
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")
     return [folder / name for name in contents]
+
+
+def plot(comparison: Comparison, folder: Path, title: str) -> Path:
+    """Draw figures.svg."""
+    dots = [
+        plots.Dot(name=row.name, tok_per_s=row.spreads["tok_per_s"].mean, usd_per_million=1e6 / tok_per_usd)
+        for row in comparison.rows
+        if (tok_per_usd := row.spreads["tok_per_usd"].mean)
+    ]
+    path = folder / "figures.svg"
+    plots.draw(comparison.moments, dots, title, path)
+    return path

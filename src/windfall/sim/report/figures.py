@@ -1,6 +1,6 @@
-"""What a run came to, from its event log: of a real one (`of`), or of a simulated one, with what no log knows, the
-machines' stays (`figures`). Pure but for reading the log. All figures are in real tokens, of the steps after the first
-few.
+"""The figures of a run, from its event log: of a real run (`from_events`), or of a simulated one, which also knows when
+each machine was paid for (`figures`). Pure except for reading the log. All figures are in real tokens and cover the
+steps after the first few.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ LOST: tuple[Bucket, ...] = ("booting", "pulling", "prefill_again", "lost", "drai
 class Figures:
     steps: int
     virtual_s: float
-    """Of those steps."""
+    """Seconds of these steps."""
     whole_s: float
-    """Of the whole simulation."""
+    """Seconds of the whole run."""
     tok_per_s: float
     tok_per_usd: float
-    """0: no price is known."""
+    """Tokens per dollar. 0: no price is known."""
     usd: float
-    """At least this much, where a price is unknown."""
+    """Cost in dollars. A lower bound if a price is unknown."""
     unpriced_s: float
     step_s: tuple[float, ...]
     trainer_idle: float
     workers_there: float
-    """On average."""
+    """Average number of workers."""
     workers_idle: float
-    """Of what they were paid for."""
+    """Share of the workers' paid time."""
     workers_lost: float
-    """Booting, pulling, prefill again, work that nobody got."""
+    """Share of the workers' paid time spent on booting, pulling, repeated prefill, draining and lost work."""
     killed: int
     moved: int
     again: float
-    """Tokens made again, as a share of all."""
+    """Tokens generated again, as a share of all tokens."""
     unjoined_s: float
-    """Machines that were taken before their workers had dialled in: no bill knows of them."""
+    """Seconds of machines that were preempted before their workers dialed in. They are in no bill."""
     advice: tuple[str, ...]
-    """The last, of each kind of worker."""
+    """The last advice for each kind of worker."""
 
     @property
     def step_spread_s(self) -> float:
-        """The standard deviation of single steps."""
+        """Standard deviation of the step times, in seconds."""
         return statistics.pstdev(self.step_s)
 
     @property
@@ -67,27 +67,27 @@ class Figures:
         return {**asdict(self), "step_mean_s": self.step_mean_s}
 
 
-def figures(log: Path, world: Scenario, stays: Sequence[Stay]) -> Figures:
-    """Of a simulated run."""
+def figures(log: Path, scenario: Scenario, stays: Sequence[Stay]) -> Figures:
+    """The figures of a simulated run."""
     events = read(log)
-    skip = world.real.sim.skip_steps
+    skip = scenario.real.sim.skip_steps
     steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
     if len(steps) <= skip:
         fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
-        raise WindfallError(f"{len(steps)} steps were made, and {skip} are left out", where="sim", fix=fix)
+        raise WindfallError(f"only {len(steps)} steps were completed, and {skip} are skipped", where="sim", fix=fix)
     since_s = _first_end_s(log, skip) if any(e["name"] == "void" for e in events) else None
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
     if since_s is not None:
         start_s += since_s - (steps[skip]["t"] - steps[skip]["s"])
     unjoined = [s for s in stays if not s.joined and _overlap(s, start_s, end_s) > 0]
-    more_usd = _price_changes(world, stays, start_s, end_s)
+    more_usd = _price_changes(scenario, stays, start_s, end_s)
     more_usd += sum(s.prices.between(max(s.start_s, start_s), min(s.end_s, end_s)) for s in unjoined)
-    found = of(events, skip=skip, granule=world.granule, more_usd=more_usd, since_s=since_s)
-    return replace(found, unjoined_s=sum(_overlap(s, start_s, end_s) for s in unjoined))
+    result = from_events(events, skip=skip, granule=scenario.granule, more_usd=more_usd, since_s=since_s)
+    return replace(result, unjoined_s=sum(_overlap(s, start_s, end_s) for s in unjoined))
 
 
 def _first_end_s(log: Path, step: int) -> float:
-    """When that step had ended for the first time, whatever became of it; of step 0: when the run began."""
+    """When this step first ended, even if it was trained again later. For step 0: when the run began."""
     times = {}
     for line in log.read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
@@ -96,11 +96,11 @@ def _first_end_s(log: Path, step: int) -> float:
     return times[step]
 
 
-def of(
+def from_events(
     events: Sequence[Event], *, skip: int, granule: int = 1, more_usd: float = 0.0, since_s: float | None = None
 ) -> Figures:
-    """Of any run, real or simulated, from its log alone. `skip`: so many steps are left out; one more there must be.
-    `since_s`: count from there on, with all that steps cost which had to be made again."""
+    """The figures of any run, real or simulated, from its log alone. The first `skip` steps are left out; there must be
+    at least one more. `since_s`: count from this time, including the cost of steps that had to be trained again."""
     all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
     steps = all_steps[skip:]
     start_s, end_s = steps[0]["t"] - steps[0]["s"] if since_s is None else since_s, steps[-1]["t"]
@@ -127,7 +127,7 @@ def of(
 
 
 def _tokens(steps: Sequence[Event], skip: int) -> int:
-    """Made in the steps after `skip`: real ones."""
+    """Real tokens generated in the steps after `skip`."""
     if "real_tokens" in steps[-1]:
         return steps[-1]["real_tokens"] - (steps[skip - 1]["real_tokens"] if skip else 0)
     return sum(e["made"] - e["restored"] for e in steps[skip:])
@@ -141,9 +141,9 @@ def _overlap(stay: Stay, start_s: float, end_s: float) -> float:
     return max(0.0, min(stay.end_s, end_s) - max(stay.start_s, start_s))
 
 
-def _price_changes(world: Scenario, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
-    """A bill has the price at which a worker joined. What it cost more, or less, since then."""
-    extra, boot_s = 0.0, world.real.sim.boot_s
+def _price_changes(scenario: Scenario, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
+    """Dollars to add to the bills, which use the price at which a worker joined."""
+    extra, boot_s = 0.0, scenario.real.sim.boot_s
     for stay in stays:
         held_s = _overlap(stay, start_s, end_s)
         if stay.joined and held_s > 0:
@@ -159,7 +159,7 @@ def _advice(events: Sequence[Event]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A figure over several seeds."""
+    """The mean and range of a figure over several seeds."""
 
     mean: float
     least: float
@@ -170,7 +170,8 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """
+    """Mean and range of these values.
+
     >>> spread([1.0, 3.0])
     Spread(mean=2.0, least=1.0, most=3.0)
     """
@@ -179,16 +180,16 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """The fleet at one time, for a timeline."""
+    """The fleet at one time, as a point of a timeline."""
 
     at_s: float
     workers: int
     tok_per_s: float
-    """Of the step that it is in."""
+    """Throughput of the current step."""
 
 
 def timeline(log: Path, granule: int) -> list[Moment]:
-    """Workers there after every change, and the speed of every step."""
+    """Number of workers after every change, and the throughput of every step."""
     out: list[Moment] = []
     here: set[str] = set()
     rate = math.nan
@@ -200,7 +201,7 @@ def timeline(log: Path, granule: int) -> list[Moment]:
                 here.add(event["worker"])
             case "worker_lost" | "worker_left":
                 here.discard(event["worker"])
-            case "resumed":  # a new controller: all join again
+            case "resumed":  # after a restart of the controller, all workers join again
                 here.clear()
             case "step":
                 pass

@@ -1,4 +1,4 @@
-"""The same recipe in several ways, by name: what harvesting, and each part of it, is worth."""
+"""Named variants of a recipe, which show what harvesting and each of its techniques are worth."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "no-pipelining": {"techniques": {"pipelining": False}},
     "warned": {"sim": {"notice_s": 30.0}},
 }
-SAY = {
-    "colocated": "the trainer's machine alone: generating and training in turn",
+DESCRIPTIONS = {
+    "colocated": "only the trainer's machine, which generates and trains in turn",
     "disaggregated": "the trainer only trains; workers generate",
-    "restart": "responses of a lost worker begin again from zero",
+    "restart": "responses of a lost worker start again from the first token",
     "windfall": "the recipe as it is",
-    "algorithm1": "T_seed by RLBoost's Algorithm 1 instead of computed",
-    "algorithm2": "placing and moving by RLBoost's Algorithm 2",
+    "algorithm1": "T_seed by RLBoost's Algorithm 1 instead of a prediction",
+    "algorithm2": "placement and migration by RLBoost's Algorithm 2",
     "rlboost": "RLBoost's Algorithms 1 and 2",
-    "no-seeding": "the trainer generates only when nobody else is there",
-    "no-balancing": "placing in turn, and nothing moves",
-    "no-pipelining": "training begins when all is generated",
-    "warned": "machines are warned 30 s before they are taken",
+    "no-seeding": "the trainer generates only when there is no other worker",
+    "no-balancing": "round-robin placement, and no response is rebalanced",
+    "no-pipelining": "training starts when all responses are generated",
+    "warned": "machines get a notice 30 s before they are preempted",
 }
 
 
-def names(said: str) -> list[str]:
-    """Of a list with commas; "all" is every one."""
-    asked = list(CHANGES) if said == "all" else [n.strip() for n in said.split(",") if n.strip()]
-    for name in asked:
+def names(text: str) -> list[str]:
+    """Parse a comma-separated list of variants. "all" stands for every variant."""
+    chosen = list(CHANGES) if text == "all" else [n.strip() for n in text.split(",") if n.strip()]
+    for name in chosen:
         if name not in CHANGES:
-            raise WindfallError(f"no variant {name!r}", where="--compare", fix=nearest(name, CHANGES))
-    if not asked:
-        raise WindfallError("no variant is named", where="--compare", fix=nearest("", CHANGES))
-    return list(dict.fromkeys(asked))
+            raise WindfallError(f"unknown variant {name!r}", where="--compare", fix=nearest(name, CHANGES))
+    if not chosen:
+        raise WindfallError("no variant is given", where="--compare", fix=nearest("", CHANGES))
+    return list(dict.fromkeys(chosen))
 
 
 def apply(recipe: Recipe, name: str) -> Recipe:
@@ -57,7 +57,7 @@ def apply(recipe: Recipe, name: str) -> Recipe:
 
 
 def seeded(recipe: Recipe, seeds: int) -> Sequence[Recipe]:
-    """One recipe per seed: other tasks, lengths and traces."""
+    """One recipe per seed. Each seed has its own tasks, lengths and traces."""
     return [
         recipe.model_copy(update={"run": recipe.run.model_copy(update={"seed": recipe.run.seed + n})})
         for n in range(seeds)

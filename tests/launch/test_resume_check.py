@@ -52,7 +52,7 @@ def test_every_wrong_change_is_named_at_once(run: Path) -> None:
     with pytest.raises(WindfallError) as caught:
         resume_check.check_changes(edited(run, "run.seed=7", "run.name=x", "train.lr=0.5"), run)
     assert caught.value.what.count(" -> ") == 2
-    assert "run.seed: 0 -> 7. Tasks follow from the seed" in caught.value.what
+    assert "run.seed: 0 -> 7. The seed determines the tasks" in caught.value.what
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_longer_run_stretches_a_schedule_and_says_so(run: Path) -> None:
 def test_changes_count_from_the_beginning_not_from_the_last_life(run: Path) -> None:
     folders.write_recipe(edited(run, "train.lr=0.5"), run)
     (found,) = resume_check.check_changes(edited(run), run)
-    assert (found.key, found.began, found.now) == ("train.lr", 1e-4, 0.5)
+    assert (found.key, found.old, found.new) == ("train.lr", 1e-4, 0.5)
     assert resume_check.check_changes(edited(run, "train.lr=1e-4"), run) == []
     (run / folders.BEGAN).unlink()  # a run of an earlier version: what it has now is what it began with
     assert resume_check.check_changes(edited(run), run) == []

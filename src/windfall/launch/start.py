@@ -62,7 +62,7 @@ def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
         raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder)) from e
     if (folder / "events.jsonl").is_file():
         with contextlib.closing(EventLog(folder / "events.jsonl")) as log:
-            log.instant("recipe", changed={c.key: [c.began, c.now] for c in changes})
+            log.instant("recipe", changed={c.key: [c.old, c.new] for c in changes})
 
 
 def _worked(folder: Path) -> bool:

@@ -82,7 +82,7 @@ def main(folder: Path) -> int:
 
 def settings(recipe: Recipe) -> str:
     """A fingerprint of all that decides which tokens a response gets. The journal is void when it changes."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(config.deciding(recipe)).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(config.token_settings(recipe)).encode())
 
 
 class Control:

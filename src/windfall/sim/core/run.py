@@ -25,8 +25,8 @@ from typing import Any, cast
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.events.log import Event, EventLog
-from windfall.launch.assembly import ControllerLife, first
-from windfall.launch.processes.controller import settings
+from windfall.launch.assembly import ControllerLife, run_until_first
+from windfall.launch.processes.controller import settings_digest
 from windfall.ledger.journal import Found, Journal
 from windfall.models.text import Text
 from windfall.rollout.dispatch import Dispatch
@@ -95,9 +95,9 @@ class Simulation:
 
     def _begin(self) -> ControllerLife:
         events = EventLog(self._log, self._sinks, clock=self._clock)
-        journal = Journal(self._journal, settings(self.world.recipe)) if self._journal else None
+        journal = Journal(self._journal, settings_digest(self.world.recipe)) if self._journal else None
         self.lives += 1
-        life = ControllerLife(self.world.recipe, events, journal, again=self.lives > 1, find=self._find)
+        life = ControllerLife(self.world.recipe, events, journal, resumed=self.lives > 1, read_journal=self._find)
         if self._stopping:
             life.stop.set()
         return life
@@ -130,7 +130,7 @@ class Simulation:
 
     async def run(self) -> None:
         self.learner.start()
-        await first(self._lives(), self.machines.run(), self._guard(), self._failures())
+        await run_until_first(self._lives(), self.machines.run(), self._guard(), self._failures())
 
     async def _lives(self) -> None:
         while True:
@@ -150,12 +150,12 @@ class Simulation:
             self.life, self.down = self._begin(), False
 
     async def _live(self, life: ControllerLife) -> None:
-        await first(self._steps(life), life.dispatch.watch(), life.tick())
+        await run_until_first(self._steps(life), life.dispatch.watch(), life.tick())
         if life.journal is not None:
             life.journal.close()
         life.events.instant(
             "end", step=self._reached.step, finished=self._reached.step >= self.world.recipe.run.steps,
-            real_tokens=self.book.real_tokens, **life.telling.last_bill(asyncio.get_running_loop().time()),
+            real_tokens=self.book.real_tokens, **life.report.last_bill(asyncio.get_running_loop().time()),
         )  # fmt: skip
         life.events.abandon()  # what follows is taking down, and nobody's
 
@@ -168,7 +168,7 @@ class Simulation:
 
         def counters() -> dict[str, Any]:
             told, now = life.counters(), asyncio.get_running_loop().time()
-            self.machines.follow(life.telling.snapshot(step=0, now_s=now, ended=None))
+            self.machines.follow(life.report.snapshot(step=0, now_s=now, ended=None))
             return {**told, "real_tokens": self.book.real_tokens}
 
         try:
@@ -204,7 +204,7 @@ class Simulation:
 
     async def _failures(self) -> None:
         s = self.world.real.sim
-        await first(
+        await run_until_first(
             self._failing("trainer", s.trainer_mean_up_s, s.trainer_down_s, self.learner.kill),
             self._failing("controller", s.controller_mean_up_s, s.controller_down_s, self.kill_controller),
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import Change
-from windfall.launch.autoscale import Following
+from windfall.launch.autoscale import Autoscaler
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.service import Service, uniform
@@ -51,7 +51,7 @@ class Machines:
         self._kinds: dict[str, MachineKind] = {}
         """Of nodes of the trace: in turn, as they come up for the first time, and for good."""
         f = world.real.fleet
-        self._following = Following(f.workers, f.workers_max)
+        self._autoscaler = Autoscaler(f.workers, f.workers_max)
         self._ours: dict[str, SimWorker | float] = {}
         """Workers that stay, by name; a number: since then it boots."""
         self._looks = 0
@@ -139,7 +139,7 @@ class Machines:
             return
         self._looks += 1
         there = {name for name, worker in self._ours.items() if isinstance(worker, SimWorker)}
-        wanted = self._following.look({**said, "step": self._looks}, there)
+        wanted = self._autoscaler.update({**said, "step": self._looks}, there)
         if wanted is not None:
             self._keep(wanted)
 

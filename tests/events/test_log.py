@@ -14,7 +14,7 @@ import pytest
 from hostile.files import FOREIGN_LINES
 
 from windfall.errors import WindfallError
-from windfall.events.log import Event, EventLog, Foreign, last, read, scan, tensorboard
+from windfall.events.log import Event, EventLog, ForeignLines, last, read, scan, tensorboard
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_line_that_windfall_did_not_write_is_skipped_and_counted(path: Path, kin
     with path.open("ab") as file:
         file.write(b"\n" + FOREIGN_LINES[kind] + b"\n")
     written(path, step=2)
-    foreign = Foreign()
+    foreign = ForeignLines()
     assert [e["step"] for e in read(path, foreign=foreign)] == [1, 2]
     assert (foreign.lines, foreign.first) == (1, 3)
 
@@ -85,7 +85,7 @@ def test_truncated_line_does_not_count_as_foreign(path: Path) -> None:
     written(path, step=1)
     with path.open("ab") as file:
         file.write(b'{"t":1.0,"m":2.0,"ki')
-    foreign = Foreign()
+    foreign = ForeignLines()
     assert [e["step"] for e in scan(path, foreign)] == [1]
     assert foreign.lines == 0
 
@@ -96,7 +96,7 @@ def test_overlong_line_is_not_held_in_memory(path: Path, monkeypatch: pytest.Mon
     with path.open("ab") as file:
         file.write(b"x" * (1 << 20) + b'{"a": 1}\n')
     written(path, step=2)
-    foreign = Foreign()
+    foreign = ForeignLines()
     assert [e["step"] for e in scan(path, foreign)] == [1, 2]
     assert (foreign.lines, foreign.first) == (1, 2)
 
@@ -104,7 +104,7 @@ def test_overlong_line_is_not_held_in_memory(path: Path, monkeypatch: pytest.Mon
 def test_last_event_is_found_before_lines_that_are_not_events(path: Path) -> None:
     assert last(path) is None
     written(path, step=1)
-    written(path, step=2, said="x" * 5000)
+    written(path, step=2, text="x" * 5000)
     with path.open("ab") as file:
         file.write(b"[1]\n\xff\xff\n" + b'{"t":1.0,')
     event = last(path)
@@ -180,9 +180,9 @@ def test_failing_sink_is_removed_and_the_others_continue(path: Path, capsys: pyt
     assert tried == ["a"]
     assert seen == read(path)
     assert [e["name"] for e in seen] == ["a", "b"]
-    said = capsys.readouterr().err
-    assert "broken" in said
-    assert "ZeroDivisionError: no such view" in said
+    err = capsys.readouterr().err
+    assert "broken" in err
+    assert "ZeroDivisionError: no such view" in err
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
     log = EventLog(tmp_path / "events.jsonl", [tensorboard(tmp_path / "board")])
     for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
-        log.scalar("step", step=step, reward=reward, said="word")
+        log.scalar("step", step=step, reward=reward, text="word")
     with log.span("rollout", step=3, tokens=9):
         log.instant("checkpoint", step=3)
     log.close()
@@ -245,15 +245,15 @@ class FullDisk(io.StringIO):
 
 def test_error_on_a_full_disk_names_the_file(path: Path) -> None:
     log = EventLog(path)
-    told: list[WindfallError] = []
-    log.failed = told.append
+    reported: list[WindfallError] = []
+    log.failed = reported.append
     log.instant("a")
     log._file.close()
     log._file = FullDisk()  # pyright: ignore
     with pytest.raises(WindfallError, match="No space left on device") as caught:
         log.instant("b")
     assert caught.value.where == str(path)
-    assert told == [caught.value]
+    assert reported == [caught.value]
     log.instant("c")  # the run is ending: a second failure is not raised
     log._file.close = FullDisk().flush
     log.close()

@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Foreign:
+class ForeignLines:
     """Counts the lines of a log that windfall did not write. Lines truncated by a kill are not among them."""
 
     lines: int = 0
@@ -173,7 +173,7 @@ def parse(line: bytes) -> Event | None:
     return event if has_times and has_names and (event["name"] != "resumed" or "step" in event) else None
 
 
-def scan(path: Path, foreign: Foreign | None = None) -> Iterator[Event]:
+def scan(path: Path, foreign: ForeignLines | None = None) -> Iterator[Event]:
     """The events of a log, one at a time, so that memory use does not depend on the size of the log."""
     with path.open("rb") as file:
         number, complete = 0, True
@@ -203,7 +203,7 @@ def last(path: Path) -> Event | None:
     return next((e for e in map(parse, reversed(lines)) if e is not None), None)
 
 
-def read(path: Path, *, without: Collection[str] = (), foreign: Foreign | None = None) -> list[Event]:
+def read(path: Path, *, without: Collection[str] = (), foreign: ForeignLines | None = None) -> list[Event]:
     """All events, without those that a later resume has made void. The bill of a void step remains, as an event named
     `void`. Fields in `without` are left out."""
     events: list[Event] = []

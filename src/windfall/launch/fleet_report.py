@@ -13,7 +13,7 @@ import msgspec
 from windfall import algorithms
 from windfall.config import Recipe
 from windfall.cost import prices
-from windfall.events.log import EventLog, Foreign, scan
+from windfall.events.log import EventLog, ForeignLines, scan
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import WorkerState
@@ -42,7 +42,7 @@ class LogHistory:
 def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
     """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
     `on_event`. Lines that windfall did not write are reported as an event."""
-    history, foreign, billed_s = LogHistory(), Foreign(), -math.inf
+    history, foreign, billed_s = LogHistory(), ForeignLines(), -math.inf
     for e in scan(events.path, foreign):
         on_event(e)
         if e.get("bill"):

@@ -103,14 +103,14 @@ async def prompt_lengths(env: EnvHost, recipe: Recipe, text: Text, first: int = 
     done, late = await asyncio.wait(calls, timeout=2 * timeout_s)
     for future in late:
         future.cancel()
-    made = [future for future in done if future.exception() is None]
-    if not made:
+    created = [future for future in done if future.exception() is None]
+    if not created:
         timed_out = f"no task was ready after {2 * timeout_s:g} s"
         why = next((str(future.exception()) for future in calls if future in done), timed_out)
         fix = "Check the environment, or raise rollout.reward_timeout_s."
         what = f"none of the first {count} tasks could be created: {why}"
         raise WindfallError(what, where=f"environment {env.name}", fix=fix)
-    return [len(text.prompt(future.result().prompt)) for future in made]
+    return [len(text.prompt(future.result().prompt)) for future in created]
 
 
 def fit(recipe: Recipe, prompts: Sequence[int], context: int | None) -> int:

@@ -55,6 +55,10 @@ from windfall.views.console import Console
 QUICK_DEATHS = 8
 """A process that is killed this often within QUICK_S of its start has a cause that a restart does not cure."""
 QUICK_S = 5.0
+"""Seconds after its start within which the death of a process counts as quick."""
+BETWEEN_VERSIONS = 4
+"""Exit status of a trainer that lost its controller between two updates. Its weights belong to no version, so it is
+restarted from the last checkpoint."""
 LOGS_KEPT = 50
 """Log files of ended workers to keep."""
 
@@ -83,7 +87,7 @@ class Supervisor:
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         nursery = Nursery(
-            entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:rehearse:{self.folder}"],
+            entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:preload_run:{self.folder}"],
             log=self.folder / "nursery.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
@@ -110,7 +114,7 @@ class Supervisor:
             return self._trainer
 
         tasks = [
-            asyncio.create_task(self._keep_running("trainer", trainer, restart_on={4})),
+            asyncio.create_task(self._keep_running("trainer", trainer)),
             asyncio.create_task(self._watch()),
             *(asyncio.create_task(p.run()) for p in await self._providers(nursery, environment)),
         ]
@@ -129,7 +133,7 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(main, *tasks, return_exceptions=True)
 
-    async def _keep_running(self, role: str, start: Callable[[], Any], restart_on: set[int] | None = None) -> None:
+    async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
         """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The
         trainer is also restarted when it fails, but not forever, and not after an error that the user must fix (2)."""
         quick, handle, failures = 0, None, TrainerFailures()
@@ -144,7 +148,7 @@ class Supervisor:
                     code, how = -signal.SIGKILL, f"could not be started: {e}"
                 if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
                     return
-                if code > 0 and code not in (restart_on or set()):
+                if code > 0 and not (role == "trainer" and code == BETWEEN_VERSIONS):
                     delay_s = failures.restart_delay_s(self._newest_step) if role == "trainer" and code != 2 else None
                     error = folders.failure(self.folder, role, code)
                     if delay_s is None:

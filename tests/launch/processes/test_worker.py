@@ -1,4 +1,4 @@
-"""A run over TLS that starts no workers itself: strangers are refused, workers are added by hand, one is killed, another
+"""A run over TLS that starts no workers itself: strangers are refused, workers are added by hand, one is killed, one
 is asked to leave, and the run finishes. Real processes and real sockets; `windfall top` shows the fleet at the end.
 """
 

@@ -33,7 +33,7 @@ LAZY_MODULES = ("windfall.engine.torch.engine", "windfall.engine.torch.runner", 
 GPU_MODULES = ("windfall.engine.cuda.engine", "windfall.engine.cuda.kernels", "windfall.train.kernels")
 
 
-def rehearse(folder: str) -> None:
+def preload_run(folder: str) -> None:
     """Import and build what the run in this folder needs. A failure here only makes processes start more slowly: they
     report what is wrong with a model or a recipe themselves, and more clearly."""
     on_gpu = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None

@@ -217,11 +217,11 @@ async def _run_local_engine(
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # the engine for GPUs changes the layout of the module's weights
-                made, slots = engine_for(engine, device, model=model, share=0.3)
+                built, slots = engine_for(engine, device, model=model, share=0.3)
         except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = Shared(made, host.lock, share_memory=device == "cuda")
+        shared = Shared(built, host.lock, share_memory=device == "cuda")
         host.make_room = shared.make_room
         return shared, slots
 
@@ -314,9 +314,9 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
     c, weights = model.config, sum(p.numel() for p in model.parameters())
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
     # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
-    taken = weights * (12 if model.dtype.itemsize == 4 else 16)
-    taken += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
-    free = (devices.free_bytes("cuda") - taken) * (0.7 if recipe.fleet.local else 1.0)
+    used = weights * (12 if model.dtype.itemsize == 4 else 16)
+    used += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    free = (devices.free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,

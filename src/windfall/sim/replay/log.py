@@ -16,7 +16,7 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.cost import prices
 from windfall.errors import WindfallError
-from windfall.events.log import Event, Foreign, read
+from windfall.events.log import Event, ForeignLines, read
 from windfall.types import LOCAL, Lease
 
 FEWEST = 2
@@ -79,7 +79,7 @@ def record(folder: Path) -> Record:
     for file in (log, said):
         if not file.is_file():
             raise WindfallError(f"no {file.name} in it", where=str(folder), fix=fix)
-    recipe, foreign = config.load(said), Foreign()
+    recipe, foreign = config.load(said), ForeignLines()
     try:
         found = _record(recipe, read(log, foreign=foreign), str(folder))
         skipped = (f"{foreign.lines} lines of its log are not windfall's and were skipped",) if foreign.lines else ()

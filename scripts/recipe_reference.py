@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the recipe's own definition: `python scripts/recipe_reference.py > docs/recipes.md`."""
+"""Generate docs/recipes.md from config/sections.py: `python scripts/recipe_reference.py > docs/recipes.md`."""
 
 from __future__ import annotations
 
@@ -8,50 +8,49 @@ from windfall.config import RULES, SimKind, file, sections
 
 HEAD = """# Recipes
 
-A run is made from one TOML file. `windfall train RECIPE.toml --dry-run` checks it and prints it with every default
-filled in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before
-any work starts. This page is written by `scripts/recipe_reference.py`.
+One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it and prints it with all defaults filled
+in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any
+work starts. `-` in the default column means that the key is not set. This page is generated from
+`src/windfall/config/sections.py` by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 
-`runs/NAME/recipe.began.toml` keeps the recipe that the run began with. `windfall resume` compares it with `recipe.toml`
-and `--set`, lists every key that differs, on the console and in the event log (`recipe`), and refuses the fixed ones.
-Another model, seed or environment needs a new run, which may start from a checkpoint of this one:
-`windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
+`runs/NAME/recipe.began.toml` holds the recipe that the run started with. `windfall resume` compares it with
+`recipe.toml` and `--set`. It lists every key that differs on the console and in the event log (event `recipe`), and
+refuses to resume if a key that may not change has changed. For another model, seed or environment, start a new run; it
+can start from a checkpoint of this one: `windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
 
-`runs/NAME/data.began.json` has a digest of the files of a `jsonl` environment. They may move, but a run is not resumed
-with other contents, nor with rows added: which task comes when follows from all rows.
+`runs/NAME/data.began.json` holds a digest of the files of a `jsonl` environment. The files may move, but the run cannot
+be resumed with different contents or with added rows, because all rows together determine the order of the tasks.
 
-A key beats its section. Keys and sections that are not listed are free: fleets, devices, engines, traces and
-checkpoints may change from one life to the next.
+A rule for a key overrides the rule for its section. Keys and sections that are not listed may change: the fleet,
+devices, engine, traces and checkpoints can differ every time a run is resumed.
 
 | key or section | may it change? | why |
 |---|---|---|
 """
 
 
-SAID = {"fixed": "no", "noted": "yes, and it is said", "free": "yes"}
+VERDICTS = {"fixed": "no", "noted": "yes, with a note on the console", "free": "yes"}
 
 
 def rows(section: Any) -> list[str]:
-    out = ["| key | default | meaning |", "|---|---|---|"]
+    """The table of one section's keys."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in section.model_fields.items():
         if section in sections.ENVS.values() and name == "name":
-            continue  # an environment's own name
+            continue  # the heading already has the environment's name
         shown = "-" if field.default is None else f"`{file._toml(_plain(field.default))}`"
         default = "required" if field.is_required() else shown
-        out.append(f"| `{name}` | {default} | {' '.join((field.description or '').split())} |")
-    return out
+        lines.append(f"| `{name}` | {default} | {' '.join((field.description or '').split())} |")
+    return lines
 
 
 def _plain(value: Any) -> Any:
-    return (
-        list(value)
-        if isinstance(value, tuple)
-        else value
-        if isinstance(value, bool | int | float | dict | list)
-        else str(value)
-    )
+    """The default as a value that TOML has."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, bool | int | float | dict | list) else str(value)
 
 
 def page() -> str:
@@ -62,10 +61,13 @@ def page() -> str:
                 label = get_args(kind.model_fields["name"].annotation)[0]
                 parts.append("\n".join([f'## [env] with name = "{label}"', "", *rows(kind), ""]))
         else:
-            parts.append("\n".join([f"## [{name}]", "", *rows(field.annotation), ""]))
+            section: Any = field.annotation
+            intro = [" ".join(section.__doc__.split()), ""] if section.__doc__ else []
+            parts.append("\n".join([f"## [{name}]", "", *intro, *rows(section), ""]))
         if name == "sim":
-            parts.append("\n".join(["## [[sim.kinds]]", "", *rows(SimKind), ""]))
-    parts.append(RESUME + "\n".join(f"| `{key}` | {SAID[verdict]} | {why} |" for key, (verdict, why) in RULES.items()))
+            parts.append("\n".join(["## [[sim.kinds]]", "", str(SimKind.__doc__), "", *rows(SimKind), ""]))
+    rules = [f"| `{key}` | {VERDICTS[verdict]} | {why} |" for key, (verdict, why) in RULES.items()]
+    parts.append(RESUME + "\n".join(rules))
     return "\n".join(parts) + "\n"
 
 

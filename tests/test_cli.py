@@ -1,4 +1,4 @@
-"""The commands: what they refuse, and how they say it. Runs from end to end are in test_runs.py."""
+"""The commands: what they refuse, and with which message. End-to-end runs are in test_runs.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from windfall.models import load
 Windfall = Callable[..., tuple[int, str, str]]
 
 
-def test_version_of_the_installed_command() -> None:
+def test_installed_command_prints_its_version() -> None:
     for command in (["windfall"], ["python", "-m", "windfall.cli"]):
         path = str(Path(sys.executable).parent / command[0])
         done = subprocess.run([path, *command[1:], "--version"], capture_output=True, text=True, check=True)
@@ -43,7 +43,7 @@ assert isinstance(ROOT, typer.core.TyperGroup)
 
 
 @pytest.mark.parametrize("path", list(commands(ROOT)), ids=" ".join)
-def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
+def test_help_has_a_valid_example(path: tuple[str, ...]) -> None:
     command = ROOT
     for name in path:
         command = command.commands[name]  # pyright: ignore
@@ -51,14 +51,14 @@ def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
     assert (command.epilog or "").startswith("Example: windfall ")
     words = shlex.split(command.epilog.removeprefix("Example: windfall "))
     assert words[: len(path)] == list(path)
-    command.make_context(path[-1], words[len(path) :])  # reads all options and arguments, runs nothing
+    command.make_context(path[-1], words[len(path) :])  # parses all options and arguments, runs nothing
     result = CliRunner().invoke(cli.app, [*path, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0
     assert command.epilog in result.output
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
         (["train", "smal.toml"], "smal.toml: no such recipe file\nDid you mean 'small.toml'?"),
         (["train", "small.toml", "--set", "run.stps=3"], "unknown key 'run.stps'. Did you mean 'steps'?"),
@@ -75,12 +75,12 @@ def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
         (["resume", "runs/small"], "runs/small: no such run"),
         (["resume", "smal"], "smal: no such run\nDid you mean 'small'?"),
         (["resume", "small"], "Give a folder such as runs/demo."),
-        (["eval", "tiny"], "tiny: no recipe beside this checkpoint\nGive one with --recipe."),
+        (["eval", "tiny"], "tiny: this checkpoint has no recipe\nGive one with --recipe."),
         (["eval", "started"], "no checkpoint in this run"),
         (["generate", "tinny", "--prompt", "x"], "Did you mean 'tiny'?"),
         (["train", "empty.toml"], "empty.toml: the recipe is empty"),
         (["train", "small"], "small: this is a folder, not a recipe"),
-        (["train", "binary.toml"], "binary.toml: not valid TOML: it is not text in UTF-8"),
+        (["train", "binary.toml"], "binary.toml: not valid TOML: the file is not UTF-8 text"),
         (["train", "small.toml", "--set", "train.lr=1e400"], "'train.lr' = inf"),
         (["train", "small.toml", "--set", "rollout.temperature=inf"], "'rollout.temperature' = inf"),
         (["train", "small.toml", "--set", "rollout.group_size=1"], "works with single responses: reinforce_pp."),
@@ -89,11 +89,11 @@ def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
         (["train", "small.toml", "--token", "short.token"], "short.token: this is no token"),
         (["train", "small.toml", "--token", "binary.toml"], "binary.toml: this is no token"),
         (["train", "small.toml", "--token", "small"], "small: the run's token cannot be read"),
-        (["train", "small.toml", "--token", ""], "--token: this is empty"),
-        (["token", "small.toml"], "small.toml: this file is there already"),
+        (["train", "small.toml", "--token", ""], "--token: the token is empty"),
+        (["token", "small.toml"], "small.toml: this file already exists"),
         (["token", "nowhere/x"], "nowhere/x: cannot write the token"),
-        (["worker", "--join", "http://", "--token", "x"], "'http://' is not a controller's address"),
-        (["worker", "--join", "http://h:99999", "--token", "x"], "'http://h:99999' is not a controller's address"),
+        (["worker", "--join", "http://", "--token", "x"], "'http://' is not the address of a controller"),
+        (["worker", "--join", "http://h:99999", "--token", "x"], "'http://h:99999' is not the address of a controller"),
         (["worker", "--join", "http://h:1", "--token", "no.such", "--patience", "1"], "waited 1 s for this token file"),
         (["resume", "short.token"], "short.token: this is a file, not a run"),
         (["top", "short.token"], "short.token: this is a file, not a run"),
@@ -102,7 +102,7 @@ def test_help_has_an_example_that_is_right(path: tuple[str, ...]) -> None:
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_mistake_is_refused_with_the_way_out(windfall: Windfall, here: Path, args: list[str], said: str) -> None:
+def test_mistake_is_refused_with_a_fix(windfall: Windfall, here: Path, args: list[str], expected: str) -> None:
     (here / "small").mkdir()
     (here / "started").mkdir()
     (here / "empty.toml").write_text("# nothing yet\n")
@@ -111,19 +111,19 @@ def test_mistake_is_refused_with_the_way_out(windfall: Windfall, here: Path, arg
     shutil.copy("small.toml", "started/recipe.toml")
     code, _, err = windfall(*args)
     assert code == 2
-    assert said in err
+    assert expected in err
     assert "Traceback" not in err
     assert not (here / "runs").exists()
 
 
-def test_a_group_of_one_is_enough_for_an_algorithm_without_a_group(windfall: Windfall) -> None:
+def test_group_size_1_is_accepted_if_the_algorithm_supports_it(windfall: Windfall) -> None:
     one = ["--set", "rollout.group_size=1", "--set", "algorithm.name=reinforce_pp"]
     assert windfall("train", "small.toml", "--dry-run", *one)[0] == 0
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGES))
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_damaged_model_is_named(windfall: Windfall, here: Path, file: str, kind: str) -> None:
+def test_damaged_model_is_refused_by_name(windfall: Windfall, here: Path, file: str, kind: str) -> None:
     shutil.copytree(load.TINY, here / "model")
     damage(here / "model" / file, kind)
     code, _, err = windfall("generate", "model", "--prompt", "1+1=")
@@ -139,7 +139,7 @@ def test_prompt_that_is_too_long_is_refused(windfall: Windfall) -> None:
     assert "rollout.max_tokens" not in err  # there is no recipe
 
 
-def test_token_made_ahead_is_for_its_owner_only(windfall: Windfall, here: Path) -> None:
+def test_new_token_is_readable_by_its_owner_only(windfall: Windfall, here: Path) -> None:
     code, out, _ = windfall("token", "my.token")
     assert code == 0
     assert (here / "my.token").stat().st_mode & 0o777 == 0o600
@@ -147,7 +147,7 @@ def test_token_made_ahead_is_for_its_owner_only(windfall: Windfall, here: Path) 
 
 
 @pytest.mark.parametrize("by", ["option", "variable", "file"])
-def test_only_a_token_in_the_process_list_is_warned_of(
+def test_token_on_the_command_line_gives_a_warning(
     windfall: Windfall, here: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     monkeypatch.setattr("windfall.launch.processes.worker.main", lambda url, token, **_: used.append(token))
@@ -164,13 +164,13 @@ def test_only_a_token_in_the_process_list_is_warned_of(
 
 
 @pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "small.toml", "--sett", "a=1"], ["generate", "tiny"]])
-def test_wrong_command_line(windfall: Windfall, args: list[str]) -> None:
+def test_invalid_command_line_is_refused(windfall: Windfall, args: list[str]) -> None:
     code, _, err = windfall(*args)
     assert code == 2
     assert "Traceback" not in err
 
 
-def test_dry_run_prints_the_whole_recipe_and_does_nothing(windfall: Windfall, here: Path) -> None:
+def test_dry_run_prints_the_complete_recipe_and_starts_nothing(windfall: Windfall, here: Path) -> None:
     code, out, _ = windfall("train", "small.toml", "--dry-run", "--set", "train.lr=3e-4")
     assert code == 0
     assert sorted(p.name for p in here.iterdir()) == ["small.toml"]
@@ -178,7 +178,7 @@ def test_dry_run_prints_the_whole_recipe_and_does_nothing(windfall: Windfall, he
     assert config.load(here / "printed.toml") == config.load(here / "small.toml", ["train.lr=3e-4"])
 
 
-def test_ctrl_c_before_there_is_anything_to_save(windfall: Windfall, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_start_ends_with_status_130(windfall: Windfall, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

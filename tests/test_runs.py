@@ -64,11 +64,11 @@ def test_train_evaluate_and_resume(windfall: Windfall, here: Path) -> None:
     was = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"}
     code, out, err = windfall("resume", "runs/small")
     assert (code, err) == (0, "")
-    assert "this run is finished: it has all its 3 steps" in out
+    assert "this run is finished: all 3 steps are done" in out
     assert "windfall resume runs/small --set run.steps=6" in out
     code, _, err = windfall("resume", "runs/small", "--set", "model.path=smollm2-135m", "--set", "run.steps=4")
     assert code == 2
-    assert "model.path: 'tiny' -> 'smollm2-135m'. A run goes on from its own checkpoint" in err
+    assert "model.path: 'tiny' -> 'smollm2-135m'. A run continues from its own checkpoint" in err
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != ".run.lock"} == was  # nothing was touched
 
 
@@ -79,7 +79,7 @@ def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, here
     (run / "recipe.toml").write_text(recipe.replace("seed = 0", "seed = 1", 1))
     code, _, err = windfall("resume", "runs/small", "--set", "run.steps=2")
     assert code == 2
-    assert "run.seed: 0 -> 1. Tasks follow from the seed" in err
+    assert "run.seed: 0 -> 1. The seed determines the tasks" in err
 
     (run / "recipe.toml").write_text(recipe.replace("temperature = 1.0", "temperature = 0.5", 1))
     with (run / "events.jsonl").open("ab") as file:
@@ -90,11 +90,11 @@ def test_resume_with_an_edited_recipe_and_damaged_files(windfall: Windfall, here
     (run / "workers" / "old.log").mkdir()
     code, out, err = windfall("resume", "runs/small", "--set", "run.steps=2", "--set", "fleet.workers=1")
     assert (code, err) == (0, "")
-    assert "changed since the run began:" in out
+    assert "changed since the start of the run:" in out
     assert "  rollout.temperature: 1.0 -> 0.5. Responses after this point" in out
-    assert "runs/small/address.json: damaged, and removed" in out
-    assert f"{len(FOREIGN_LINES)} lines are not windfall's" in out
-    assert "no summary can be made of this log" in out
+    assert "runs/small/address.json: damaged and removed" in out
+    assert f"skipped {len(FOREIGN_LINES)} lines that windfall did not write" in out
+    assert "cannot summarize this log" in out
     events = read(run / "events.jsonl")
     (event,) = [e for e in events if e["name"] == "recipe"]
     assert event["changed"] == {"run.steps": [1, 2], "rollout.temperature": [1.0, 0.5], "fleet.workers": [0, 1]}
@@ -155,7 +155,7 @@ def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> No
     assert "press Ctrl-C again" in out
     out = windfall("top", "runs/small")[1]
     assert ", stopped, as of " in out
-    assert "go on with: windfall resume runs/small" in out
+    assert "resume with: windfall resume runs/small" in out
     reached = steps_of(run)[-1]
     (saved,) = sorted((run / "checkpoints").iterdir())[-1:]
     assert saved.name == f"step-{reached:06d}"

@@ -52,8 +52,8 @@ def attend(run: Path, pid: int, monkeypatch: pytest.MonkeyPatch, rollout: Any) -
     """A trainer connects, and its link ends at once."""
 
     async def story() -> None:
-        monkeypatch.setattr(controls, "TRAINER_BEAT_S", 0.01)
-        control = controls.Control(config.Recipe(), run, EventLog(run / "events.jsonl"), False)
+        monkeypatch.setattr(controls, "TRAINER_HEARTBEAT_S", 0.01)
+        control = controls.ControllerProcess(config.Recipe(), run, EventLog(run / "events.jsonl"), False)
         control.life.rollout = rollout
         ours, theirs = pair()
         await theirs.close("killed")

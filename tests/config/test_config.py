@@ -1,4 +1,4 @@
-"""A recipe is refused whole, with the way out, or it means exactly what it says."""
+"""A recipe is either refused with an error that says how to fix it, or loaded exactly as written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("toml", "expected"),
     [
         ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
         ("stps = 3", "unknown key 'stps'. Known: algorithm, checkpoint, "),
@@ -49,20 +49,20 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[rollout]\ntop_p = 1.5", "'rollout.top_p' = 1.5: Input should be less than or equal to 1"),
         ("[train]\nbetas = [0.9]", "'train.betas.1' is missing"),
         ("[train]\ncheckpoint_activations = 'x'", "'train.checkpoint_activations' = 'x': Input should be a valid bool"),
-        ("train = 3", "'train' = 3: it is a section"),
-        ("env = 'guess'", "'env' = 'guess': it is a section"),
+        ("train = 3", "'train' = 3: this is a section"),
+        ("env = 'guess'", "'env' = 'guess': this is a section"),
         ("[train]\nminibatches = 3", "rollout.groups = 32 cannot be split into train.minibatches = 3 equal parts"),
-        ("[rollout]\ngroups = 2\n[train]\nminibatches = 4", "Make the first a multiple of the second."),
+        ("[rollout]\ngroups = 2\n[train]\nminibatches = 4", "Set rollout.groups to a multiple of train.minibatches."),
     ],
 )
-def test_wrong_recipe_is_refused_with_the_way_out(tmp_path: Path, toml: str, said: str) -> None:
+def test_invalid_recipe_is_refused_with_a_fix(tmp_path: Path, toml: str, expected: str) -> None:
     message = refusal(tmp_path, toml)
-    assert said in message
+    assert expected in message
     assert message.startswith(str(tmp_path / "recipe.toml"))
     assert len(message.splitlines()) == 1
 
 
-def test_all_wrong_keys_are_told_at_once(tmp_path: Path) -> None:
+def test_all_invalid_keys_are_reported_at_once(tmp_path: Path) -> None:
     message = refusal(tmp_path, "[run]\nsteps = 0\nsede = 1\n[train]\nlr = -1.0")
     assert [line.partition(": ")[2] if i == 0 else line for i, line in enumerate(message.splitlines())] == [
         "'run.steps' = 0: Input should be greater than or equal to 1",
@@ -72,12 +72,12 @@ def test_all_wrong_keys_are_told_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["run.steps", "=3", "run..steps=3", ".steps=3", "run.=3", ""])
-def test_override_that_is_none(tmp_path: Path, text: str) -> None:
+def test_malformed_override_is_refused(tmp_path: Path, text: str) -> None:
     assert "Write it as --set section.key=value." in refusal(tmp_path, "", text)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("run.stps=3", "unknown key 'run.stps'. Did you mean 'steps'?"),
         ("run.steps=many", "'run.steps' = 'many': Input should be a valid integer"),
@@ -85,16 +85,17 @@ def test_override_that_is_none(tmp_path: Path, text: str) -> None:
         ("train.lr=", "'train.lr' = '': Input should be a valid number"),
     ],
 )
-def test_override_that_does_not_fit(tmp_path: Path, text: str, said: str) -> None:
-    assert said in refusal(tmp_path, "[run]\nname = 'a'", text)
+def test_override_with_wrong_key_or_type_is_refused(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refusal(tmp_path, "[run]\nname = 'a'", text)
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("[run]\nsteps = 3")
-    said = ["run.steps=5", "train.lr = 3e-4", "run.name=2026-01-31", "train.betas=[0.8, 0.9]", "run.deterministic=true",
-            "algorithm.options.clip=0.1", "model.path= ./a folder ", 'run.device="cpu"', "run.steps=7"]  # fmt: skip
-    recipe = load(path, said)
+    overrides = ["run.steps=5", "train.lr = 3e-4", "run.name=2026-01-31", "train.betas=[0.8, 0.9]",
+                 "run.deterministic=true", "algorithm.options.clip=0.1", "model.path= ./a folder ", 'run.device="cpu"',
+                 "run.steps=7"]  # fmt: skip
+    recipe = load(path, overrides)
     assert (recipe.run.steps, recipe.run.name, recipe.run.deterministic, recipe.run.device) == (
         7, "2026-01-31", True, "cpu")  # fmt: skip
     assert (recipe.train.lr, recipe.train.betas) == (3e-4, (0.8, 0.9))
@@ -102,7 +103,7 @@ def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
     assert recipe.model.path == "./a folder"
 
 
-def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
+def test_error_for_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "demo.toml").write_text("")
     with pytest.raises(WindfallError, match=r"no such recipe file\nDid you mean 'demo.toml'\?"):
         load(tmp_path / "dmo.toml")
@@ -111,13 +112,13 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"[run\nsteps=1", b"[run]\nname = '\xff'", b"run = 1\nrun = 2"])
-def test_bad_toml(tmp_path: Path, content: bytes) -> None:
+def test_invalid_toml_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.toml").write_bytes(content)
     with pytest.raises(WindfallError, match="not valid TOML"):
         load(tmp_path / "bad.toml")
 
 
-def test_every_environment_can_be_named() -> None:
+def test_every_environment_is_registered_by_its_name() -> None:
     union = get_args(sections.Env)[0]
     assert set(sections.ENVS.values()) == set(get_args(union))
     assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in sections.ENVS.items())

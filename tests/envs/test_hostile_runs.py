@@ -43,7 +43,7 @@ def test_blocking_feedback_ends_the_run_with_its_name(windfall: Windfall) -> Non
     assert "environment SleepsOnWords: no response of step 1 got a reward; 4 are missing" in err
     assert "waited 1 s for SleepsOnWords.feedback of task 'hostile/" in err
     assert "in misbehave" in err  # where it was when it was killed
-    assert "starting it again" not in out
+    assert "restarting" not in out
     assert "done" not in out
 
 

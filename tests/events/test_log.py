@@ -1,4 +1,4 @@
-"""The event log: what was written is read back, whatever happened in between, and no reader of it can end a run."""
+"""The event log: what was written is read back, whatever happened in between, and no reader can end a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hostile.files import FOREIGN_LINES
 
 from windfall.errors import WindfallError
-from windfall.events.log import Event, EventLog, Foreign, last, read, scan, tensorboard
+from windfall.events.log import Event, EventLog, ForeignLines, last, read, scan, tensorboard
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def names(path: Path) -> list[tuple[str, int | None]]:
     return [(e["name"], e.get("step")) for e in read(path)]
 
 
-def test_what_is_written_is_read_at_once(path: Path) -> None:
+def test_events_are_readable_at_once(path: Path) -> None:
     log = EventLog(path)
     log.scalar("step", step=3, reward=0.5)
     with log.span("rollout", step=4) as span:
         span["tokens"] = 7
     log.instant("checkpoint", path="a/ü\n")
-    first, second, third = read(path)  # before it is closed: a reader beside the run sees every event
+    first, second, third = read(path)  # before it is closed: a concurrent reader sees every event
     assert (first["kind"], first["name"], first["step"], first["reward"]) == ("scalar", "step", 3, 0.5)
     assert (second["kind"], second["tokens"]) == ("span", 7)
     assert third["path"] == "a/ü\n"
@@ -48,7 +48,7 @@ def test_what_is_written_is_read_at_once(path: Path) -> None:
     log.close()
 
 
-def test_span_is_written_and_the_error_goes_on(path: Path) -> None:
+def test_span_is_written_and_its_error_is_raised(path: Path) -> None:
     log = EventLog(path)
     with pytest.raises(KeyboardInterrupt), log.span("train", step=1):
         raise KeyboardInterrupt
@@ -59,7 +59,7 @@ def test_span_is_written_and_the_error_goes_on(path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ['{"t":1.0,"m":2.0,"ki', "{", '{"t":1.0,"name":"\xc3', "\0\0\0"])
-def test_line_torn_by_a_kill_costs_only_itself(path: Path, torn: str) -> None:
+def test_truncated_line_loses_only_itself(path: Path, torn: str) -> None:
     written(path, step=1)
     with path.open("ab") as file:
         file.write(torn.encode("latin-1"))
@@ -76,35 +76,35 @@ def test_line_that_windfall_did_not_write_is_skipped_and_counted(path: Path, kin
     with path.open("ab") as file:
         file.write(b"\n" + FOREIGN_LINES[kind] + b"\n")
     written(path, step=2)
-    foreign = Foreign()
+    foreign = ForeignLines()
     assert [e["step"] for e in read(path, foreign=foreign)] == [1, 2]
     assert (foreign.lines, foreign.first) == (1, 3)
 
 
-def test_torn_line_is_not_taken_for_a_foreign_one(path: Path) -> None:
+def test_truncated_line_does_not_count_as_foreign(path: Path) -> None:
     written(path, step=1)
     with path.open("ab") as file:
         file.write(b'{"t":1.0,"m":2.0,"ki')
-    foreign = Foreign()
+    foreign = ForeignLines()
     assert [e["step"] for e in scan(path, foreign)] == [1]
     assert foreign.lines == 0
 
 
-def test_line_of_any_length_costs_no_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.events.log.LONGEST", 1 << 16)
+def test_overlong_line_is_not_held_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windfall.events.log.MAX_LINE_BYTES", 1 << 16)
     written(path, step=1)
     with path.open("ab") as file:
         file.write(b"x" * (1 << 20) + b'{"a": 1}\n')
     written(path, step=2)
-    foreign = Foreign()
+    foreign = ForeignLines()
     assert [e["step"] for e in scan(path, foreign)] == [1, 2]
     assert (foreign.lines, foreign.first) == (1, 2)
 
 
-def test_last_event_is_found_behind_what_is_no_event(path: Path) -> None:
+def test_last_event_is_found_before_lines_that_are_not_events(path: Path) -> None:
     assert last(path) is None
     written(path, step=1)
-    written(path, step=2, said="x" * 5000)
+    written(path, step=2, text="x" * 5000)
     with path.open("ab") as file:
         file.write(b"[1]\n\xff\xff\n" + b'{"t":1.0,')
     event = last(path)
@@ -112,7 +112,7 @@ def test_last_event_is_found_behind_what_is_no_event(path: Path) -> None:
     assert event["step"] == 2
 
 
-def test_long_log_is_scanned_in_the_memory_of_one_line(path: Path) -> None:
+def test_long_log_is_scanned_one_line_at_a_time(path: Path) -> None:
     written(path, step=1, lengths=[list(range(1000, 3000))])
     path.write_bytes(60 * path.read_bytes())
     assert path.stat().st_size > 600_000
@@ -132,7 +132,7 @@ def test_long_log_is_scanned_in_the_memory_of_one_line(path: Path) -> None:
     assert whole > 3_000_000
 
 
-def test_whole_log_gets_no_empty_line(path: Path) -> None:
+def test_complete_log_gets_no_empty_line(path: Path) -> None:
     written(path)
     written(path)
     assert len(path.read_text().splitlines()) == 2
@@ -154,7 +154,7 @@ def test_resume_makes_later_steps_void(path: Path) -> None:
                            ("step", 3)]  # fmt: skip
 
 
-def test_what_a_void_step_has_cost_stays_paid(path: Path) -> None:
+def test_bill_of_a_void_step_is_kept(path: Path) -> None:
     log = EventLog(path)
     log.scalar("step", step=1, bill={"holders": {}}, trained=5)
     log.scalar("step", step=2, bill={"holders": {"spot": {"tokens": 7}}}, trained=5)
@@ -164,7 +164,7 @@ def test_what_a_void_step_has_cost_stays_paid(path: Path) -> None:
     assert "trained" not in read(path)[1]
 
 
-def test_failing_sink_is_removed_and_the_others_go_on(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_sink_is_removed_and_the_others_continue(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tried: list[str] = []
     seen: list[Event] = []
 
@@ -180,9 +180,9 @@ def test_failing_sink_is_removed_and_the_others_go_on(path: Path, capsys: pytest
     assert tried == ["a"]
     assert seen == read(path)
     assert [e["name"] for e in seen] == ["a", "b"]
-    said = capsys.readouterr().err
-    assert "broken" in said
-    assert "ZeroDivisionError: no such view" in said
+    err = capsys.readouterr().err
+    assert "broken" in err
+    assert "ZeroDivisionError: no such view" in err
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_every_value_becomes_json(path: Path, value: Any, kept: Any) -> None:
     event = written(path, v=value)
     assert event["v"] == kept
     assert type(event["v"]) is type(kept)
-    assert "NaN" not in path.read_text()  # Python would read it back, others would not
+    assert "NaN" not in path.read_text()  # Python would read it, other JSON parsers would not
     assert "Infinity" not in path.read_text()
 
 
-def test_sinks_get_what_the_file_gets(path: Path) -> None:
+def test_sinks_get_the_same_events_as_the_file(path: Path) -> None:
     seen: list[Event] = []
     log = EventLog(path, [seen.append])
     log.scalar("step", reward=float("nan"), path=Path("x"))
@@ -226,7 +226,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
     log = EventLog(tmp_path / "events.jsonl", [tensorboard(tmp_path / "board")])
     for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
-        log.scalar("step", step=step, reward=reward, said="word")
+        log.scalar("step", step=step, reward=reward, text="word")
     with log.span("rollout", step=3, tokens=9):
         log.instant("checkpoint", step=3)
     log.close()
@@ -237,30 +237,30 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 
 class FullDisk(io.StringIO):
-    """Takes what is written, and has no room for it."""
+    """Accepts writes, but fails to flush them."""
 
     def flush(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_full_disk_is_an_error_that_names_the_file(path: Path) -> None:
+def test_error_on_a_full_disk_names_the_file(path: Path) -> None:
     log = EventLog(path)
-    told: list[WindfallError] = []
-    log.failed = told.append
+    reported: list[WindfallError] = []
+    log.failed = reported.append
     log.instant("a")
     log._file.close()
     log._file = FullDisk()  # pyright: ignore
     with pytest.raises(WindfallError, match="No space left on device") as caught:
         log.instant("b")
     assert caught.value.where == str(path)
-    assert told == [caught.value]
-    log.instant("c")  # the run is ending: that it cannot be logged is no second error
+    assert reported == [caught.value]
+    log.instant("c")  # the run is ending: a second failure is not raised
     log._file.close = FullDisk().flush
     log.close()
     assert [e["name"] for e in read(path)] == ["a"]
 
 
-def test_log_that_cannot_be_made_names_the_file(path: Path) -> None:
+def test_error_on_creating_the_log_names_the_file(path: Path) -> None:
     path.parent.write_text("not a folder")
     with pytest.raises(WindfallError, match="cannot write the event log") as caught:
         EventLog(path)

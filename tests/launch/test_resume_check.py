@@ -1,4 +1,4 @@
-"""Before a run goes on: its files, what has changed since it began, and whether anything is left to do."""
+"""Checks before a run is resumed: its files, changes to its recipe, and whether anything is left to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from windfall.train import checksums
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run that has begun."""
+    """The folder of a run that has started."""
     made = folders.new_folder(Recipe(run=config.RunSection(name="small", folder=tmp_path / "runs")))
     auth.make_token(made / "token")
     return made
@@ -40,7 +40,7 @@ def edited(run: Path, *overrides: str) -> Recipe:
     ["run.name=other", "run.folder=/elsewhere", "run.seed=7", "model.path=smollm2-135m", "env.max_steps=3",
      "env={name='guess'}"],
 )  # fmt: skip
-def test_what_cannot_change_is_refused_with_the_reason(run: Path, change: str) -> None:
+def test_change_of_a_fixed_key_is_refused_with_the_reason(run: Path, change: str) -> None:
     with pytest.raises(WindfallError) as caught:
         resume_check.check_changes(edited(run, change), run)
     section, _, key = change.partition("=")[0].partition(".")
@@ -48,11 +48,11 @@ def test_what_cannot_change_is_refused_with_the_reason(run: Path, change: str) -
     assert "windfall train RECIPE.toml --set model.path=" in caught.value.fix
 
 
-def test_every_wrong_change_is_named_at_once(run: Path) -> None:
+def test_all_refused_changes_are_reported_at_once(run: Path) -> None:
     with pytest.raises(WindfallError) as caught:
         resume_check.check_changes(edited(run, "run.seed=7", "run.name=x", "train.lr=0.5"), run)
     assert caught.value.what.count(" -> ") == 2
-    assert "run.seed: 0 -> 7. Tasks follow from the seed" in caught.value.what
+    assert "run.seed: 0 -> 7. The seed determines the tasks" in caught.value.what
 
 
 @pytest.mark.parametrize(
@@ -61,23 +61,23 @@ def test_every_wrong_change_is_named_at_once(run: Path) -> None:
      ("eval.temperature=0.0", "noted"), ("run.steps=50", "free"), ("fleet.workers=3", "free"),
      ("engine.page_size=8", "free"), ("checkpoint.every=2", "free"), ("run.threads=3", "free")],
 )  # fmt: skip
-def test_what_may_change_is_listed(run: Path, change: str, verdict: str) -> None:
+def test_allowed_change_is_listed(run: Path, change: str, verdict: str) -> None:
     (found,) = resume_check.check_changes(edited(run, change), run)
     assert (found.key, found.verdict) == (change.partition("=")[0], verdict)
     assert bool(found.why) == (verdict == "noted")
 
 
-def test_longer_run_stretches_a_schedule_and_says_so(run: Path) -> None:
+def test_longer_run_with_a_schedule_is_noted(run: Path) -> None:
     found = resume_check.check_changes(edited(run, "run.steps=50", "train.schedule=linear"), run)
     assert [c.verdict for c in found] == ["noted", "noted"]
 
 
-def test_changes_count_from_the_beginning_not_from_the_last_life(run: Path) -> None:
+def test_changes_are_relative_to_the_original_recipe(run: Path) -> None:
     folders.write_recipe(edited(run, "train.lr=0.5"), run)
     (found,) = resume_check.check_changes(edited(run), run)
-    assert (found.key, found.began, found.now) == ("train.lr", 1e-4, 0.5)
+    assert (found.key, found.old, found.new) == ("train.lr", 1e-4, 0.5)
     assert resume_check.check_changes(edited(run, "train.lr=1e-4"), run) == []
-    (run / folders.BEGAN).unlink()  # a run of an earlier version: what it has now is what it began with
+    (run / folders.BEGAN).unlink()  # a run of an earlier version: its current recipe counts as the original
     assert resume_check.check_changes(edited(run), run) == []
 
 
@@ -92,7 +92,7 @@ def test_every_rule_is_about_a_key_that_exists() -> None:
 
 
 @pytest.mark.parametrize("name", resume_check.FOLDERS)
-def test_file_where_a_folder_should_be(run: Path, name: str) -> None:
+def test_file_in_place_of_a_folder_is_refused(run: Path, name: str) -> None:
     file_for_folder(run / name)
     with pytest.raises(WindfallError, match="a file where the run needs a folder") as caught:
         resume_check.check_files(run)
@@ -100,7 +100,7 @@ def test_file_where_a_folder_should_be(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", resume_check.FILES)
-def test_folder_where_a_file_should_be(run: Path, name: str) -> None:
+def test_folder_in_place_of_a_file_is_refused(run: Path, name: str) -> None:
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
     with pytest.raises(WindfallError, match="a folder where the run needs a file") as caught:
@@ -109,14 +109,14 @@ def test_folder_where_a_file_should_be(run: Path, name: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_file_that_cannot_be_read(run: Path) -> None:
+def test_unreadable_file_is_refused(run: Path) -> None:
     (run / "events.jsonl").touch(mode=0o000)
-    with pytest.raises(WindfallError, match="cannot read and write"):
+    with pytest.raises(WindfallError, match="no permission to read and write"):
         resume_check.check_files(run)
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
-def test_damaged_address_is_put_away_with_a_word(run: Path, kind: str) -> None:
+def test_damaged_address_is_removed_with_a_warning(run: Path, kind: str) -> None:
     path = run / "address.json"
     path.write_text(json.dumps({"url": "http://127.0.0.1:8700", "port": 8700, "pid": 1}))
     assert resume_check.check_files(run) == []
@@ -127,14 +127,14 @@ def test_damaged_address_is_put_away_with_a_word(run: Path, kind: str) -> None:
     assert not path.exists()
 
 
-def test_missing_token_is_said(run: Path) -> None:
+def test_missing_token_gives_a_warning(run: Path) -> None:
     (run / "token").unlink()
     (warning,) = resume_check.check_files(run)
     assert "workers with the old one are refused" in warning
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536, "8700", True, None, 1.5])
-def test_a_port_is_a_port(run: Path, port: Any) -> None:
+def test_address_with_an_invalid_port_is_ignored(run: Path, port: Any) -> None:
     (run / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "port": port, "pid": 1}))
     assert folders.address(run) is None
 
@@ -191,7 +191,7 @@ def test_run_whose_last_checkpoint_is_damaged_is_not_finished(run: Path) -> None
     assert resume_check.finished(edited(run), run) is None
 
 
-def test_run_that_was_killed_in_a_later_life_is_not_finished(run: Path) -> None:
+def test_run_that_was_resumed_and_killed_is_not_finished(run: Path) -> None:
     ended(run, step=20, finished=True)
     EventLog(run / "events.jsonl").instant("resumed", step=20)
     assert resume_check.finished(edited(run), run) is None
@@ -202,7 +202,7 @@ def test_run_that_was_killed_in_a_later_life_is_not_finished(run: Path) -> None:
 
 @pytest.fixture
 def trained_on(tmp_path: Path) -> tuple[Path, Path]:
-    """A data file, and the folder of a run that has begun with it."""
+    """A data file, and the folder of a run that started with it."""
     data = tmp_path / "good.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
     env = config.JsonLinesEnv(name="jsonl", path=data, scoring="exact")
@@ -239,11 +239,11 @@ def test_data_may_move_but_not_change(trained_on: tuple[Path, Path]) -> None:
 def test_run_without_a_record_of_its_data_gets_one(trained_on: tuple[Path, Path]) -> None:
     _, run = trained_on
     record = run / folders.DATA_BEGAN
-    said = record.read_bytes()
+    original = record.read_bytes()
     record.unlink()
     assert any("data.began.json: missing" in line for line in resume_check.check_files(run))
     resume_check.check_changes(edited(run), run)
-    assert record.read_bytes() == said
+    assert record.read_bytes() == original
     assert not any("data.began.json" in line for line in resume_check.check_files(run))
 
 

@@ -1,4 +1,4 @@
-"""A start that fails: what is left of it, and what is not. No processes."""
+"""What remains of a run whose start fails. No processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windfall.launch import start
 def failing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: WindfallError, steps: int = 0, workers: int = 0
 ) -> Path:
-    """The folder of a run that ended with this error, after so many steps, and with so many workers."""
+    """The folder of a run that ended with this error, after `steps` steps and with `workers` workers."""
     recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
     folder = folders.new_folder(recipe)
 
@@ -38,12 +38,12 @@ def failing(
     return folder
 
 
-def test_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(tmp_path, monkeypatch, WindfallError("no such thing", where="model.path", fix="Name another."))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_runs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_keeps_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = folders.new_folder(Recipe(run=config.RunSection(folder=tmp_path / "runs")))
     folder = failing(tmp_path, monkeypatch, WindfallError("no such thing"))
     assert folder.name == "run-2"
@@ -51,20 +51,20 @@ def test_other_runs_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("fix", ["See trainer.log in the run's folder.", "Make room; then `windfall resume` it."])
-def test_what_the_message_refers_to_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fix: str) -> None:
+def test_folder_that_the_error_refers_to_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fix: str) -> None:
     assert failing(tmp_path, monkeypatch, WindfallError("it broke", fix=fix)).is_dir()
 
 
-def test_what_was_learned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_a_completed_step_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failing(tmp_path, monkeypatch, WindfallError("it broke"), steps=1).is_dir()
 
 
-def test_logs_of_a_run_that_had_a_worker_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_had_a_worker_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = WindfallError("3 workers in a row were lost with it", where="response 1/0")
     assert failing(tmp_path, monkeypatch, error, workers=1).is_dir()
 
 
-def test_folder_that_cannot_be_filled_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_written_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -74,7 +74,7 @@ def test_folder_that_cannot_be_filled_is_taken_back(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_chosen_token_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_uses_the_given_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
     folder = folders.new_folder(recipe)
     monkeypatch.setattr(start, "_run", lambda *_: None)

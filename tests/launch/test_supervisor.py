@@ -1,4 +1,4 @@
-"""What the supervisor starts again and what not, how it is stopped, and what it says. Some tests start real runs."""
+"""What the supervisor restarts, how it stops, and what it shows. Some tests start real runs."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
-from windfall.launch import invitation, liveness, supervisor
+from windfall.launch import invitation, liveness
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
 from windfall.views.console import Console
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def output(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     out = io.StringIO()
     monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
     return out
 
 
-def of(folder: Path, **sections: Any) -> Supervisor:
+def supervisor_of(folder: Path, **sections: Any) -> Supervisor:
     recipe = config.parse(sections, where="here")
     auth.make_token(folder / "token")
     return Supervisor(recipe, folder, Console(recipe, folder))
 
 
 def ends(*codes: int | OSError, then: Callable[[], None] = lambda: None) -> tuple[Callable[[], Any], list[int]]:
-    """Starts processes that end with these statuses; and how many were started."""
+    """A function that starts processes that end with these statuses, and the number that it has started."""
     left, started = list(codes), [0]
 
     async def start() -> Handle:
@@ -58,35 +58,35 @@ def ends(*codes: int | OSError, then: Callable[[], None] = lambda: None) -> tupl
     return start, started
 
 
-def test_killed_is_started_again_and_ended_is_not(tmp_path: Path, said: io.StringIO) -> None:
+def test_killed_controller_is_restarted_and_ended_one_is_not(tmp_path: Path, output: io.StringIO) -> None:
     start, started = ends(-9, TimeoutError("waited 30 s for the nursery to fork it"), 0)
-    asyncio.run(of(tmp_path)._keep("controller", start))
+    asyncio.run(supervisor_of(tmp_path)._keep_running("controller", start))
     assert started == [3]
-    assert "the controller was killed (SIGKILL); starting it again" in said.getvalue()
-    assert "the controller could not be started: waited 30 s" in said.getvalue()
+    assert "the controller was killed (SIGKILL); restarting it" in output.getvalue()
+    assert "the controller could not be started: waited 30 s" in output.getvalue()
 
 
 @pytest.mark.parametrize("role", ["controller", "trainer"])
 @pytest.mark.parametrize("code", [0, -signal.SIGTERM, -signal.SIGKILL])
-def test_nothing_is_started_again_while_stopping(tmp_path: Path, role: str, code: int) -> None:
-    it = of(tmp_path)
+def test_nothing_is_restarted_while_stopping(tmp_path: Path, role: str, code: int) -> None:
+    it = supervisor_of(tmp_path)
     start, started = ends(code, -9, -9, then=lambda: setattr(it, "_stopping", True))
-    asyncio.run(it._keep(role, start))
+    asyncio.run(it._keep_running(role, start))
     assert started == [1]
 
 
-def test_asked_to_stop_before_anything_was_started(tmp_path: Path) -> None:
-    it = of(tmp_path)
+def test_nothing_is_started_after_an_early_stop(tmp_path: Path) -> None:
+    it = supervisor_of(tmp_path)
     it._stopping = True
     start, started = ends(0)
-    asyncio.run(it._keep("controller", start))
+    asyncio.run(it._keep_running("controller", start))
     assert started == [0]
 
 
-def test_error_is_shown_with_the_end_of_the_log(tmp_path: Path) -> None:
+def test_error_without_a_report_shows_the_end_of_the_log(tmp_path: Path) -> None:
     (tmp_path / "trainer.log").write_text("much\n" * 50 + "ValueError: last word\n")
     with pytest.raises(WindfallError, match="last word"):
-        asyncio.run(of(tmp_path)._keep("trainer", ends(2)[0], restart_on={4}))
+        asyncio.run(supervisor_of(tmp_path)._keep_running("trainer", ends(2)[0]))
 
 
 def crash(folder: Path, what: str = "the trainer failed: OutOfMemoryError: CUDA out of memory") -> None:
@@ -94,138 +94,104 @@ def crash(folder: Path, what: str = "the trainer failed: OutOfMemoryError: CUDA 
     folders.fail(folder, "trainer", error)
 
 
-def test_a_trainer_that_fails_is_started_again_and_the_cause_is_said(
-    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+def test_failed_trainer_is_restarted_and_the_cause_is_shown(
+    tmp_path: Path, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "FIRST_WAIT_S", 0.001)
-    it = of(tmp_path)
+    monkeypatch.setattr(liveness, "FIRST_DELAY_S", 0.001)
+    it = supervisor_of(tmp_path)
 
     def happens() -> None:
         crash(tmp_path)
         if started[0] == 3:  # a step was completed since the last failure
-            it._take(json.dumps({"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 3}).encode())
+            it._handle_line(json.dumps({"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 3}).encode())
 
     monkeypatch.setattr(it._console, "show", lambda event: None)
     start, started = ends(*[1] * 9, then=happens)
-    with pytest.raises(WindfallError, match=r"out of memory \(4 times in a row, and no new step") as failed:
-        asyncio.run(it._keep("trainer", start, restart_on={4}))
-    assert started == [2 + liveness.FAILURES]
+    with pytest.raises(WindfallError, match=r"out of memory \(4 times in a row, with no new step") as failed:
+        asyncio.run(it._keep_running("trainer", start))
+    assert started == [2 + liveness.MAX_FAILURES]
     assert failed.value.fix == "Lower train.micro_tokens."
-    assert said.getvalue().count("CUDA out of memory; starting it again in ") == 1 + liveness.FAILURES
-    assert "(failure 1 of 4)" in said.getvalue()
+    assert output.getvalue().count("CUDA out of memory; restarting in ") == 1 + liveness.MAX_FAILURES
+    assert "(failure 1 of 4)" in output.getvalue()
 
 
-def test_what_a_person_has_to_put_right_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_error_that_the_user_must_fix_ends_the_run_at_once(tmp_path: Path) -> None:
     start, started = ends(2, 0, then=lambda: crash(tmp_path, "no such model"))
     with pytest.raises(WindfallError, match="no such model"):
-        asyncio.run(of(tmp_path)._keep("trainer", start, restart_on={4}))
+        asyncio.run(supervisor_of(tmp_path)._keep_running("trainer", start))
     assert started == [1]
 
 
-def test_a_controller_that_fails_is_not_started_again(tmp_path: Path) -> None:
+def test_failed_controller_is_not_restarted(tmp_path: Path) -> None:
     start, started = ends(1, 0)
     with pytest.raises(WindfallError, match="the controller ended with status 1"):
-        asyncio.run(of(tmp_path)._keep("controller", start))
+        asyncio.run(supervisor_of(tmp_path)._keep_running("controller", start))
     assert started == [1]
 
 
 @pytest.mark.parametrize("pid", [1234, 999])
-def test_frozen_trainer_is_killed_if_it_is_ours(tmp_path: Path, pid: int, said: io.StringIO) -> None:
-    async def go() -> list[int]:
+def test_frozen_trainer_is_killed_only_if_we_started_it(tmp_path: Path, pid: int, output: io.StringIO) -> None:
+    async def main() -> list[int]:
         sent: list[int] = []
-        it = of(tmp_path)
-        it._kill_frozen_trainer()  # nothing was left
+        it = supervisor_of(tmp_path)
+        it._kill_frozen_trainer()  # nothing was reported
         it._trainer = Handle(name="trainer", pid=1234, send=sent.append)
         (tmp_path / ".trainer.frozen").write_text(json.dumps({"pid": pid}))
         it._kill_frozen_trainer()
         assert not (tmp_path / ".trainer.frozen").exists()
         return sent
 
-    assert asyncio.run(go()) == ([signal.SIGKILL] if pid == 1234 else [])
+    assert asyncio.run(main()) == ([signal.SIGKILL] if pid == 1234 else [])
 
 
-def test_trace_without_machines_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("0,add,a\n")
-    recipe = config.parse({"trace": {"file": str(tmp_path / "t.csv")}}, where="here")
-    with pytest.raises(WindfallError, match=r"trace\.nodes"):
-        supervisor.check(recipe)
-
-
-def test_response_longer_than_the_context_is_refused_before_anything_starts() -> None:
-    recipe = config.parse({"rollout": {"max_tokens": 100000}}, where="here")
-    with pytest.raises(
-        WindfallError, match=r"prompts of \d+ tokens and rollout.max_tokens = 100000 exceed the model's"
-    ):
-        supervisor.check(recipe)
-
-
-def test_a_long_first_prompt_is_no_reason_to_refuse_others(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    rows = [{"prompt": n * "1", "answer": "1"} for n in range(300, 340, 10)]
-    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(WindfallError, match=r"exceed the model's context of 512"):
-        supervisor.check(config.parse({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
-    for short in (0, 3):  # whichever of them is task 0
-        mixed = [{"prompt": "1", "answer": "1"} if n == short else row for n, row in enumerate(rows)]
-        data.write_text("".join(json.dumps(row) + "\n" for row in mixed))
-        supervisor.check(config.parse({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
-
-
-def test_messages_without_a_chat_template_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
-    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
-    with pytest.raises(WindfallError, match="the model's tokenizer has no chat template"):
-        supervisor.check(config.parse({"env": env}, where="here"))
-
-
-def test_how_to_join(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_shows_how_to_join_without_the_token(
+    tmp_path: Path, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "address.json").write_text(json.dumps({"url": "http://127.0.0.1:81", "port": 81}))
-    of(tmp_path)._tell_how_to_join()
+    supervisor_of(tmp_path)._show_how_to_join()
     token = (tmp_path / "token").read_text()
     command = f"windfall worker --join http://127.0.0.1:81 --token {tmp_path / 'token'}\n"
-    assert f"join from this machine: {command}" in said.getvalue()
-    assert "weights" not in said.getvalue()
+    assert f"add a worker from this machine: {command}" in output.getvalue()
+    assert "weights" not in output.getvalue()
 
     monkeypatch.setattr(invitation, "own_address", lambda: "10.0.0.5")
-    of(tmp_path, fleet={"host": "0.0.0.0"})._tell_how_to_join()
-    assert f"--join http://10.0.0.5:81 --token {tmp_path / 'token'}" in said.getvalue()
-    assert "fleet.weights_port" in said.getvalue()
-    assert token not in said.getvalue()  # typed on a command line, it would be in the process list
+    supervisor_of(tmp_path, fleet={"host": "0.0.0.0"})._show_how_to_join()
+    assert f"--join http://10.0.0.5:81 --token {tmp_path / 'token'}" in output.getvalue()
+    assert "fleet.weights_port" in output.getvalue()
+    assert token not in output.getvalue()  # on a command line it would be visible in the process list
 
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).touch()
     tls = {"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
-    of(tmp_path, fleet=tls)._tell_how_to_join()
-    assert f"--tls-ca {tmp_path / 'cert.pem'}" in said.getvalue()
+    supervisor_of(tmp_path, fleet=tls)._show_how_to_join()
+    assert f"--tls-ca {tmp_path / 'cert.pem'}" in output.getvalue()
 
 
-def test_own_address_is_one() -> None:
+def test_own_address_is_reachable_from_outside() -> None:
     assert invitation.own_address() not in ("", "127.0.0.1", "0.0.0.0")
 
 
-def test_lines_of_the_log_that_cannot_be_shown_end_nothing(tmp_path: Path, said: io.StringIO) -> None:
-    it = of(tmp_path)
+def test_lines_that_cannot_be_shown_do_not_end_the_run(tmp_path: Path, output: io.StringIO) -> None:
+    it = supervisor_of(tmp_path)
     for line in FOREIGN_LINES.values():
-        it._take(line)
-    assert said.getvalue() == ""
-    it._take(b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost"}')
-    assert "an event 'worker_lost' cannot be shown: KeyError" in said.getvalue()
+        it._handle_line(line)
+    assert output.getvalue() == ""
+    it._handle_line(b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "worker_lost"}')
+    assert "cannot show event 'worker_lost': KeyError" in output.getvalue()
 
 
-def test_only_who_pressed_ctrl_c_is_told_of_the_second(tmp_path: Path, said: io.StringIO) -> None:
-    it = of(tmp_path)
+def test_second_ctrl_c_is_offered_only_after_the_first(tmp_path: Path, output: io.StringIO) -> None:
+    it = supervisor_of(tmp_path)
     line = b'{"t": 1.0, "m": 1.0, "kind": "instant", "name": "stopping"}'
-    it._take(line)
-    assert said.getvalue() == ""
+    it._handle_line(line)
+    assert output.getvalue() == ""
     it._stopping = True
-    it._take(line)
-    assert "press Ctrl-C again" in said.getvalue()
+    it._handle_line(line)
+    assert "press Ctrl-C again" in output.getvalue()
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"missing", "a directory"}))
-def test_damaged_word_of_a_process_is_no_word(tmp_path: Path, kind: str) -> None:
+def test_damaged_failure_report_is_ignored(tmp_path: Path, kind: str) -> None:
     path = tmp_path / ".trainer.failure"
     path.write_text(json.dumps({"what": "it broke", "where": "here", "fix": "Mend it."}))
     assert str(folders.failure(tmp_path, "trainer", 1)) == "here: it broke\nMend it."
@@ -267,23 +233,23 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
         process.kill()
     assert process.returncode in ((0, 130) if when == ".run.lock" else (0,)), out + err
     assert "Traceback" not in err
-    assert "starting it again" not in out
+    assert "restarting" not in out
 
 
-def test_second_ctrl_c_kills_all_at_once(here: Path) -> None:
+def test_second_ctrl_c_kills_all_processes_at_once(here: Path) -> None:
     run = here / "runs" / "small"
     process = windfall(here, "train", "small.toml", "--set", "run.steps=100000", "--set", "fleet.workers=1")
     try:
         until(lambda: list((run / "workers").glob("*.log")) if run.exists() else False)
         until(lambda: (run / "trainer.log").exists() and len(descendants(process.pid)) >= 4)
-        # Not in the middle of a start: a nursery that is frozen then is given the time that a start may take.
+        # Not while a process starts: a nursery frozen at that moment gets the full time of a start.
         until(lambda: (run / "events.jsonl").exists() and '"w1.1"' in (run / "events.jsonl").read_text())
         left = descendants(process.pid)
         controller = json.loads((run / "address.json").read_text())["pid"]
         assert controller in left
         nursery = next(p for p in left if b"windfall.fleet.forker" in Path(f"/proc/{p}/cmdline").read_bytes())
         for pid in (controller, nursery):
-            os.kill(pid, signal.SIGSTOP)  # they cannot stop in order
+            os.kill(pid, signal.SIGSTOP)  # so they cannot stop cleanly
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         assert process.poll() is None
@@ -316,9 +282,9 @@ trainer.TorchTrainer.finish = finish
 RUN = """
 import sys
 from pathlib import Path
-from windfall.launch import supervisor, vigil
+from windfall.launch import liveness, supervisor
 
-vigil.FIRST_WAIT_S = 0.2
+liveness.FIRST_DELAY_S = 0.2
 real = supervisor.Nursery
 supervisor.Nursery = lambda **how: real(**{**how, "modules": [*how["modules"], "breaks"]})
 from windfall import cli
@@ -327,8 +293,8 @@ cli.main()
 """
 
 
-def test_a_run_goes_on_after_its_trainer_has_failed(here: Path) -> None:
-    """A real run, whose trainer is out of memory once: it goes on from checkpoint and journal."""
+def test_run_continues_after_its_trainer_has_failed(here: Path) -> None:
+    """A real run whose trainer runs out of memory once: it continues from checkpoint and journal."""
     (here / "breaks.py").write_text(BREAKS)
     (here / "run.py").write_text(RUN)
     path = f"{here}:{os.environ.get('PYTHONPATH', '')}"
@@ -337,8 +303,8 @@ def test_a_run_goes_on_after_its_trainer_has_failed(here: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
-    said = "the trainer failed: MemoryError: CUDA out of memory. Tried to allocate 9 GiB; starting it again in 0.2 s"
-    assert f"{said} (failure 1 of 4)" in process.stdout.replace("\n", " ")
+    line = "the trainer failed: MemoryError: CUDA out of memory. Tried to allocate 9 GiB; restarting in 0.2 s"
+    assert f"{line} (failure 1 of 4)" in process.stdout.replace("\n", " ")
     log = [json.loads(line) for line in (here / "runs/small/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "step")] == [1, 2, 3]
     assert next(e["why"] for e in log if e["name"] == "trainer_lost").startswith("it failed: MemoryError: CUDA out of")
@@ -352,26 +318,26 @@ def test_a_run_goes_on_after_its_trainer_has_failed(here: Path) -> None:
 EVENT = b'{"t": 1.0, "m": 1.0, "kind": "scalar", "name": "step", "step": 3}\n'
 
 
-def test_event_that_the_reader_cannot_take_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = of(tmp_path)
+def test_error_in_the_log_reader_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = supervisor_of(tmp_path)
 
     def fails(line: bytes) -> None:
-        raise RuntimeError(f"nobody expected {len(line)} bytes")
+        raise RuntimeError(f"unexpected {len(line)} bytes")
 
     async def main() -> None:
-        async with it._showing():
+        async with it._showing_events():
             (tmp_path / "events.jsonl").write_bytes(EVENT)
             await asyncio.sleep(30)
 
-    monkeypatch.setattr(it, "_take", fails)
-    with pytest.raises(RuntimeError, match="nobody expected"):
+    monkeypatch.setattr(it, "_handle_line", fails)
+    with pytest.raises(RuntimeError, match="unexpected"):
         asyncio.run(asyncio.wait_for(errors.guard(main()), 10))
 
 
-def test_event_log_that_cannot_be_read_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: io.StringIO
+def test_event_log_that_is_unreadable_for_a_moment_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: io.StringIO
 ) -> None:
-    it, path, fails = of(tmp_path), tmp_path / "events.jsonl", [True, True]
+    it, path, fails = supervisor_of(tmp_path), tmp_path / "events.jsonl", [True, True]
     real = Path.open
 
     def opens(self: Path, *args: Any, **options: Any) -> Any:
@@ -381,13 +347,13 @@ def test_event_log_that_cannot_be_read_for_a_moment(
         return real(self, *args, **options)
 
     async def main() -> None:
-        async with it._showing():
+        async with it._showing_events():
             path.write_text(EVENT.decode())
             monkeypatch.setattr(Path, "open", opens)
             async with asyncio.timeout(10):
-                while it._reached != 3:
+                while it._newest_step != 3:
                     await asyncio.sleep(0.01)
 
     monkeypatch.setattr(it._console, "show", lambda event: None)
     asyncio.run(errors.guard(main()))
-    assert said.getvalue().count("the event log cannot be read: [Errno 5]") == 1
+    assert output.getvalue().count("cannot read the event log: [Errno 5]") == 1

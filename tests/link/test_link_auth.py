@@ -181,11 +181,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 
 def test_a_worker_joins_over_tls_with_the_certificate_only(door: Door, certificate: Fleet) -> None:
     async def join(url: str, **trust: Any) -> tuple[int, str]:
-        agent, said = worker(url, ssl=tls.dialling(url, **trust), patience_s=0.0)
+        agent, said = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
         return await agent.run(), "\n".join(said)
 
     async def run() -> None:
-        async with door().open(ssl=tls.serving(certificate)) as d:
+        async with door().open(ssl=tls.server_context(certificate)) as d:
             assert d.url.startswith("https://")
             for trust in ({"ca": certificate.tls_cert}, {"pinned": certificate.tls_cert}):
                 code, said = await join(d.url, **trust)
@@ -248,13 +248,13 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 def test_a_certificate_that_somebody_issued_can_be_pinned(door: Door, chain: Chain) -> None:
     async def joins(url: str, **trust: Any) -> bool:
-        agent, said = worker(url, ssl=tls.dialling(url, **trust), patience_s=0.0)
+        agent, said = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
         code = await agent.run()
         assert (code == 3) == ("built: so it was let in" in "".join(said)), said
         return code == 3
 
     async def run() -> None:
-        async with door().open(ssl=tls.serving(chain.fleet())) as d:
+        async with door().open(ssl=tls.server_context(chain.fleet())) as d:
             by_name = d.url.replace("127.0.0.1", "localhost")
             assert await joins(by_name, pinned=chain.pem("leaf"))
             assert await joins(by_name, pinned=chain.pem("leaf-chain")), "with its issuer behind it"
@@ -262,7 +262,7 @@ def test_a_certificate_that_somebody_issued_can_be_pinned(door: Door, chain: Cha
                 assert await joins(d.url, ca=chain.pem(ca)), ca
                 assert not await joins(by_name, ca=chain.pem(ca)), "the certificate is for another name"
             assert not await joins(d.url, ca=chain.pem("sibling"))
-        async with door().open(ssl=tls.serving(chain.fleet("sibling"))) as d:
+        async with door().open(ssl=tls.server_context(chain.fleet("sibling"))) as d:
             for pinned in ("leaf", "leaf-chain"):
                 assert not await joins(d.url, pinned=chain.pem(pinned)), "another certificate of the same issuer"
             assert await joins(d.url, pinned=chain.pem("sibling-chain"))
@@ -275,7 +275,7 @@ def test_a_ca_is_trusted_besides_those_of_the_system(chain: Chain, monkeypatch: 
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
 
     def trusted(**given: Any) -> set[str]:
-        context = tls.dialling("https://127.0.0.1", **given)
+        context = tls.client_context("https://127.0.0.1", **given)
         assert context is not None
         return {dict(pair[0] for pair in c["subject"])["commonName"] for c in context.get_ca_certs()}  # type: ignore
 
@@ -288,11 +288,11 @@ def test_certificates_that_cannot_be_used_are_refused(certificate: Fleet, tmp_pa
     assert certificate.tls_cert is not None
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no certificate")
-    with pytest.raises(WindfallError, match="cannot be used") as caught:
-        tls.serving(Fleet(tls_cert=certificate.tls_cert, tls_key=wrong))
+    with pytest.raises(WindfallError, match="cannot use the certificate") as caught:
+        tls.server_context(Fleet(tls_cert=certificate.tls_cert, tls_key=wrong))
     assert str(wrong) in caught.value.where
     for trust in ({"ca": wrong}, {"pinned": wrong}, {"ca": tmp_path / "none"}, {"pinned": tmp_path / "none"}):
-        with pytest.raises(WindfallError, match="cannot be used"):
-            tls.dialling("https://127.0.0.1", **trust)
-    assert tls.dialling("http://127.0.0.1", ca=wrong) is None
-    assert tls.serving(Fleet()) is None
+        with pytest.raises(WindfallError, match="cannot use the certificate"):
+            tls.client_context("https://127.0.0.1", **trust)
+    assert tls.client_context("http://127.0.0.1", ca=wrong) is None
+    assert tls.server_context(Fleet()) is None

@@ -303,14 +303,14 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> Non
 def test_damaged_checkpoint_is_told_by_the_next_trainer_if_the_first_one_died(two: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     flip(folder / "step-000004" / "model.safetensors")
-    _, first = trainer._checkpoint(folder)
+    _, first = trainer._find_checkpoint(folder)
     assert first["checkpoint_damaged"].startswith("step-000004/model.safetensors: its checksum is ")
     assert first["checkpoint_damaged"].endswith("(now damaged-step-000004)")
-    found, second = trainer._checkpoint(folder)
+    found, second = trainer._find_checkpoint(folder)
     assert found is not None
     assert (found.state.step, second) == (2, first)
     shutil.copytree(two / "step-000004", folder / "step-000004")  # made again: the damaged one is of no interest
-    assert trainer._checkpoint(folder)[1] == {}
+    assert trainer._find_checkpoint(folder)[1] == {}
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_makes_the_same_weights_again(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_makes_the_same_weights_again(t
     done = command("resume", str(run), "--set", "run.steps=5")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checkpoint damaged: step-000004/model.safetensors: its checksum" in done.stdout
-    assert "going on from step 2" in done.stdout
+    assert "continuing from step 2" in done.stdout
     assert "journal lost: 000002.wal: it is gone" in done.stdout
     assert (saved / "model.safetensors").read_bytes() == before
     assert (run / "checkpoints" / "damaged-step-000004").is_dir()

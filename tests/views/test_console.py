@@ -1,4 +1,4 @@
-"""What a person is told, from events alone. Numbers and paths are checked, not the wording around them."""
+"""What the console shows, from events alone. Numbers and paths are checked, rarely the wording around them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.text import Text as Plain
 from windfall.config import Recipe
 from windfall.cost.bill import Totals, priced
 from windfall.events.log import Event, EventLog, read
-from windfall.views.console import BARS, Console, spark, summarise
+from windfall.views.console import BARS, Console, spark, summarize
 
-FOLDER = Path("runs/a [/b] c")  # as markup this would be an error, and in a shell three words
+FOLDER = Path("runs/a [/b] c")  # invalid as markup, and three words in a shell
 
 
 def scalar(name: str, **fields: Any) -> Event:
@@ -36,45 +36,47 @@ def step(number: int, reward: float | None, **fields: Any) -> Event:
         "clipped": 0.0, "kl": 0.0, "trained": 1000} | fields)  # fmt: skip
 
 
-def told(events: list[Event], **options: Any) -> str:
-    return "\n".join(Plain.from_markup(line).plain for line in summarise(events, FOLDER, **options))
+def summary(events: list[Event], **options: Any) -> str:
+    return "\n".join(Plain.from_markup(line).plain for line in summarize(events, FOLDER, **options))
 
 
 def bill(**holders: tuple[float, float | None]) -> dict[str, Any]:
-    """Seconds generating and $ per hour, by holder."""
+    """A bill from the seconds of generation and the $ per hour of each holder."""
     made = {h: priced({"generating": s}, usd, 1000) for h, (s, usd) in holders.items()}
     return msgspec.to_builtins(Totals(holders=made))
 
 
 def test_skipped_updates_are_summed_by_cause() -> None:
     events = [step(1, 0.5, updates_skipped=3, updates_not_finite=2), step(2, 0.5, updates_skipped=1)]
-    said = told(events, finished=True)
-    assert "2 (no gradient;" in said
-    assert "2 (gradient not finite;" in said
+    text = summary(events, finished=True)
+    assert "2 (no gradient;" in text
+    assert "2 (gradient not finite;" in text
 
 
-def test_dollars_by_step_and_by_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cost_per_step_and_per_run(capsys: pytest.CaptureFixture[str]) -> None:
     cost = bill(trainer=(3600.0, 20.0), spot=(3600.0, 5.0))
     void = {"t": 1.0, "m": 1.0, "kind": "scalar", "name": "void", "bill": bill(spot=(3600.0, 5.0))}
     end = {"t": 1.0, "m": 1.0, "kind": "instant", "name": "end", "bill": bill(trainer=(1800.0, 20.0))}
     events = [step(1, 0.5, bill=cost, trained=1_000_000), void, step(2, 0.5, bill=cost, trained=1_000_000), end]
-    assert "$65.00, $32.50 per million trained tokens" in told(events, finished=True)  # 2 x 25, 5 of a void step, 10
-    assert "at least" not in told(events, finished=True)
+    assert "$65.00, $32.50 per million trained tokens" in summary(
+        events, finished=True
+    )  # 2 x 25, 5 for a void step, 10
+    assert "at least" not in summary(events, finished=True)
     unknown = step(3, 0.5, bill=bill(trainer=(3600.0, 20.0), spot=(3600.0, None)), trained=1_000_000)
-    assert "at least" in told([*events, unknown], finished=True)
+    assert "at least" in summary([*events, unknown], finished=True)
     with Console(Recipe(), FOLDER) as console:
         console.show(events[0])
         console.show(unknown)
         out = capsys.readouterr().out
         # 2,000 tokens at the trainer's 1,000 per hour, and an hour of training, at $20
         console.show(step(4, 0.5, bill=cost, trained=1_000_000, train_s=3600.0))
-        assert "  $25.00/M (alone $60.00)" in capsys.readouterr().out
-    assert "  $25.00/M" in out
-    assert "(alone" not in out
-    assert "  >$20.00/M" in out
+        assert "  $25.00/M tok (trainer alone $60.00)" in capsys.readouterr().out
+    assert "  $25.00/M tok" in out
+    assert "trainer alone" not in out
+    assert "  >$20.00/M tok" in out
 
 
-def test_advice_is_said_when_it_asks_for_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_is_shown_once_when_it_asks_for_a_change(capsys: pytest.CaptureFixture[str]) -> None:
     def advice(now: int, count: int) -> Event:
         figures = {"tokens_per_usd_now": 100.0, "tokens_per_usd_best": 126.0}
         return {
@@ -89,12 +91,12 @@ def test_advice_is_said_when_it_asks_for_a_change(capsys: pytest.CaptureFixture[
     with Console(Recipe(), FOLDER) as console:
         for now, count in ((1, 1), (1, 3), (2, 3), (3, 3), (3, 2)):
             console.show(advice(now, count))
-    said = [line for line in capsys.readouterr().out.splitlines() if "advice" in line]
-    assert [line.split()[1] for line in said] == ["3", "2"]
-    assert "(+26% tokens per dollar)" in said[0]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "advice" in line]
+    assert [line.split()[1] for line in lines] == ["3", "2"]
+    assert "(+26% tokens per dollar)" in lines[0]
 
 
-def test_finished_run() -> None:
+def test_summary_of_a_finished_run() -> None:
     events = [
         scalar("eval", step=0, reward=0.125, tasks=8),
         span("rollout", step=1, s=1.5),
@@ -107,23 +109,23 @@ def test_finished_run() -> None:
         span("checkpoint", step=2, s=0.1, error="OSError"),
         scalar("eval", step=2, reward=0.875, tasks=8),
     ]
-    said = told(events, finished=True, prompt="1+1=")
-    assert "0.125 before, 0.875 after" in said
-    assert f"0.250 first, 0.750 last   {BARS[0]}{BARS[-1]}" in said
-    assert "2,000 made, 500 tok/s" in said
-    assert "1,000 tok/s while generating" in said  # 2,000 in 3 s, of which 1 s was training
-    assert "windfall generate 'runs/a [/b] c/checkpoints/step-000002' --prompt '1+1='" in said
-    assert "windfall eval 'runs/a [/b] c/checkpoints/step-000002'" in said
-    assert "resume" not in said
+    text = summary(events, finished=True, prompt="1+1=")
+    assert "0.125 before, 0.875 after" in text
+    assert f"0.250 first, 0.750 last   {BARS[0]}{BARS[-1]}" in text
+    assert "2,000 generated, 500 tok/s" in text
+    assert "1,000 tok/s while generating" in text  # 2,000 in 3 s, of which 1 s was training
+    assert "windfall generate 'runs/a [/b] c/checkpoints/step-000002' --prompt '1+1='" in text
+    assert "windfall eval 'runs/a [/b] c/checkpoints/step-000002'" in text
+    assert "resume" not in text
 
 
-def test_stopped_run_says_how_to_go_on() -> None:
-    given_up = span("rollout", step=2, s=60.0, error="Stopped")
-    said = told([span("rollout", step=1, s=1.0), step(1, 0.5, missing=3), given_up], finished=False)
-    assert "windfall resume 'runs/a [/b] c'" in said
-    assert "rewards missing            3" in said
-    assert "1,000 tok/s while generating" in said  # the step that was given up counts neither way
-    assert "generate " not in said
+def test_summary_of_a_stopped_run_says_how_to_resume() -> None:
+    aborted = span("rollout", step=2, s=60.0, error="Stopped")
+    text = summary([span("rollout", step=1, s=1.0), step(1, 0.5, missing=3), aborted], finished=False)
+    assert "windfall resume 'runs/a [/b] c'" in text
+    assert "rewards missing            3" in text
+    assert "1,000 tok/s while generating" in text  # the aborted step is not counted
+    assert "generate " not in text
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -137,11 +139,11 @@ def test_stopped_run_says_how_to_go_on() -> None:
     ],
     ids=["empty", "no reward in eval", "nothing made", "some rewards"],
 )
-def test_runs_with_little_to_tell(events: list[Event], finished: bool) -> None:
-    said = told(events, finished=finished)
-    assert str(FOLDER) in said
-    assert "nan" not in said
-    assert ("0.500 first, 0.500 last" in said) == (len(events) == 3)
+def test_summary_of_runs_with_few_events(events: list[Event], finished: bool) -> None:
+    text = summary(events, finished=finished)
+    assert str(FOLDER) in text
+    assert "nan" not in text
+    assert ("0.500 first, 0.500 last" in text) == (len(events) == 3)
 
 
 def test_spark_by_hand() -> None:
@@ -198,35 +200,35 @@ def test_console_shows_every_kind_of_event(terminal: bool, tmp_path: Path, monke
     folder = tmp_path / FOLDER.name.replace("/", "")
     console = Console(Recipe(), folder)
     with console:
-        console.show(step(1, 0.5))  # before any start: no bar to move yet
+        console.show(step(1, 0.5))  # before the start there is no bar yet
         for event in EVENTS:
             console.show(event)
-    said = out.getvalue()
-    assert "list[/] index [bold out of range" in said
+    text = out.getvalue()
+    assert "list[/] index [bold out of range" in text
     for line in (
         "eval after step 0: reward 0.250 on 4 rows of [test].jsonl",
         "rows of [train].jsonl",
-        "step-000004/a[b]: it is cut; going on from step 2",
+        "step-000004/a[b]: it is cut; continuing from step 2",
         "step-000002 has no checksums",
         "000002.wal: it is damaged at byte 9 of 90 (81 bytes); 12 responses with 3,456 tokens are generated again",
-        "000002.wal: it is gone (0 bytes); what it held of the step under way is generated again",
+        "000002.wal: it is gone (0 bytes); its part of the current step is generated again",
         "notes[1].wal",
     ):
-        assert terminal or line in said.replace("\n", ""), line
-    assert folder.name in said.replace("\n", "")
+        assert terminal or line in text.replace("\n", ""), line
+    assert folder.name in text.replace("\n", "")
     log = EventLog(folder / "events.jsonl")
     log.close()
     console.summary(finished=False)
     assert read(log.path) == []
 
 
-def test_no_gradient_is_a_number() -> None:
+def test_step_without_a_gradient_shows_zero() -> None:
     line = Console(Recipe(), FOLDER)._line(step(1, 0.0, grad_norm=0.0))
     assert "nan" not in line
     assert "grad 0.000" in line
 
 
-def test_a_gap_is_said_again_only_when_it_has_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gap_is_shown_again_only_when_it_has_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
     console = Console(Recipe(), tmp_path)
@@ -238,17 +240,17 @@ def test_a_gap_is_said_again_only_when_it_has_doubled(tmp_path: Path, monkeypatc
     assert "train.engine_gap_limit = 0.3" in lines[0]
 
 
-def test_a_small_worker_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_is_too_small_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("windfall.views.console.Terminal", lambda **o: Terminal(**o, file=out, width=300))
     console = Console(Recipe(), tmp_path)
     for n in range(5):
-        said = {"kind": "instant", "name": "work_rejected", "worker": "w1", "response": f"{n}/0", "tokens": 99}
-        console.show({**said, "why": "does not fit"})
+        event = {"kind": "instant", "name": "work_rejected", "worker": "w1", "response": f"{n}/0", "tokens": 99}
+        console.show({**event, "why": "does not fit"})
     console.show({"kind": "instant", "name": "no_room", "response": "1/0", "tokens": 99, "most": 40.0})
     console.show({"kind": "instant", "name": "worker_stuck", "worker": "w2", "why": "no byte in 60 s"})
     lines = out.getvalue().splitlines()
     assert len(lines) == 3
-    assert "w1 cannot take responses of 99 tokens" in lines[0]
-    assert "none has more than 40" in lines[1]
-    assert "w2 is sent away: no byte in 60 s" in lines[2]
+    assert "w1 cannot run responses of 99 tokens" in lines[0]
+    assert "no worker has more than 40" in lines[1]
+    assert "w2 dismissed: no byte in 60 s" in lines[2]

@@ -109,7 +109,7 @@ def test_a_trainer_whose_own_engine_fails_ends(fails: Callable[[], Exception], w
             raise fails()
 
         async with asyncio.timeout(5):
-            await trainer._beside(for_ever(), asyncio.create_task(local()))
+            await trainer._run_with_local_engine(for_ever(), asyncio.create_task(local()))
 
     with pytest.raises(WindfallError, match=why):
         asyncio.run(scene())
@@ -123,6 +123,6 @@ def test_a_run_ends_as_it_does_with_an_engine_that_was_sent_away() -> None:
 
         async def local() -> None: ...
 
-        return await trainer._beside(run(), asyncio.create_task(local()))
+        return await trainer._run_with_local_engine(run(), asyncio.create_task(local()))
 
     assert asyncio.run(scene()) == 7

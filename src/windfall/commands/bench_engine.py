@@ -1,4 +1,4 @@
-"""`windfall bench engine`: the engine beside transformers' generate, in this process, on this machine."""
+"""`windfall bench engine`: compares the engine with transformers' generate, in this process on this machine."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.types import Request
 
-Rows = list[Request]
-PROMPT = 24
-"""Tokens of every prompt."""
+Requests = list[Request]
+PROMPT_TOKENS = 24
+"""Tokens in every prompt."""
 
 
 def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
     device, dtype = devices.place("auto", "auto", threads)
     model = load.load(name, dtype=dtype, device=device)
     context = getattr(model.config, "max_position_embeddings", None)
-    if context and PROMPT + max_tokens > context:
-        what = f"prompts of {PROMPT} tokens and responses of {max_tokens} exceed the model's context of {context}"
-        raise WindfallError(what, where="--max-tokens", fix=f"Give at most {context - PROMPT}.")
+    if context and PROMPT_TOKENS + max_tokens > context:
+        what = (
+            f"prompts of {PROMPT_TOKENS} tokens and responses of {max_tokens} exceed the model's context of {context}"
+        )
+        raise WindfallError(what, where="--max-tokens", fix=f"Give at most {context - PROMPT_TOKENS}.")
     out = Console(highlight=False)
     table = Table(title=f"{name}, {dtype} on {device}, {requests} requests: useful tokens/s")
-    for column in ("lengths", "engine", "deterministic", "transformers generate", "engine / generate", "changed"):
+    for column in ("lengths", "engine", "deterministic", "transformers generate", "engine / generate", "different"):
         table.add_column(column, justify="right")
     rng = random.Random(0)
     with out.status("measuring") as status:
         for kind in ("equal", "uneven"):
             work = _work(model.config.vocab_size, requests, max_tokens, kind, rng)
             status.update(f"{kind} lengths: engine")
-            fast, said = _engine(model, work, max_tokens, deterministic=False)
+            fast, tokens = _engine(model, work, max_tokens, deterministic=False)
             status.update(f"{kind} lengths: engine, deterministic")
-            exact, said_exactly = _engine(model, work, max_tokens, deterministic=True)
+            exact, exact_tokens = _engine(model, work, max_tokens, deterministic=True)
             status.update(f"{kind} lengths: transformers generate")
             plain = _generate(model, work)
-            changed = sum(said[r.id] != said_exactly[r.id] for r in work)
+            different = sum(tokens[r.id] != exact_tokens[r.id] for r in work)
             figures = [f"{x:,.1f}" for x in (fast, exact, plain)]
-            table.add_row(kind, *figures, f"{fast / plain:.2f}x", f"{changed} of {requests}")
+            table.add_row(kind, *figures, f"{fast / plain:.2f}x", f"{different} of {requests}")
     out.print(table)
-    out.print("changed: responses whose tokens differ between the two modes, by rounding at a near tie")
+    out.print("different: responses whose tokens differ between the two modes, because rounding decides a near tie")
 
 
-def _work(vocabulary: int, requests: int, max_tokens: int, kind: str, rng: random.Random) -> Rows:
-    prompts = [tuple(rng.randrange(3, vocabulary) for _ in range(PROMPT)) for _ in range(-(-requests // 8))]
+def _work(vocabulary: int, requests: int, max_tokens: int, kind: str, rng: random.Random) -> Requests:
+    prompts = [tuple(rng.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)) for _ in range(-(-requests // 8))]
     uneven = [min(max_tokens, 4 + int(rng.expovariate(3 / max_tokens))) for _ in range(requests)]
     return [
         Request(id=str(i), prompt=prompts[i // 8], seed=i, max_tokens=max_tokens // 2 if kind == "equal" else uneven[i])
@@ -57,33 +59,33 @@ def _work(vocabulary: int, requests: int, max_tokens: int, kind: str, rng: rando
     ]
 
 
-def _engine(model: Any, work: Rows, max_tokens: int, *, deterministic: bool) -> tuple[float, dict[str, list[int]]]:
+def _engine(model: Any, work: Requests, max_tokens: int, *, deterministic: bool) -> tuple[float, dict[str, list[int]]]:
     from windfall.engine.torch.attention import NAME
     from windfall.engine.torch.engine import TorchEngine
 
     model.set_attn_implementation(NAME)
-    best, said = 0.0, {}
-    for _ in range(2):  # the first warms up
-        e = TorchEngine(model, kv_tokens=len(work) * (PROMPT + max_tokens) + 64, deterministic=deterministic)
-        said = {r.id: [] for r in work}
+    best, tokens = 0.0, {}
+    for _ in range(2):  # the first run is a warm-up
+        e = TorchEngine(model, kv_tokens=len(work) * (PROMPT_TOKENS + max_tokens) + 64, deterministic=deterministic)
+        tokens = {r.id: [] for r in work}
         started = time.perf_counter()
         for r in work:
             e.add(r)
         while len(e):
             for chunk in e.step():
-                said[chunk.id] += chunk.tokens
+                tokens[chunk.id] += chunk.tokens
         best = _useful(work) / (time.perf_counter() - started)
-    return best, said
+    return best, tokens
 
 
 def _generate(model: Any, work: Sequence[Request]) -> float:
-    """One batch until the longest is done, which is what a plain training loop does."""
+    """Tokens per second of one batch that runs until its longest response is done, as in a plain training loop."""
     import torch
 
     model.set_attn_implementation("sdpa")
     ids = torch.tensor([r.prompt for r in work], device=model.device)
     longest = max(r.max_tokens for r in work)
-    how = {
+    options = {
         "do_sample": True,
         "top_k": 0,
         "eos_token_id": None,
@@ -91,12 +93,13 @@ def _generate(model: Any, work: Sequence[Request]) -> float:
         "attention_mask": torch.ones_like(ids),
     }
     seconds = 0.0
-    for tokens in (4, longest):  # the first warms up
+    for tokens in (4, longest):  # the first run is a warm-up
         started = time.perf_counter()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **how)
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
         seconds = time.perf_counter() - started
     return _useful(work) / seconds
 
 
 def _useful(work: Sequence[Request]) -> int:
+    """Tokens that were asked for; what a batch generates beyond them is not useful."""
     return sum(r.max_tokens for r in work)

@@ -1,4 +1,4 @@
-"""A model without a run: evaluate it on an environment, or let it speak."""
+"""`windfall eval` and `windfall generate`: a model without a run."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from windfall.worker.in_process import inside
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """Where the model is, and the recipe of the run it belongs to, if any. A run means its newest whole checkpoint."""
+    """The path of the model, and the recipe of the run that it belongs to, if any. For a run, the model is its newest
+    undamaged checkpoint."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
         chosen = checkpoint.latest(path)
         for damaged in chosen.damaged:
-            _warn(f"damaged, not used: {damaged.short}")
+            _warn(f"skipped a damaged checkpoint: {damaged.short}")
         if not chosen.checked.hashed:
             _warn(f"{chosen.path.name} {chosen.checked}")
         return str(chosen.path), path / "recipe.toml"
@@ -52,9 +53,9 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    on = held_out.describe(recipe.env, tasks)
-    tasks = on.tasks
-    for warning in on.warnings:
+    described = held_out.describe(recipe.env, tasks)
+    tasks = described.tasks
+    for warning in described.warnings:
         _warn(warning)
     if isinstance(recipe.env, JsonLinesEnv):
         check_answers(recipe.env)
@@ -66,7 +67,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     async def run() -> Rollout:
         device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
         async with hosted(recipe.env, recipe.run.seed) as env:
-            await env.ready()  # before the model is loaded, which may take long
+            await env.ready()  # before the model, which may take long to load
             model = load.load(model_path, dtype=dtype, device=device)
             text = text_for(load.load_tokenizer(model_path), model)
             prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
@@ -75,10 +76,10 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
             dispatch = Dispatch(events=events)
             rollout = Rollout(dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=events)
             rollout.context = getattr(model.config, "max_position_embeddings", None)
-            await roll(rollout, engine, slots)
+            await collect(rollout, engine, slots)
         return rollout
 
-    async def roll(rollout: Rollout, engine: Any, slots: int) -> None:
+    async def collect(rollout: Rollout, engine: Any, slots: int) -> None:
         dispatch, text, done = rollout.dispatch, rollout.text, 0
         async with inside(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
@@ -89,22 +90,23 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if done <= show:
-                        said = escape(text.decode(group.responses[0].tokens))
-                        prompt, reward = escape(_said(group.task.prompt)), group.responses[0].reward
-                        out.print(f"[bold]{prompt}[/]\n{said}\n-> {reward}\n")
+                        response = escape(text.decode(group.responses[0].tokens))
+                        prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
+                        out.print(f"[bold]{prompt}[/]\n{response}\n-> {reward}\n")
 
     rollout = asyncio.run(run())
     if not rewards:
         raise rollout.failures.no_rewards(f"{tasks} held-out tasks")
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
-    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(on.what)}")
+    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(described.what)}")
     failures = rollout.failures
     out.print(
-        f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; missing {failures.missing}"
+        f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "
+        f"rewards missing {failures.missing}"
     )
     if failures.skipped:
-        out.print(f"skipped {failures.skipped} tasks that could not be used")
+        out.print(f"skipped {failures.skipped} unusable tasks")
 
 
 def generate(
@@ -129,30 +131,30 @@ def generate(
                               sampling=sampling, stop=text.stop)  # fmt: skip
             engine.add(request)
             tokens[request.id] = []
-    alone = len(tokens) == 1
-    said = ""
+    stream = len(tokens) == 1
+    printed = ""
     while len(engine):
         for chunk in engine.step():
             tokens[chunk.id] += chunk.tokens
-        if alone:
-            whole = text.decode(tokens["0/0"])
-            if not whole.endswith("\ufffd"):  # half a character: the rest comes with the next token
-                print(whole[len(said) :], end="", flush=True)
-                said = whole
-    if alone:
-        print(text.decode(tokens["0/0"])[len(said) :])
+        if stream:
+            decoded = text.decode(tokens["0/0"])
+            if not decoded.endswith("\ufffd"):  # an incomplete character: the rest comes with the next token
+                print(decoded[len(printed) :], end="", flush=True)
+                printed = decoded
+    if stream:
+        print(text.decode(tokens["0/0"])[len(printed) :])
         return
-    for id, made in tokens.items():
-        print(f"[{id}] {text.decode(made)}")
+    for id, response in tokens.items():
+        print(f"[{id}] {text.decode(response)}")
 
 
 def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
-    """An engine, and how many responses it runs at once."""
+    """An engine, and the number of responses that it runs at once."""
     derived = derive(recipe, model, device, dtype, prompts)
     return engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
 
 
-def _said(prompt: Prompt) -> str:
+def _plain_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 

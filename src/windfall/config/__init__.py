@@ -1,6 +1,6 @@
 """The recipe: everything a run depends on, in one TOML file."""
 
-from windfall.config.changes import RULES, KeyChange, changes, deciding
+from windfall.config.changes import RULES, KeyChange, changes, token_settings
 from windfall.config.file import dump, load, parse
 from windfall.config.sections import (
     AlgorithmSection,
@@ -20,11 +20,11 @@ from windfall.config.sections import (
     RunSection,
     Section,
     Sim,
+    SimKind,
     Techniques,
     Trace,
     Train,
 )
-from windfall.config.sim_kind import SimKind
 
 __all__ = [
     "RULES",
@@ -51,8 +51,8 @@ __all__ = [
     "Trace",
     "Train",
     "changes",
-    "deciding",
     "dump",
     "load",
     "parse",
+    "token_settings",
 ]

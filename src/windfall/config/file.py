@@ -1,6 +1,6 @@
-"""The recipe as a file: read, overridden, checked whole before any work starts, and written back.
+"""Recipe files: read one, apply overrides, validate it completely before any work starts, and write it back.
 
-Unknown keys are refused with the nearest known one.
+An unknown key is refused, and the error names the nearest known key.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from windfall.config.sections import ENVS, Recipe
-from windfall.config.sim_kind import SimKind
+from windfall.config.sections import ENVS, Recipe, SimKind
 from windfall.errors import WindfallError, nearest
 
-_DATES = (datetime.date, datetime.time)  # a datetime is a date
+_DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe file, apply `a.b=value` overrides, and check the whole."""
-    data = _data(path)
+    """Read a recipe file, apply `a.b=value` overrides, and validate the result."""
+    data = _read(path)
     if not data and not overrides:
-        fix = 'Name at least a model and an environment, such as [model] path = "tiny": see recipes/demo.toml.'
+        fix = 'Set at least a model and an environment, such as [model] path = "tiny"; see recipes/demo.toml.'
         raise WindfallError("the recipe is empty", where=str(path), fix=fix)
     for text in overrides or []:
         _override(data, text)
     return parse(data, where=str(path))
 
 
-def _data(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as e:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        fix = near or "Recipes are TOML files: see recipes/."
+        fix = near or "Recipes are TOML files; see recipes/."
         raise WindfallError("no such recipe file", where=str(path), fix=fix) from e
     except IsADirectoryError as e:
         inside = sorted(p.name for p in path.glob("*.toml"))
-        fix = f"It holds {', '.join(inside[:5])}: give one of these." if inside else "Give a TOML file: see recipes/."
+        fix = f"Use a file in it: {', '.join(inside[:5])}." if inside else "Give a TOML file; see recipes/."
         raise WindfallError("this is a folder, not a recipe", where=str(path), fix=fix) from e
     except OSError as e:
-        raise WindfallError(f"cannot read the recipe: {e.strerror or e}", where=str(path)) from e
+        fix = "Check the path and its permissions."
+        raise WindfallError(f"cannot read the recipe: {e.strerror or e}", where=str(path), fix=fix) from e
     except UnicodeDecodeError as e:
-        fix = f"The first wrong byte is at position {e.start}. Save the file as UTF-8 text."
-        raise WindfallError("not valid TOML: it is not text in UTF-8", where=str(path), fix=fix) from e
+        fix = f"The first invalid byte is at offset {e.start}. Save the file as UTF-8."
+        raise WindfallError("not valid TOML: the file is not UTF-8 text", where=str(path), fix=fix) from e
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise WindfallError(f"not valid TOML: {e}", where=str(path)) from e
+        raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
 
 
 def parse(data: dict[str, Any], where: str) -> Recipe:
@@ -62,40 +62,42 @@ def parse(data: dict[str, Any], where: str) -> Recipe:
 
 
 def _override(data: dict[str, Any], text: str) -> None:
-    """
+    """Apply one `section.key=value` to the data of a recipe, in place.
+
     >>> data = {}; _override(data, "train.lr=3e-4"); data
     {'train': {'lr': 0.0003}}
     """
     key, equals, value = text.partition("=")
     *sections, last = [part.strip() for part in key.split(".")]
     if not equals or not all([*sections, last]):
-        raise WindfallError(f"cannot read {text!r}", where="--set", fix="Write it as --set section.key=value.")
+        raise WindfallError(f"cannot parse {text!r}", where="--set", fix="Write it as --set section.key=value.")
     try:
         parsed = tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()  # a bare word is a string
     if isinstance(parsed, _DATES):
-        parsed = value.strip()  # so is a date: somebody's name for a run
+        parsed = value.strip()  # no key takes a date, but a run may be named after one
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
-            raise WindfallError(f"{section!r} in {text!r} is a value, not a section", where="--set")
+            what = f"{section!r} in {text!r} is a value, not a section"
+            raise WindfallError(what, where="--set", fix="Write it as --set section.key=value.")
     data[last] = parsed
 
 
 def _explain(errors: Iterable[Any], data: dict[str, Any]) -> list[str]:
-    """One line per wrong key: where it is, what is wrong, and the nearest right one."""
+    """One line per invalid key: which key, what is wrong, and the nearest valid key."""
     lines: dict[str, str] = {}
     for error in errors:
         path = _path(error, data)
         name = ".".join(path)
-        # A value that may be of several types has one error for each.
+        # Pydantic reports one error for each type that the value may have.
         lines[name] = f"{lines[name]}, or {error['msg']}" if name in lines else _line(error, path, data)
     return list(lines.values())
 
 
 def _path(error: Any, data: Any) -> list[str]:
-    """The keys that lead to the error, without the names of the types that were tried on the way."""
+    """The keys that lead to the error, without the names of the types that pydantic tried."""
     path: list[str] = []
     for part in error["loc"]:
         keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
@@ -113,14 +115,14 @@ def _line(error: Any, path: list[str], data: dict[str, Any]) -> str:
         case "extra_forbidden":
             return f"unknown key '{name}'. {nearest(path[-1], _keys(path[:-1], data))}"
         case "union_tag_invalid":
-            said = data["env"]["name"]
-            return f"env.name = {said!r} is not an environment. {nearest(str(said), ENVS)}"
+            given = data["env"]["name"]
+            return f"env.name = {given!r} is not an environment. {nearest(str(given), ENVS)}"
         case "union_tag_not_found":
             return f"'env.name' is missing. {nearest('', ENVS)}"
         case "missing":
             return f"'{name}' is missing"
         case "model_type" | "model_attributes_type":
-            message = "it is a section, with keys of its own"
+            message = "this is a section and needs keys of its own"
     return f"'{name}' = {error['input']!r}: {message}" if path else message
 
 
@@ -134,7 +136,7 @@ def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
 
 
 def dump(recipe: Recipe) -> str:
-    """The resolved recipe as TOML that `load` reads back to the same recipe."""
+    """The complete recipe as TOML. `load` reads it back to an equal recipe."""
     lines: list[str] = []
     for section, values in recipe.model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
@@ -147,7 +149,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | Path):
-        # JSON's escapes are TOML's, but for the delete character, which JSON leaves as it is.
+        # JSON and TOML escape the same characters, except for the delete character, which JSON leaves as it is.
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"

@@ -1,7 +1,8 @@
-"""The sections of a recipe: every key, its type, its default and what it means (docs/recipes.md is made from this).
+"""The sections of a recipe: every key with its type, default and description.
 
-What can be derived is no knob: a value of 0 or "auto" means that it is worked out from the model, the device and the
-memory.
+docs/recipes.md is generated from this file by scripts/recipe_reference.py, so each description must make sense on its
+own. Values that can be derived need no tuning: 0 or "auto" means that windfall chooses from the model, the device and
+the memory.
 """
 
 from __future__ import annotations
@@ -9,75 +10,85 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from windfall.config.base import Beta, Count, FilePath, Section, Share
-from windfall.config.sim_kind import SimKind
 from windfall.errors import WindfallError
 from windfall.types import Sampling
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+FilePath = Annotated[Path, Field(strict=False)]
+"""Not strict, because TOML has only strings, no paths."""
+
+
+class Section(BaseModel):
+    # Strict: a number in quotes, or `true` where a number belongs, is a mistake in the recipe.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Letters, digits, dot, dash and underscore."""
+    """Name of the run: letters, digits, dots, dashes and underscores; it starts with a letter or a digit."""
     folder: FilePath = Path("runs")
-    """Runs are written to folder/name."""
+    """Directory that holds the runs. This run is written to `folder`/`name`."""
     seed: int = Field(default=0, ge=0)
-    """Decides tasks and tokens."""
+    """Random seed for tasks and sampled tokens."""
     steps: Count = 20
-    """Training steps in all."""
+    """Total number of training steps."""
     deterministic: bool = False
-    """Bit for bit the same whatever shares a batch. Slower."""
+    """Make every response the same bit for bit, whatever else is in its batch. Slower."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: the GPU if there is one."""
+    """Device for the trainer and the workers of this machine. "auto" uses the GPU if there is one."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads for tensor work; 0 takes all cores."""
+    """CPU threads of the trainer for tensor operations. 0 uses all cores."""
 
 
 class Model(Section):
     path: str = "tiny"
-    """"tiny" (ships with windfall), "smollm2-135m", a folder in Hugging Face format, or a hub id."""
+    """Model to train: "tiny" (ships with windfall), "smollm2-135m", a directory in Hugging Face format, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type of the weights. "auto" is bfloat16 on a GPU and float32 on a CPU."""
 
 
 class ArithmeticEnv(Section):
     name: Literal["arithmetic"]
     mean_steps: float = Field(default=6.0, gt=0)
-    """Steps of a chain, less one, on average; exponentially distributed."""
+    """Mean length of a chain of sums, minus one step. Lengths are exponentially distributed."""
     max_steps: Count = 16
-    """The longest chain."""
+    """Upper limit for the steps of one chain."""
 
 
 class GymEnv(Section):
     name: Literal["gym"]
     task: str
-    """One of reasoning-gym's tasks, such as "chain_sum"."""
+    """Name of a reasoning-gym task, such as "chain_sum"."""
     options: dict[str, Any] = Field(default={})
-    """That task's own options."""
+    """Options of that reasoning-gym task, such as `{ min_terms = 2 }`."""
     instruction: str | None = None
-    """A line put after every question; None takes the default one."""
+    """Line appended to every question. If left out, the default instruction is used."""
     partial: bool = False
-    """Reward the task's own partial score of the extracted answer, not only right or wrong."""
+    """Use the task's partial score of the extracted answer as the reward, instead of only right or wrong."""
 
 
 class JsonLinesEnv(Section):
     name: Literal["jsonl"]
     path: FilePath
-    """One JSON object per line."""
+    """File of tasks, one JSON object per line."""
     prompt_field: str = "prompt"
-    """Where the prompt is in each object: text, or a list of messages with "role" and "content"."""
+    """Field of each object with the prompt: text, or a list of messages with "role" and "content"."""
     answer_field: str = "answer"
-    """Where the right answer is."""
+    """Field of each object with the correct answer."""
     scoring: Literal["math", "exact"] = "math"
-    """math: equal as mathematics, by math-verify; exact: equal as text."""
+    """How answers are compared. "math": mathematically equal (math-verify); "exact": the same text."""
     eval_path: FilePath | None = None
-    """A file with rows to evaluate on, none of them trained on."""
+    """File of tasks for evaluation only, in the same format; none of them is trained on. Excludes `held_out`."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the rows of `path` to evaluate on and not to train on, chosen by a hash of the prompt."""
+    """Share of the rows of `path` that is kept for evaluation and never trained on, chosen by a hash of the prompt.
+    Excludes `eval_path`."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> JsonLinesEnv:
+    def _one_evaluation_source(self) -> JsonLinesEnv:
         if self.eval_path is not None and self.held_out:
             raise ValueError("set eval_path or held_out, not both")
         return self
@@ -86,19 +97,19 @@ class JsonLinesEnv(Section):
 class GuessEnv(Section):
     name: Literal["guess"]
     low: int = 1
-    """The smallest number it may be."""
+    """Smallest number that may have to be guessed."""
     high: int = 20
-    """The largest."""
+    """Largest number that may have to be guessed."""
     max_turns: Count = 6
-    """Guesses allowed."""
+    """Number of guesses allowed per task."""
 
 
 class CustomEnv(Section):
     name: Literal["custom"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
-    """"package.module:function", called with seed and the options; returns an Env."""
+    """Function that returns an Env, as "package.module:function". It is called with `seed` and the options."""
     options: dict[str, Any] = Field(default={})
-    """Passed on as keyword arguments."""
+    """Keyword arguments for the factory."""
 
 
 Env = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | CustomEnv, Field(discriminator="name")]
@@ -109,64 +120,67 @@ ENVS: dict[str, type[Section]] = {
 
 class AlgorithmSection(Section):
     name: str = "grpo"
-    """grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
+    """Algorithm: grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo or cispo."""
     options: dict[str, float | int | str] = Field(default={})
-    """The algorithm's own parameters, such as clip_high: see windfall/algorithms."""
+    """Parameters of the algorithm, such as clip_high; see src/windfall/algorithms."""
     kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the KL term to the model that the run started from."""
+    """Weight of the KL penalty toward the model that the run started from. 0 disables it."""
     importance_cap: float = Field(default=2.0, gt=0)
-    """Truncated importance sampling where trainer and engine disagree on a log-prob."""
+    """Upper limit for the importance weight of a token (truncated importance sampling). It applies where the trainer
+    and the engine disagree on a log-prob."""
 
 
 class RolloutSection(Section):
     groups: Count = 32
-    """Tasks per step."""
+    """Tasks per step. Must be a multiple of `train.minibatches`."""
     group_size: Count = 8
-    """Responses to each task."""
+    """Responses per task."""
     max_tokens: Count = 160
-    """The most tokens of a response, the environment's words within it included."""
+    """Upper limit for the tokens of one response, including those that the environment adds to it."""
     temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Divides the logits before a token is drawn."""
+    """Sampling temperature: logits are divided by it."""
     top_p: Share = 1.0
-    """Draw from the likeliest tokens that make up this share; 1 cuts nothing."""
+    """Sample only from the most likely tokens whose probabilities add up to this share. 1 disables the cut."""
     top_k: int = Field(default=0, ge=0)
-    """Draw from so many likeliest tokens; 0 cuts nothing."""
+    """Sample only from this many most likely tokens. 0 disables the cut."""
     max_draws: Count = 3
-    """Dynamic sampling draws at most this many times `groups` tasks in one step."""
+    """Upper limit for dynamic sampling: at most this many times `groups` tasks are drawn in one step."""
     reward_tries: Count = 3
-    """A reward that fails so often is missing."""
+    """Attempts at computing one reward. After that many failures the reward counts as missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Limit for one call of the environment (`feedback` or `task`), counted from when the call begins to run."""
+    """Timeout for one call of the environment (`feedback` or `task`), in seconds from when the call starts to run."""
 
     def sampling(self, temperature: float | None = None) -> Sampling:
-        """How tokens are drawn, at another temperature if one is given."""
+        """Sampling parameters; `temperature`, if given, replaces that of the recipe."""
         chosen = self.temperature if temperature is None else temperature
         return Sampling(temperature=chosen, top_p=self.top_p, top_k=self.top_k)
 
 
 class Train(Section):
     lr: float = Field(default=1e-4, gt=0, allow_inf_nan=False)
-    """The learning rate of AdamW."""
+    """Learning rate of AdamW."""
     warmup: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises."""
+    """Optimizer updates over which the learning rate rises to `lr`. 0 starts at `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up; linear and cosine end at 0."""
+    """Learning rate after the warm-up. "linear" and "cosine" decay to 0 at the last step."""
     clip_norm: float = Field(default=1.0, gt=0)
-    """The gradient is scaled down to at most this norm."""
+    """Upper limit for the norm of the gradient; a longer gradient is scaled down to it."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """AdamW's."""
+    """Weight decay of AdamW."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
-    """AdamW's."""
+    """Beta coefficients of AdamW."""
     minibatches: Count = 1
-    """Optimizer updates per step."""
+    """Optimizer updates per step. The groups of a step are split evenly among them."""
     micro_tokens: int = Field(default=0, ge=0)
-    """Tokens that go through the model at once; 0 chooses."""
+    """Tokens per forward and backward pass. 0 chooses by the memory; lower it if the trainer runs out of memory."""
     checkpoint_activations: bool | Literal["auto"] = "auto"
-    """Compute activations again in the backward pass; auto: when they would take much of the memory."""
+    """Recompute activations in the backward pass to save memory. "auto" does so if they would take a large part of
+    it."""
     engine_gap_alarm: float = Field(default=0.05, gt=0)
-    """Warn when the mean gap of a step, in nats, between the log-probs of engine and trainer is above this."""
+    """Warn if the mean gap between the log-probs of engine and trainer in one step is above this (nats)."""
     engine_gap_limit: float = Field(default=0.3, gt=0)
-    """Above this, the update is not made and the run ends: engine and trainer do not compute the same model."""
+    """End the run before the update if that mean gap is above this (nats): the engine and the trainer then do not
+    compute the same model."""
 
     @model_validator(mode="after")
     def _gaps_in_order(self) -> Train:
@@ -177,193 +191,223 @@ class Train(Section):
 
 class Checkpoint(Section):
     every: Count = 10
-    """Steps between two checkpoints; the last step always has one."""
+    """Steps between two checkpoints. The last step is always saved."""
     keep: Count = 2
-    """How many of the newest are kept."""
+    """Number of newest checkpoints to keep."""
 
 
 class Eval(Section):
     tasks: int = Field(default=64, ge=0)
-    """Held-out tasks, one response each, before the first and after the last step; 0: no evaluation. A JSONL file has
-    held-out rows with env.eval_path or env.held_out."""
+    """Held-out tasks, with one response each, to evaluate before the first and after the last step. 0 disables
+    evaluation. A "jsonl" environment has held-out tasks only if `env.eval_path` or `env.held_out` is set."""
     every: int = Field(default=0, ge=0)
-    """Also after every so many steps."""
+    """Steps between two additional evaluations. 0 evaluates only before the first and after the last step."""
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """None: the same as rollout.temperature."""
+    """Sampling temperature for evaluation; 0 is greedy. If left out, `rollout.temperature` is used."""
 
 
 class EngineSection(Section):
     kv_tokens: int = Field(default=0, ge=0)
-    """Tokens that the KV cache holds; 0: as many as a step's responses can need, within the memory there is."""
+    """Tokens that the KV cache can hold. 0 chooses what the responses of a step can need, within the free memory."""
     page_size: Count = 16
     """Tokens per page of the KV cache."""
     max_running: int = Field(default=0, ge=0)
-    """Responses in one engine step; 0 chooses."""
+    """Upper limit for the responses in one engine step. 0 chooses by the device and the responses of a step."""
     max_rows: Count = 2048
-    """Tokens in one engine step, prompts included."""
+    """Upper limit for the tokens in one engine step, including prefill."""
 
 
 class Fleet(Section):
     local: bool = True
-    """The trainer's own engine rolls out, too, at the start of every step; alone, if no other worker is there."""
+    """Let the trainer's own engine generate at the start of every step, and for the whole step if there is no other
+    worker. With `false`, only workers generate."""
     offload: Literal["predict", "feedback", "feedback-no-memory"] = "predict"
-    """How it is decided until when: computed from what was measured; RLBoost's Algorithm 1; that without its memory."""
+    """How long the trainer's own engine generates in each step. "predict" computes it from measured speeds; "feedback"
+    is RLBoost's Algorithm 1; "feedback-no-memory" is Algorithm 1 without its memory."""
     first_seed_s: float = Field(default=150.0, ge=0)
-    """What "feedback" starts from."""
+    """Initial seconds of generation by the trainer's own engine, if `offload` is one of the feedback policies."""
     trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Of the trainer's machine."""
+    """Price of the trainer's machine in $ per hour. 0 looks it up by device in the built-in price table."""
     workers: int = Field(default=0, ge=0)
-    """Worker processes that the run starts on this machine, and starts again when they end. Others may join."""
+    """Worker processes that the run starts on this machine, and restarts when they end. Other workers may join."""
     workers_max: int = Field(default=0, ge=0)
-    """Not 0: the run begins with `workers`, then keeps between 0 and so many, by what measured rates and prices say."""
+    """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
+    `workers` and scales between 0 and this limit by measured throughput and price."""
     worker_threads: Count = 1
-    """CPU threads of each of them."""
+    """CPU threads of each worker on this machine."""
     worker_memory: float = Field(default=0.4, gt=0, lt=1)
-    """The part of a GPU's free memory that the KV cache of each of them may take; several on one GPU need less each."""
+    """Share of a GPU's free memory for the KV cache of each worker. Lower it if several workers share a GPU."""
     kind: Literal["reserved", "spot", "borrowed"] = "reserved"
-    """On what terms this machine's workers are held."""
+    """Lease terms of the workers on this machine."""
     price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Of one of them."""
+    """Price of one worker on this machine in $ per hour. 0 looks it up by device in the built-in price table."""
     host: str = "127.0.0.1"
-    """Where the controller and the weight server listen; "0.0.0.0" lets other machines join."""
+    """Address on which the controller and the weight server listen. "0.0.0.0" lets other machines join."""
     port: int = Field(default=0, ge=0, le=65535)
-    """The controller's; 0 chooses one."""
+    """Port of the controller. 0 chooses a free one."""
     weights_port: int = Field(default=0, ge=0, le=65535)
-    """The weight server's; 0 chooses one."""
+    """Port of the weight server. 0 chooses a free one."""
     max_workers: Count = 2000
-    """More than so many are not let in."""
+    """Upper limit for the workers in the fleet; further workers are refused."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """How often a worker says that it lives."""
+    """Seconds between two heartbeats of a worker."""
     suspect_s: float = Field(default=3.0, gt=0)
-    """Silent for so long, a worker gets no new work."""
+    """Seconds without a heartbeat after which a worker gets no new work. Must be above `heartbeat_s`."""
     gone_s: float = Field(default=8.0, gt=0)
-    """Silent for so long, it is given up, and its responses go on elsewhere."""
+    """Seconds without a heartbeat after which a worker counts as lost and its responses move to other workers. Must be
+    above `suspect_s`."""
     stalled_s: float = Field(default=60.0, gt=0)
-    """So is one that has work and makes no engine step, or pulls weights and gets no byte of them, for this long."""
+    """Seconds without progress after which a worker counts as lost although it sends heartbeats: it has work but makes
+    no engine step, or it pulls weights but receives no bytes."""
     tls_cert: FilePath | None = None
-    """Certificate chain (PEM): workers then dial https."""
+    """Certificate chain (PEM) of the controller and the weight server. If set, workers connect over https."""
     tls_key: FilePath | None = None
-    """Its private key."""
+    """Private key (PEM) of `tls_cert`. Set both or neither."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> Fleet:
+    def _consistent(self) -> Fleet:
         if not self.heartbeat_s < self.suspect_s < self.gone_s:
-            raise ValueError("heartbeat_s < suspect_s < gone_s must hold: each waits for several of the one before")
+            raise ValueError(
+                "heartbeat_s < suspect_s < gone_s must hold: each limit must span several intervals of the previous one"
+            )
         if self.workers_max and not 1 <= self.workers <= self.workers_max:
             raise ValueError(f"workers = {self.workers} must be from 1 to workers_max = {self.workers_max}")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
+            raise ValueError("tls_cert and tls_key must be set together")
         return self
 
 
 class Techniques(Section):
-    """What each is worth can be measured by leaving it out (benchmarks/harvest.py). Otherwise leave them on."""
+    """Switches that measure what each technique is worth (benchmarks/harvest.py). Otherwise leave all of them on."""
 
     seeding: bool = True
-    """The trainer's own engine generates at the start of a step; off: only when no other worker is there."""
+    """Let the trainer's own engine generate at the start of a step. Off: it generates only if there is no other
+    worker."""
     migration: bool = True
-    """Responses of a lost worker go on from their last token; off: from zero."""
+    """Continue the responses of a lost worker from their last token. Off: they start again from the prompt."""
     balancing: bool | Literal["algorithm2"] = True
-    """Placing by measured speed, and moving what runs; off: in turn, and nothing moves; or RLBoost's Algorithm 2."""
+    """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
+    "algorithm2" is RLBoost's Algorithm 2."""
     pipelining: bool = True
-    """Groups are trained on while others are still being made; off: when all are."""
+    """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 
 
 class Trace(Section):
     nodes: int = Field(default=0, ge=0)
-    """Machines that come and go, each with one worker that is really started and really killed; 0: no trace."""
+    """Upper limit for the machines of the trace that are up at once. Each is one worker process that is started and
+    killed as the trace says. 0 disables the trace."""
     file: FilePath | None = None
-    """An availability trace, `milliseconds,add|remove,node` or `date, time, count`; none: one is drawn."""
+    """Availability trace to replay: lines of `milliseconds,add,node` (or `remove`), lines of `date, time, count`, or
+    SkyPilot's JSON. If left out, a random trace is generated."""
     start_s: float = Field(default=0.0, ge=0)
-    """Where in the file to begin."""
+    """Seconds to skip at the start of `file`."""
     mean_up_s: float = Field(default=60.0, gt=0)
-    """Of a drawn trace: how long a machine stays, on average; exponentially distributed."""
+    """Mean seconds that a machine of a generated trace stays up; exponentially distributed."""
     mean_down_s: float = Field(default=30.0, gt=0)
-    """And how long it stays away."""
+    """Mean seconds that a machine of a generated trace stays away; exponentially distributed."""
     seed: int = Field(default=0, ge=0)
-    """Of a drawn trace."""
+    """Random seed of a generated trace."""
     speedup: float = Field(default=1.0, gt=0)
-    """Trace seconds per second."""
+    """Seconds of the trace that pass in one second of the run."""
     price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Of one machine while it is there."""
+    """Price of one machine of the trace in $ per hour, while it is up. 0 looks it up in the built-in price table."""
+
+
+class SimKind(Section):
+    """One kind of machine in a simulated trace that has several."""
+
+    name: str = Field(min_length=1)
+    """Device name of this kind, as leases, bills and advice show it."""
+    share: Count = 1
+    """Relative number of machines of this kind. Kinds are assigned to machines in rotation, by their shares."""
+    worker: dict[str, float]
+    """Speed formula of a machine of this kind, with the keys of `sim.worker`."""
+    slots: Count = 256
+    """Responses that a machine of this kind runs at once."""
+    kv_tokens: int = Field(default=0, ge=0)
+    """Tokens that fit into its KV cache. 0 means no limit."""
+    price_usd_per_h: float = Field(default=0.0, ge=0)
+    """Price of one machine of this kind in $ per hour. 0 uses the price of the trace."""
 
 
 class Sim(Section):
-    """For `windfall sim`: the machines as formulas. Everything else of the recipe means what it means in a real run."""
+    """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
 
     trainer: dict[str, float] = Field(default={})
-    """The trainer's machine: fixed_s, each_s, context_s, prefill_s, train_s, update_s; see docs/sim.md."""
+    """Speed formula of the trainer's machine, in seconds: fixed_s, each_s, context_s, prefill_s, train_s, update_s; see
+    docs/sim.md. `windfall sim calibrate` prints it."""
     worker: dict[str, float] = Field(default={})
-    """A worker's, likewise; `windfall sim calibrate` prints either."""
+    """Speed formula of a worker, with the same keys. `windfall sim calibrate` prints it."""
     trainer_slots: Count = 1024
     """Responses that the trainer's engine runs at once."""
     worker_slots: Count = 256
-    """And a worker's."""
+    """Responses that a worker runs at once."""
     worker_kv_tokens: int = Field(default=0, ge=0)
-    """Tokens that a worker has room for, prompts included: what has none waits there; 0: there is room for all."""
+    """Tokens that fit into a worker's KV cache, prompts included; other responses wait there. 0 means no limit."""
     kinds: list[SimKind] = Field(default=[])
-    """Several kinds of machines in the trace, each a [[sim.kinds]]; none: all are as sim.worker says."""
+    """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
     worker_spread: float = Field(default=0.0, ge=0)
-    """How much machines differ in speed: the standard deviation of its logarithm."""
+    """Spread of the speeds of machines: the standard deviation of the logarithm of the speed. 0 makes all equal."""
     boot_s: float = Field(default=60.0, ge=0)
-    """From a machine's start until its worker dials in."""
+    """Seconds from the start of a machine until its worker connects."""
     weights_bytes: float = Field(default=16e9, ge=0)
-    """Of one pull."""
+    """Bytes that a worker downloads for one version of the weights."""
     egress_bytes_per_s: float = Field(default=25e9, gt=0)
-    """What the trainer sends, shared by all who pull."""
+    """Upload bandwidth of the trainer in bytes per second, shared by all workers that pull weights."""
     ingress_bytes_per_s: float = Field(default=6.25e9, gt=0)
-    """What one worker takes in."""
+    """Download bandwidth of one worker in bytes per second."""
     latency_s: float = Field(default=0.0, ge=0)
-    """Of a message, in either direction."""
+    """Latency of one message in seconds, in either direction."""
     notice_s: float = Field(default=0.0, ge=0)
-    """A machine is warned so long before it is taken; 0: it is not."""
+    """Seconds of warning before a machine is preempted. 0 means no warning."""
     save_s: float = Field(default=0.0, ge=0)
-    """Of a checkpoint."""
+    """Seconds to save one checkpoint."""
     trainer_mean_up_s: float = Field(default=0.0, ge=0)
-    """The trainer's process is lost after so long on average, and goes on from its last checkpoint; 0: never."""
+    """Mean seconds until the trainer process is lost; it then restarts from its last checkpoint. 0 means never."""
     trainer_down_s: float = Field(default=60.0, ge=0, lt=600)
-    """Until the next one is there."""
+    """Seconds until a lost trainer process has been replaced."""
     controller_mean_up_s: float = Field(default=0.0, ge=0)
-    """So is the controller's, which goes on from its journal; 0: never."""
+    """Mean seconds until the controller process is lost; it then restarts from its journal. 0 means never."""
     controller_down_s: float = Field(default=5.0, ge=0)
-    """Until the next one listens."""
+    """Seconds until the replacement of a lost controller accepts connections."""
     prompt_tokens: Count = 256
-    """Of every task."""
+    """Tokens in the prompt of every task."""
     median_tokens: float = Field(default=1000.0, gt=0)
-    """Response lengths are log-normal with this median, cut off at rollout.max_tokens."""
+    """Median length of a response in tokens. Lengths are log-normal, cut off at `rollout.max_tokens`."""
     sigma: float = Field(default=0.7, ge=0)
-    """The standard deviation of their logarithm."""
+    """Standard deviation of the logarithm of the response length."""
     alike: float = Field(default=0.5, ge=0, le=1)
-    """Its correlation within a group."""
+    """Correlation of the logarithms of the response lengths within a group."""
     lengths_file: FilePath | None = None
-    """Draw lengths from these instead: a number per line, or the event log of a run."""
+    """File to draw response lengths from instead: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)
-    """Rewards are 1 with this probability, else 0."""
+    """Probability that the reward of a response is 1; otherwise it is 0."""
     reward_s: float = Field(default=0.0, ge=0)
-    """How long a reward takes."""
+    """Seconds to compute one reward."""
     market: Literal["machines", "poisson", "bursts", "diurnal"] = "machines"
-    """How machines come and go where [trace] names no file (docs/sim.md)."""
+    """How machines come and go if `trace.file` is not set; see docs/sim.md."""
     arrivals_per_h: float = Field(default=10.0, ge=0)
-    """Of poisson: machines that are given per hour, at most trace.nodes at a time."""
+    """Machines that arrive per hour if `market` is "poisson". At most `trace.nodes` are up at once."""
     bursts_per_h: float = Field(default=1.0, ge=0)
-    """Of bursts."""
+    """Bursts of preemptions per hour if `market` is "bursts"."""
     burst_share: Share = 0.5
-    """Of bursts: of the machines that are up, so many are taken at once."""
+    """Share of the running machines that one burst preempts if `market` is "bursts"."""
     day_s: float = Field(default=86400.0, gt=0)
-    """Of diurnal: how long a day is."""
+    """Length of a day in seconds if `market` is "diurnal"."""
     prices_file: FilePath | None = None
-    """Price of a machine of the trace over time, lines of `seconds,usd_per_h`; none: trace.price_usd_per_h."""
+    """File with the price of a machine of the trace over time, in lines of `seconds,usd_per_h`. If left out,
+    `trace.price_usd_per_h` applies throughout."""
     granule: int = Field(default=0, ge=0)
-    """Real tokens that a simulated one stands for; 0: a thirty-second of the median length, 1: exact and slow."""
+    """Real tokens per simulated token. 1 is exact and slow; 0 chooses 1/32 of the median length."""
     seconds: float = Field(default=0.0, ge=0)
-    """Stop after so many virtual seconds; 0: after run.steps."""
+    """Virtual seconds after which the simulation stops. 0 stops after `run.steps`."""
     skip_steps: int = Field(default=2, ge=0)
-    """Steps at the start that figures leave out: rates are still being measured."""
+    """Steps at the start that the figures leave out, because speeds are still being measured."""
 
 
 class Log(Section):
     tensorboard: bool = False
-    """Also write every number for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
+    """Write every scalar for TensorBoard, too (`pip install 'windfall[tensorboard]'`)."""
 
 
 class Recipe(Section):
@@ -393,6 +437,6 @@ class Recipe(Section):
         if self.rollout.groups % self.train.minibatches:
             raise ValueError(
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
-                f"{self.train.minibatches} equal parts. Make the first a multiple of the second."
+                f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
             )
         return self

@@ -1,19 +1,19 @@
-"""The event log: one append-only JSONL file per run. Console, summary and tests read only this.
+"""The event log: one append-only JSONL file per run. The console, the summary and the tests read only this file.
 
-Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and fields of its own:
+Every line has `t` (wall clock, s), `m` (monotonic clock, s), `kind`, `name` and the fields of the event:
 
     {"t": 1763.2, "m": 12.5, "kind": "scalar",  "name": "step", "step": 3, "reward": 0.41, ...}
     {"t": ...,               "kind": "span",    "name": "rollout", "step": 3, "s": 1.92}
     {"t": ...,               "kind": "instant", "name": "stopped", "step": 10}
 
-A line is written whole and flushed at once, so a killed process leaves at most one torn line at the end: `scan` skips
-it, and opening the log again starts on a fresh line. Lines that windfall did not write are skipped and counted.
+Each line is written in one piece and flushed at once, so a killed process leaves at most one truncated line at the end.
+`scan` skips it, and opening the log again starts a new line. Lines that windfall did not write are skipped and counted.
 
-The first write that fails raises, and tells `failed`; after it the log is silent, because the run is ending. A run that
-was resumed from step k has an instant "resumed" with that step; `read` then leaves out what the lost steps after k had
-said.
+The first write that fails raises an error and calls `failed`. After that nothing more is written, because the run is
+ending. A run that was resumed from step k has an instant "resumed" with that step; `read` then leaves out the events of
+the lost steps after k.
 
-The log reads its clock from a `Clock`: a run in virtual time (windfall.sim) brings one of its own.
+The log reads the time from a `Clock`: a run in virtual time (windfall.sim) has its own.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Event = dict[str, Any]
 Sink = Callable[[Event], None]
 
 
-TORN = b'{"t":'
-"""How a line begins that a kill may have torn."""
-LONGEST = 1 << 26
-"""Bytes of a line. What is longer was not written by windfall."""
-TAIL = 1 << 20
-"""Bytes at the end of a log in which its last event is found."""
+LINE_START = b'{"t":'
+"""First bytes of every line that windfall writes, also of a line that a kill truncated."""
+MAX_LINE_BYTES = 1 << 26
+"""Upper limit for a line in bytes. Longer lines were not written by windfall."""
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of a log in which `last` looks for the last event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,25 +52,26 @@ class Clock:
     monotonic: Callable[[], float] = time.monotonic
 
 
-REAL = Clock()
+REAL_TIME = Clock()
 
 
 class EventLog:
-    def __init__(self, path: Path, sinks: list[Sink] | None = None, *, clock: Clock = REAL) -> None:
+    def __init__(self, path: Path, sinks: list[Sink] | None = None, *, clock: Clock = REAL_TIME) -> None:
         self.path, self.clock = path, clock
         self.failed: Callable[[WindfallError], None] = lambda e: None
+        """Called with the error of the first write that fails."""
         self._sinks = list(sinks or [])
         self._broken = False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
-            if _torn(path):
+            if _ends_mid_line(path):
                 self._file.write("\n")
         except OSError as e:
             raise self._fail(e) from e
 
     def attach(self, sink: Sink) -> None:
-        """Every later event also goes to `sink`."""
+        """Also pass every later event to `sink`."""
         self._sinks.append(sink)
 
     def instant(self, name: str, **fields: Any) -> None:
@@ -81,18 +82,19 @@ class EventLog:
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Times its body; the body may add fields to the dict it gets. Written at the end, also after an error."""
+        """Time a block of code. The block may add fields to the dict that it gets. The event is written at the end,
+        also after an error."""
         start = self.clock.monotonic()
         try:
             yield fields
-        except BaseException as e:  # only to write down which; it goes on up
+        except BaseException as e:  # only recorded; raised again
             fields["error"] = type(e).__name__
             raise
         finally:
             self._write("span", name, {**fields, "s": self.clock.monotonic() - start})
 
     def _write(self, kind: str, name: str, fields: dict[str, Any]) -> None:
-        assert not {"t", "m", "kind", "name"} & fields.keys(), f"{name}: a field would hide one that every event has"
+        assert not {"t", "m", "kind", "name"} & fields.keys(), f"{name}: a field has a reserved name"
         if self._broken:
             return
         event = _plain({"t": self.clock.wall(), "m": self.clock.monotonic(), "kind": kind, "name": name} | fields)
@@ -104,30 +106,29 @@ class EventLog:
         for sink in list(self._sinks):
             try:
                 sink(event)
-            except Exception as e:  # fault boundary: a view of the run must never end the run
+            except Exception as e:  # fault boundary: a failing view must never end the run
                 self._sinks.remove(sink)
                 view = getattr(sink, "__qualname__", sink)
-                print(f"windfall: {view} failed and is no longer shown: {type(e).__name__}: {e}", file=sys.stderr)
+                print(f"windfall: {view} failed and gets no more events: {type(e).__name__}: {e}", file=sys.stderr)
 
     def close(self) -> None:
-        with suppress(OSError):  # every line was flushed when it was written; what is left failed then
+        with suppress(OSError):  # every line was flushed when it was written, and a failure was reported then
             self._file.close()
 
     def abandon(self) -> None:
-        """As if this process had been killed: nothing is written any more."""
+        """Stop writing, as if this process had been killed."""
         self._broken = True
         self.close()
 
     def _fail(self, e: OSError) -> WindfallError:
         self._broken = True
-        fix = "Make room, or make it writable; then go on with `windfall resume`."
+        fix = "Free disk space or make the file writable; then continue with `windfall resume`."
         error = WindfallError(f"cannot write the event log: {e.strerror or e}", where=str(self.path), fix=fix)
         self.failed(error)
         return error
 
 
-def _torn(path: Path) -> bool:
-    """Does the file end in the middle of a line?"""
+def _ends_mid_line(path: Path) -> bool:
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
@@ -136,7 +137,7 @@ def _torn(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it: a number that is none becomes null, and what is no JSON at all its text."""
+    """The value as JSON can represent it: NaN and infinity become null, and other types become text."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -146,65 +147,65 @@ def _plain(value: Any) -> Any:
             return {str(k): _plain(v) for k, v in value.items()}
         case list() | tuple():
             return [_plain(v) for v in value]
-    # Numbers of other libraries, such as numpy's, turn into Python's.
+    # Convert the scalars of other libraries, such as numpy, to Python numbers.
     return _plain(value.item()) if getattr(value, "shape", None) == () else str(value)
 
 
 @dataclass(slots=True)
-class Foreign:
-    """Lines of a log that windfall did not write, and that no kill has torn."""
+class ForeignLines:
+    """Counts the lines of a log that windfall did not write. Lines truncated by a kill are not among them."""
 
     lines: int = 0
     first: int = 0
-    """The number of the first such line, from 1."""
+    """Line number of the first of them, counted from 1."""
 
 
 def parse(line: bytes) -> Event | None:
-    """None: this line is no event, whole and written by windfall."""
+    """The event on this line, or None if the line is not a complete event written by windfall."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or type(event.get("step", 0)) is not int:
         return None
-    times = all(type(event.get(key)) in (int, float) for key in ("t", "m"))
-    named = all(type(event.get(key)) is str for key in ("kind", "name"))
-    return event if times and named and (event["name"] != "resumed" or "step" in event) else None
+    has_times = all(type(event.get(key)) in (int, float) for key in ("t", "m"))
+    has_names = all(type(event.get(key)) is str for key in ("kind", "name"))
+    return event if has_times and has_names and (event["name"] != "resumed" or "step" in event) else None
 
 
-def scan(path: Path, foreign: Foreign | None = None) -> Iterator[Event]:
-    """Every event of a log, one at a time: a log of any size takes the memory of its longest line."""
+def scan(path: Path, foreign: ForeignLines | None = None) -> Iterator[Event]:
+    """The events of a log, one at a time, so that memory use does not depend on the size of the log."""
     with path.open("rb") as file:
-        number, whole = 0, True
-        while line := file.readline(LONGEST):
-            begins, whole = whole, line.endswith(b"\n")
-            number += begins
-            event = parse(line) if begins else None
+        number, complete = 0, True
+        while line := file.readline(MAX_LINE_BYTES):
+            starts_line, complete = complete, line.endswith(b"\n")
+            number += starts_line
+            event = parse(line) if starts_line else None
             if event is not None:
                 yield event
-            elif foreign is not None and begins and line.strip() and not _is_torn(line):
+            elif foreign is not None and starts_line and line.strip() and not _is_truncated(line):
                 foreign.lines += 1
                 foreign.first = foreign.first or number
 
 
-def _is_torn(line: bytes) -> bool:
-    return line.startswith(TORN) and not line.rstrip().endswith(b"}")
+def _is_truncated(line: bytes) -> bool:
+    return line.startswith(LINE_START) and not line.rstrip().endswith(b"}")
 
 
 def last(path: Path) -> Event | None:
-    """The last event of a log, read from its end."""
+    """The last event of a log, read from the end of the file."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:
         return None
     return next((e for e in map(parse, reversed(lines)) if e is not None), None)
 
 
-def read(path: Path, *, without: Collection[str] = (), foreign: Foreign | None = None) -> list[Event]:
-    """All events, less what a later resume has made void; of a step that was, its bill is left, as `void`. Fields in
-    `without` are left out."""
+def read(path: Path, *, without: Collection[str] = (), foreign: ForeignLines | None = None) -> list[Event]:
+    """All events, without those that a later resume has made void. The bill of a void step remains, as an event named
+    `void`. Fields in `without` are left out."""
     events: list[Event] = []
     for event in scan(path, foreign):
         if event["name"] == "resumed":
@@ -224,7 +225,7 @@ def _void(event: Event, after: int) -> Event | None:
 
 
 def tensorboard(folder: Path) -> Sink:
-    """A sink that writes every number of every scalar to TensorBoard (`pip install 'windfall[tensorboard]'`)."""
+    """A sink that writes every number of every scalar event to TensorBoard (`pip install 'windfall[tensorboard]'`)."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as e:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import MOST_NODES, Change, check, parse, text
 
-__all__ = ["Change", "Summary", "check", "first", "parse", "read", "slots", "summary", "synthetic", "text", "window"]
+__all__ = [
+    "Change", "Summary", "check", "first", "parse", "read", "resolve", "slots", "summary", "synthetic", "text",
+    "window",
+]  # fmt: skip
 
 MOST_BYTES = 64 << 20
 MOST_CHANGES = 1_000_000
@@ -34,6 +37,20 @@ def read(path: Path) -> list[Change]:
     except UnicodeDecodeError as e:
         raise WindfallError(f"the trace is no text: {e}", where=str(path), fix="Use a text file.") from e
     return parse(content, str(path))
+
+
+def resolve(*, nodes: int, file: Path | None, start_s: float, generate: Callable[[], list[Change]]) -> list[Change]:
+    """The changes that the [trace] section of a recipe asks for, in trace seconds: none, those of `file` from `start_s`
+    on, or generated ones. At most `nodes` nodes are up at once."""
+    if nodes == 0:
+        if file is not None:
+            what = "trace.file is set, but trace.nodes is 0: no machine would ever come up"
+            fix = "Set trace.nodes to the number of machines that may be up at once, or remove trace.file."
+            raise WindfallError(what, where="trace.nodes", fix=fix)
+        return []
+    changes = generate() if file is None else slots(window(read(file), start_s, math.inf), nodes)
+    check(changes, "the trace from trace.start_s on")
+    return changes
 
 
 def synthetic(*, nodes: int, mean_up_s: float, mean_down_s: float, seconds: float, seed: int) -> list[Change]:

@@ -1,7 +1,7 @@
-"""Acts on advice: how many of our own workers there should be. Pure: fleet.json in, a number out.
+"""Turns advice into a number of workers for this machine. Pure: fleet.json in, a number out.
 
-Advice is about a kind of worker; others of that kind may be here that are not ours. It is followed when two steps in a
-row say the same, because a worker takes a while to start, and one odd step is no reason to send one away.
+Advice is about one kind of worker, and the fleet may have workers of that kind that this run did not start. Advice is
+followed when two steps in a row agree: a worker takes a while to start, and one unusual step is no reason to stop one.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from typing import Any
 from windfall.types import LOCAL
 
 
-class Following:
-    def __init__(self, count: int, most: int) -> None:
-        """`count`: how many there are to begin with."""
-        self.count, self._most = count, most
+class Autoscaler:
+    def __init__(self, count: int, limit: int) -> None:
+        """`count`: number of workers at the start; `limit`: upper limit for it."""
+        self.count, self._limit = count, limit
         self._lease: str | None = None
-        self._heard: tuple[int, int] | None = None
-        """The step, and what it said."""
+        """Kind of our workers, as advice names it. It is remembered when all of them are gone."""
+        self._previous: tuple[int, int] | None = None
+        """The last step with advice to change, and the number of workers it asked for."""
 
-    def look(self, said: dict[str, Any] | None, ours: Collection[str]) -> int | None:
-        """How many there should be, when that is new. `ours`: names of the workers that we keep."""
-        rows = [w for w in (said or {}).get("workers", []) if w["state"] != "gone" and _name(w) != LOCAL]
-        mine = [w for w in rows if _name(w) in ours]
-        if mine:
-            self._lease = mine[0]["lease"]
-        advice = next((a for a in (said or {}).get("advice", []) if a["lease"] == self._lease), None)
-        if said is None or advice is None or advice["count"] == advice["now"]:
-            self._heard = None
+    def update(self, snapshot: dict[str, Any] | None, own: Collection[str]) -> int | None:
+        """The new number of workers, or None if it stays the same. `own`: names of workers that this run started."""
+        rows = [w for w in (snapshot or {}).get("workers", []) if w["state"] != "gone" and _name(w) != LOCAL]
+        own_rows = [w for w in rows if _name(w) in own]
+        if own_rows:
+            self._lease = own_rows[0]["lease"]
+        advice = next((a for a in (snapshot or {}).get("advice", []) if a["lease"] == self._lease), None)
+        if snapshot is None or advice is None or advice["count"] == advice["now"]:
+            self._previous = None
             return None
-        strangers = sum(w["lease"] == self._lease for w in rows) - len(mine)
-        wanted = min(self._most, max(0, advice["count"] - strangers))
-        before, self._heard = self._heard, (said["step"], wanted)
-        if before is None or before[0] == said["step"] or before[1] != wanted or wanted == self.count:
+        others = sum(w["lease"] == self._lease for w in rows) - len(own_rows)
+        wanted = min(self._limit, max(0, advice["count"] - others))
+        before, self._previous = self._previous, (snapshot["step"], wanted)
+        if before is None or before[0] == snapshot["step"] or before[1] != wanted or wanted == self.count:
             return None
-        self.count, self._heard = wanted, None
+        self.count, self._previous = wanted, None
         return wanted
 
 
 def _name(row: dict[str, Any]) -> str:
-    """Who it is, however often it has come back."""
+    """The name of a worker, without the number of its reconnection."""
     return row["worker"].partition("#")[0]

@@ -1,4 +1,4 @@
-"""What a run tells of its fleet: the counters and the bill of every step, advice, and fleet.json."""
+"""What a run reports about its fleet: counters and bill of every step, advice, and the snapshot in fleet.json."""
 
 from __future__ import annotations
 
@@ -13,93 +13,93 @@ import msgspec
 from windfall import algorithms
 from windfall.config import Recipe
 from windfall.cost import prices
-from windfall.events.log import EventLog, Foreign, scan
+from windfall.events.log import EventLog, ForeignLines, scan
 from windfall.rollout.advisor import Advisor
 from windfall.rollout.dispatch import Dispatch
-from windfall.scheduling.members import WorkerState as Stage
+from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import StepMeasurement
 from windfall.types import LOCAL
 
-MOST = 64
-"""Workers of one kind that advice speaks of."""
+MAX_ADVISED = 64
+"""Upper limit for the workers of one kind that advice considers."""
 Ended = Literal["finished", "stopped", "failed"]
-GONE_TOLD = 50
-"""Of the workers that are gone, so many are in a snapshot."""
+GONE_SHOWN = 50
+"""Number of newest gone workers in a snapshot."""
 
 
 @dataclass(slots=True)
-class Before:
-    """What a controller must know of the lives before its own."""
+class LogHistory:
+    """What a controller needs to know about its predecessors, read from the event log."""
 
     billed_s: float = -math.inf
-    """Until when a bill has been written, by this process's clock."""
+    """Time up to which a bill has been written, on this process's monotonic clock."""
     evaluated: set[int] = field(default_factory=set)
-    """Steps whose evaluation still stands."""
+    """Steps with a valid evaluation."""
     step: int = 0
-    """The last one that the log has."""
+    """The last step in the log."""
 
 
-def look_back(events: EventLog, hear: Callable[[dict[str, Any]], None] = lambda event: None) -> Before:
-    """Reads the log event by event, each of which `hear` gets as well: a long log must not cost its size in memory.
-    Names lines that are not ours."""
-    out, foreign, billed_s = Before(), Foreign(), -math.inf
+def read_history(events: EventLog, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> LogHistory:
+    """Read the log one event at a time, because a long log must not be held in memory, and pass each event to
+    `on_event`. Lines that windfall did not write are reported as an event."""
+    history, foreign, billed_s = LogHistory(), ForeignLines(), -math.inf
     for e in scan(events.path, foreign):
-        hear(e)
+        on_event(e)
         if e.get("bill"):
             billed_s = max(billed_s, e["t"])
         if (e["kind"], e["name"]) == ("scalar", "eval"):
-            out.evaluated.add(e.get("step", 0))
+            history.evaluated.add(e.get("step", 0))
         elif (e["kind"], e["name"]) == ("scalar", "step"):
-            out.step = e.get("step", 0)
+            history.step = e.get("step", 0)
         elif e["name"] == "resumed":
-            out.evaluated = {step for step in out.evaluated if step <= e["step"]}
-            out.step = min(out.step, e["step"])
+            history.evaluated = {step for step in history.evaluated if step <= e["step"]}
+            history.step = min(history.step, e["step"])
     if foreign.lines:
         events.instant("log_foreign", lines=foreign.lines, first=foreign.first)
-    out.billed_s = events.clock.monotonic() + billed_s - events.clock.wall()
-    return out
+    history.billed_s = events.clock.monotonic() + billed_s - events.clock.wall()
+    return history
 
 
-def overlaps(recipe: Recipe) -> bool:
-    """Whether groups can be trained on while others are still being made."""
+def can_pipeline(recipe: Recipe) -> bool:
+    """Whether groups can be trained on while others are still being generated."""
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     return algorithm.scope == "group" and recipe.train.minibatches == 1 and recipe.techniques.pipelining
 
 
-class Telling:
+class FleetReport:
     def __init__(self, recipe: Recipe, dispatch: Dispatch, events: EventLog) -> None:
         f, o = recipe.fleet, recipe.rollout
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
         self._advisor = Advisor(
             dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
-            max_count=MOST, overlap=overlaps(recipe),
+            max_count=MAX_ADVISED, overlap=can_pipeline(recipe),
         )  # fmt: skip
 
     def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
-        """A step is over: what happened to the fleet since the one before, and what it cost. `last`: what the step was
-        like."""
+        """Called at the end of a step: what happened to the fleet since the previous one, and what it cost. `last`: the
+        measurements of the step."""
         c = self._dispatch.ledger.counts
         now = {
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
             "stale": c.stale, "gaps": c.gaps, "discarded": c.discarded,
             "lost_tokens": self._dispatch.ledger.lost_tokens(), "workers_lost": self._dispatch.members.lost,
         }  # fmt: skip
-        since = {k: v - self._counted.get(k, 0) for k, v in now.items()}
+        differences = {k: v - self._counted.get(k, 0) for k, v in now.items()}
         self._counted = now
-        here = sum(1 for _ in self._dispatch.members.here())
         if last is not None:
             self._advise(last, now_s)
             self._dispatch.accounts.trainer_waited(now_s, last.train_wait_s)
         return {
-            **since,
-            "workers": here,
+            **differences,
+            "workers": sum(1 for _ in self._dispatch.members.here()),
             "speeds": self._speeds(),
             "bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s)),
         }
 
     def _speeds(self) -> dict[str, list[list[float]]]:
-        """What was seen of every kind of worker: [batch, seconds of a step, windows], for `windfall sim calibrate`."""
+        """StepMeasurement speeds by kind of worker, as rows of [batch, seconds per engine step, windows], for `windfall sim
+        calibrate`."""
         sums: dict[str, dict[int, list[float]]] = {}
         for member in self._dispatch.members.here():
             kind = LOCAL if member.name == LOCAL else prices.kind(member.lease)
@@ -110,7 +110,7 @@ class Telling:
         return {kind: [[b / w, s / w, w] for b, s, w in rows.values()] for kind, rows in sums.items()}
 
     def last_bill(self, now_s: float) -> dict[str, Any]:
-        """Of what came after the last step."""
+        """The bill for the time after the last step."""
         return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
     def _advise(self, last: StepMeasurement, now_s: float) -> None:
@@ -121,10 +121,11 @@ class Telling:
             )  # fmt: skip
 
     def snapshot(self, *, step: int, now_s: float, ended: Ended | None) -> dict[str, Any]:
-        """The fleet as it is, for `windfall top`; and a sign of life for the supervisor. `ended`: None: it runs."""
+        """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
+        `ended`: how the run ended, or None while it runs."""
         ledger, offer = self._dispatch.ledger, self._dispatch.offer
         members = list(self._dispatch.members.all.values())
-        told = {w.id for w in [w for w in members if w.state is Stage.GONE][-GONE_TOLD:]}
+        gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
         workers = [
             {
                 "worker": w.id, "lease": prices.kind(w.lease), "kind": w.lease.kind,
@@ -134,7 +135,7 @@ class Telling:
                 "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
             }
             for w in members
-            if w.state is not Stage.GONE or w.id in told
+            if w.state is not WorkerState.GONE or w.id in gone_shown
         ]  # fmt: skip
         return {
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,

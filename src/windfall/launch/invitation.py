@@ -1,4 +1,4 @@
-"""How a run is joined: the address that other processes dial, and the token that they show."""
+"""How workers join a run: the address that they connect to, and the token that they authenticate with."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from windfall.config import Fleet
 from windfall.errors import WindfallError
 from windfall.link import auth
 
-EVERYWHERE = ("0.0.0.0", "::", "")
+ALL_INTERFACES = ("0.0.0.0", "::", "")
+"""Values of `fleet.host` that let other machines connect."""
 
 
-def url(said: dict[str, Any], fleet: Fleet) -> str:
-    """`said`: address.json. A controller that listens everywhere is dialled by this machine's own address."""
-    if fleet.host not in EVERYWHERE:
-        return said["url"]
+def url(address: dict[str, Any], fleet: Fleet) -> str:
+    """The URL for workers. `address`: contents of address.json. A controller that listens on all interfaces is reached
+    by this machine's own address."""
+    if fleet.host not in ALL_INTERFACES:
+        return address["url"]
     host = own_address()
-    return f"{urlsplit(said['url']).scheme}://{f'[{host}]' if ':' in host else host}:{said['port']}"
+    return f"{urlsplit(address['url']).scheme}://{f'[{host}]' if ':' in host else host}:{address['port']}"
 
 
 def own_address() -> str:
-    """By which other machines may reach this one. Nothing is sent to find it, and no name is looked up."""
+    """The address by which other machines may reach this one. Sends nothing and looks up no name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
-            s.connect(("192.0.2.1", 9))  # an address that nobody has: only the route to it is of interest
+            s.connect(("192.0.2.1", 9))  # reserved for documentation: only the route to it matters
             return s.getsockname()[0]
         except OSError:  # no network
             return socket.gethostname()
 
 
 def token(value: str, patience_s: float = 0.0) -> str:
-    """The token that is given as `value`: what this file holds, or the value itself. A file that is not there yet is
-    waited for, so that workers can be started before their run."""
-    found = auth.given(value)
-    if isinstance(found, str):
-        return found
+    """The token: the contents of the file `value`, or `value` itself. Waits up to `patience_s` seconds for a file that
+    does not exist yet, so that workers can be started before their run."""
+    source = auth.given(value)
+    if isinstance(source, str):
+        return source
     if not value:
-        raise WindfallError("this is empty", where="--token", fix="Give the file that holds the run's token.")
-    give_up = time.monotonic() + patience_s
-    if patience_s and not found.exists():
-        print(f"waiting up to {patience_s:g} s for the token's file {found}", file=sys.stderr, flush=True)
-    while not found.exists():
-        if time.monotonic() >= give_up:
+        raise WindfallError("the token is empty", where="--token", fix="Give the file that holds the run's token.")
+    deadline = time.monotonic() + patience_s
+    if patience_s and not source.exists():
+        print(f"waiting up to {patience_s:g} s for the token file {source}", file=sys.stderr, flush=True)
+    while not source.exists():
+        if time.monotonic() >= deadline:
             what = f"waited {patience_s:g} s for this token file" if patience_s else "no such token file"
-            fix = "`windfall token FILE` makes one; the token of a run is in its folder, such as runs/demo/token."
+            fix = "`windfall token FILE` creates one; the token of a run is in its folder, such as runs/demo/token."
             raise WindfallError(what, where=f"--token {value}", fix=fix)
         time.sleep(0.2)
-    return auth.read_token(found)
+    return auth.read_token(source)

@@ -1,7 +1,7 @@
-"""What the supervisor concludes from what it sees: who stands still, who is missing, what is worth a word. No I/O.
+"""How the supervisor judges the processes that it started: frozen, missing, or failing too often. No I/O.
 
-Time is counted in looks, not read from a clock: while the supervisor itself stands still nobody can be seen, and a wall
-clock may be set.
+Time is counted in checks, one per CHECK_S, and not read from a clock: while the supervisor itself is suspended it
+cannot observe anything, and a wall clock may be set.
 """
 
 from __future__ import annotations
@@ -12,96 +12,105 @@ from typing import Any
 
 from windfall.errors import WindfallError
 
-LOOK_S = 1.0
+CHECK_S = 1.0
+"""Seconds between two checks."""
 FROZEN_S = 30.0
-"""A controller that gives no sign of life for so long is killed, and so started again."""
+"""Seconds without a new snapshot after which a controller counts as frozen. It is killed and restarted."""
 MISSING_S = 15.0
-"""So is a worker of ours that runs and is not in the fleet for so long: frozen, it would hold its place for ever."""
+"""Seconds after which a worker process that runs but is not in the fleet is killed and replaced. A frozen worker would
+otherwise keep its place forever."""
 SILENT_S = 3.0
-"""A controller that is silent for so long knows nothing of who is there."""
-AGAIN_S = 60.0
-"""The same trouble is worth another word after so long."""
-FAILURES = 4
+"""Seconds without a new snapshot after which the fleet in the last snapshot is no longer trusted."""
+REPEAT_S = 60.0
+"""Seconds until the same problem of workers is reported again."""
+MAX_FAILURES = 4
 """A trainer that fails this often in a row, with no new step completed in between, ends the run."""
-FIRST_WAIT_S = 2.0
-"""Wait before the first restart of a failed trainer; each further wait is five times as long (2, 10, 50 s)."""
+FIRST_DELAY_S = 2.0
+"""Delay before the first restart of a failed trainer; each further delay is five times as long (2, 10, 50 s)."""
+FROZEN_TRAINER = ".trainer.frozen"
+"""File in the run folder by which the controller reports a frozen trainer to the supervisor."""
 
 
 @dataclass(kw_only=True)
-class Pulse:
-    """Of one controller process, by the snapshots that it writes. One that has written none yet is still starting."""
+class ControllerPulse:
+    """Whether a controller process makes progress, judged by the snapshots (fleet.json) that it writes. A controller
+    that has not written one yet is still starting."""
 
     pid: int = 0
-    still_s: float | None = None
-    """How long the last snapshot has stayed the same; None: there is none of this process."""
+    unchanged_s: float | None = None
+    """Seconds for which the last snapshot has not changed; None if this process has not written one."""
     _last: Any = None
 
-    def look(self, pid: int | None, said: dict[str, Any] | None) -> bool:
-        """`pid`: of the controller that runs now, if any does; `said`: the snapshot on disk. True: it is frozen."""
-        if pid is None or said is None or said.get("pid") != pid or said["ended"]:
-            self.pid, self.still_s, self._last = 0, None, None
-        elif self.pid != pid or said["t"] != self._last:
-            self.pid, self.still_s, self._last = pid, 0.0, said["t"]
+    def update(self, pid: int | None, snapshot: dict[str, Any] | None) -> bool:
+        """One check. `pid`: the running controller process, if any; `snapshot`: the one on disk. Returns True if the
+        controller is frozen."""
+        if pid is None or snapshot is None or snapshot.get("pid") != pid or snapshot["ended"]:
+            self.pid, self.unchanged_s, self._last = 0, None, None
+        elif self.pid != pid or snapshot["t"] != self._last:
+            self.pid, self.unchanged_s, self._last = pid, 0.0, snapshot["t"]
         else:
-            self.still_s = (self.still_s or 0.0) + LOOK_S
-        return self.still_s is not None and self.still_s >= FROZEN_S
+            self.unchanged_s = (self.unchanged_s or 0.0) + CHECK_S
+        return self.unchanged_s is not None and self.unchanged_s >= FROZEN_S
 
     @property
-    def beats(self) -> bool:
-        return self.still_s is not None and self.still_s < SILENT_S
+    def alive(self) -> bool:
+        return self.unchanged_s is not None and self.unchanged_s < SILENT_S
 
 
 @dataclass(kw_only=True)
-class Absent:
-    """Workers that run and are not in the fleet."""
+class MissingWorkers:
+    """Worker processes that run but are not in the fleet."""
 
     _missing_s: dict[str, float] = field(default_factory=dict)
 
-    def look(self, running: set[str], said: dict[str, Any] | None) -> list[str]:
-        """Who has been missing for too long. `said`: the fleet as a controller that lives says it is, else None."""
-        if said is None or said["version"] is None:  # nobody to join yet, or nobody who would know
+    def update(self, running: set[str], snapshot: dict[str, Any] | None) -> list[str]:
+        """One check. Returns the workers that have been missing for too long. `snapshot`: the fleet as reported by a
+        live controller, else None."""
+        # Without a version workers cannot join yet, and without a live controller the fleet is unknown.
+        if snapshot is None or snapshot["version"] is None:
             self._missing_s.clear()
             return []
-        here = {w["worker"].partition("#")[0] for w in said["workers"] if w["state"] != "gone"}
-        self._missing_s = {name: self._missing_s.get(name, 0.0) + LOOK_S for name in running - here}
+        in_fleet = {w["worker"].partition("#")[0] for w in snapshot["workers"] if w["state"] != "gone"}
+        self._missing_s = {name: self._missing_s.get(name, 0.0) + CHECK_S for name in running - in_fleet}
         return [name for name, s in self._missing_s.items() if s > MISSING_S]
 
 
 @dataclass(kw_only=True)
-class Failures:
-    """Of the trainer. Memory may be free again later, so it is started again after a while; a failure that comes back
-    every time is not cured by that."""
+class TrainerFailures:
+    """When to restart a trainer that fails. Memory may be free again later, so it is restarted after a delay; restarts
+    do not cure a failure that comes back every time."""
 
     count: int = 0
-    """In a row."""
-    _reached: int = 0
+    """Failures in a row."""
+    _newest_step: int = 0
 
-    def again_s(self, reached: int) -> float | None:
-        """It has failed: how long to wait before it is started again; None: not at all. `reached`: the newest step that
-        was ever completed. A step that is repeated, because the checkpoint is older, is no progress.
+    def restart_delay_s(self, newest_step: int) -> float | None:
+        """Record a failure; returns the seconds until the restart, or None if the run should end. `newest_step`: the
+        newest step ever completed. A step repeated from an older checkpoint is no progress.
 
-        >>> f = Failures()
-        >>> [f.again_s(step) for step in (0, 0, 3, 3, 2, 3)]
+        >>> f = TrainerFailures()
+        >>> [f.restart_delay_s(step) for step in (0, 0, 3, 3, 2, 3)]
         [2.0, 10.0, 2.0, 10.0, 50.0, None]
         """
-        self.count = 1 if reached > self._reached else self.count + 1
-        self._reached = max(reached, self._reached)
-        return FIRST_WAIT_S * 5 ** (self.count - 1) if self.count < FAILURES else None
+        self.count = 1 if newest_step > self._newest_step else self.count + 1
+        self._newest_step = max(newest_step, self._newest_step)
+        return FIRST_DELAY_S * 5 ** (self.count - 1) if self.count < MAX_FAILURES else None
 
-    def last(self, error: WindfallError) -> WindfallError:
-        """The one that ends the run."""
-        often = f" ({self.count} times in a row, and no new step in between)" if self.count > 1 else ""
-        return WindfallError(error.what + often, where=error.where, fix=error.fix)
+    def final_error(self, error: WindfallError) -> WindfallError:
+        """The last error with the number of failures, to end the run with."""
+        repeats = f" ({self.count} times in a row, with no new step in between)" if self.count > 1 else ""
+        return WindfallError(error.what + repeats, where=error.where, fix=error.fix)
 
 
 @dataclass(kw_only=True)
-class WorkerTroubles:
-    """Of workers: each cause is told once, and again after a while with how often it has come."""
+class WorkerProblems:
+    """Reports each kind of problem once, and again after REPEAT_S with the number of occurrences."""
 
-    _told: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _reported: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """For each cause: when it was last reported (seconds), and how often it occurred after that."""
 
-    def hear(self, name: str, fields: dict[str, Any], now_s: float) -> str | None:
-        """An event of a provider: what to say of it, if anything."""
+    def describe(self, name: str, fields: dict[str, Any], now_s: float) -> str | None:
+        """The line to show for this event of a provider, or None if there is nothing to report."""
         worker = fields.get("worker", "?")
         match name:
             case "refused":
@@ -111,22 +120,22 @@ class WorkerTroubles:
             case "stuck":
                 cause = "does not end"
             case "exited" if fields["by"] == "itself" and fields["code"]:
-                cause = how(fields["code"])
+                cause = describe_exit(fields["code"])
             case _:
                 return None
-        told_s, more = self._told.get(cause, (-AGAIN_S, 0))
-        if now_s - told_s < AGAIN_S:
-            self._told[cause] = (told_s, more + 1)
+        reported_s, more = self._reported.get(cause, (-REPEAT_S, 0))
+        if now_s - reported_s < REPEAT_S:
+            self._reported[cause] = (reported_s, more + 1)
             return None
-        self._told[cause] = (now_s, 0)
-        again = f" (and {more} more like it before)" if more else ""
-        return f"worker {worker} {cause}{again}; see workers/{worker}.log"
+        self._reported[cause] = (now_s, 0)
+        repeats = f" (and {more} more before it)" if more else ""
+        return f"worker {worker} {cause}{repeats}; see workers/{worker}.log"
 
 
-def how(code: int) -> str:
+def describe_exit(code: int) -> str:
     """How a process ended.
 
-    >>> how(1), how(-9), how(-99)
+    >>> describe_exit(1), describe_exit(-9), describe_exit(-99)
     ('ended with status 1', 'was killed (SIGKILL)', 'was killed (signal 99)')
     """
     if code >= 0:

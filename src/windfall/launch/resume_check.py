@@ -1,7 +1,7 @@
-"""Before a run goes on: are its files usable, what has changed since it began, and is anything left to do?
+"""Checks before a run is resumed: are its files usable, which recipe keys changed, and is anything left to do?
 
-Whatever was damaged is named here, before any process starts. Only one file is ever removed: an address that nobody can
-dial, because the next controller writes a new one.
+Damaged files are reported here, before any process starts. The only file that is ever removed is an unusable
+address.json: the next controller writes a new one.
 """
 
 from __future__ import annotations
@@ -14,45 +14,49 @@ from windfall import run_folder as folders
 from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
 from windfall.events import log
+from windfall.launch.liveness import FROZEN_TRAINER
 from windfall.train import checkpoint, checksums
 
 FILES = (
     "recipe.toml", folders.BEGAN, "events.jsonl", "token", "trainer.secret", "address.json", "fleet.json",
     "controller.log", "trainer.log", "nursery.log", ".controller.lock", ".trainer.lock", ".controller.failure",
-    ".trainer.failure", ".trainer.frozen",
+    ".trainer.failure", FROZEN_TRAINER,
 )  # fmt: skip
 FOLDERS = ("checkpoints", "journal", "tokenizer", "workers", "tensorboard")
 
 
 def check_files(folder: Path) -> list[str]:
-    """Refuses a run whose files are not what they should be. Returns what is worth a warning."""
+    """Refuse a run with unusable files. Returns warnings."""
     for name in (*FILES, *FOLDERS):
         path, is_folder = folder / name, name in FOLDERS
         if not path.exists():
             continue
         if path.is_dir() is not is_folder:
             what = "a file where the run needs a folder" if is_folder else "a folder where the run needs a file"
-            raise WindfallError(what, where=str(path), fix="Move it away, or put the right one back.")
+            raise WindfallError(what, where=str(path), fix="Move it away, or restore the original.")
         if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if is_folder else 0)):
-            raise WindfallError("the run cannot read and write this", where=str(path), fix="Change its permissions.")
+            raise WindfallError("no permission to read and write this", where=str(path), fix="Change its permissions.")
     warnings = folders.data_warnings(folder)
     path = folder / "address.json"
     if path.exists() and folders.address(folder) is None:
         path.unlink()
-        warnings.append(f"{path}: damaged, and removed; the controller may get another port than before")
+        warnings.append(f"{path}: damaged and removed; the controller may get a different port")
     if not (folder / "token").exists():
-        warnings.append(f"{folder / 'token'}: missing; a new token is made, and workers with the old one are refused")
+        warnings.append(
+            f"{folder / 'token'}: missing; a new token is created, and workers with the old one are refused"
+        )
     return warnings
 
 
 def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
-    """All keys that differ from what the run began with. Refuses those that cannot change (config/changes.py)."""
+    """All keys that differ from the recipe that the run started with. Refuses those that may not change
+    (config/changes.py)."""
     changes = config.changes(folders.initial_recipe(folder), recipe)
     fixed = [str(c) for c in changes if c.verdict == "fixed"]
     if fixed:
-        what = "\n  ".join(["a run that has begun keeps these keys:", *fixed])
+        what = "\n  ".join(["these keys cannot change after a run has started:", *fixed])
         fix = (
-            f"Undo that with --set or in {folder / 'recipe.toml'}, or start a new run from what this one has learned:\n"
+            f"Undo this with --set or in {folder / 'recipe.toml'}, or start a new run from a checkpoint of this one:\n"
         )
         fix += f"windfall train RECIPE.toml --set model.path={folder / 'checkpoints' / 'step-...'}"
         raise WindfallError(what, where=str(folder), fix=fix)
@@ -61,7 +65,8 @@ def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
 
 
 def finished(recipe: Recipe, folder: Path) -> int | None:
-    """How many steps a finished run has; None: there is something left to do. A damaged last checkpoint is, too."""
+    """The number of steps of a finished run; None if something is left to do, such as replacing a damaged last
+    checkpoint."""
     end = log.last(folder / "events.jsonl")
     if end is None or end["name"] != "end" or end.get("finished") is not True:
         return None
@@ -71,6 +76,6 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
         return None
     try:
         checkpoint.check(path)
-    except checksums.Damaged:  # the trainer says so, sets it aside, and repeats the last steps
+    except checksums.Damaged:  # the trainer reports it, sets it aside, and repeats the last steps
         return None
     return step

@@ -1,4 +1,4 @@
-"""A run from its start to its end: a new one, or one that goes on. The processes are the supervisor's business."""
+"""Runs a new or resumed run from start to end. The supervisor handles its processes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from windfall.config import KeyChange, Recipe
 from windfall.errors import WindfallError
 from windfall.events import log as events
 from windfall.events.log import EventLog
-from windfall.launch import resume_check, supervisor
+from windfall.launch import recipe_check, resume_check, supervisor
+from windfall.launch.liveness import FROZEN_TRAINER
 from windfall.link import auth
 from windfall.views.console import Console
 
 
 def train(recipe: Recipe, folder: Path, *, token: str | None = None, quiet: bool = False) -> None:
-    """A new run in `folder`, to its end or until it is stopped. `token`: what workers join with; None makes one."""
+    """Run a new run in `folder` until it ends or is stopped. `token`: what workers join with; None creates one."""
     with folders.owned(folder):
         try:
             auth.make_token(folder / "token", token)
             _run(recipe, folder, Console(recipe, folder) if not quiet else None)
         except WindfallError as e:
-            # No worker ever came. The folder is kept only if the message sends its reader there.
-            if not _worked(folder) and not any(said in str(e) for said in (str(folder), ".log", "windfall resume")):
+            # If no worker ever joined, the folder is kept only if the error message refers to it.
+            referred = any(text in str(e) for text in (str(folder), ".log", "windfall resume"))
+            if not _had_work(folder) and not referred:
                 folders.remove(folder)
             raise
 
 
 def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
-    """Go on with the run in `folder`, by its recipe as it is now."""
+    """Resume the run in `folder` with the recipe as it is now."""
     console = Console(recipe, folder) if not quiet else None
     with folders.owned(folder):
         warnings = resume_check.check_files(folder)
@@ -42,9 +44,9 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
             if console is not None:
                 console.is_finished(steps)
             return
-        said = supervisor.check(recipe)
+        report = recipe_check.check(recipe)
         if console is not None:
-            console.say(said)
+            console.notice(report)
         _record(recipe, folder, changes)
         if console is not None:
             console.resuming(changes, warnings)
@@ -52,35 +54,36 @@ def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
 
 
 def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
-    """What this life goes by: with what the run began with, the log knows the recipe of every life."""
+    """Save the recipe and log its changes. With the original recipe, the log then shows the recipe of every resume."""
     began = folders.initial_recipe(folder)
     try:
-        folders.write_recipe(recipe, folder)  # what was changed with --set holds for the next resume, too
+        folders.write_recipe(recipe, folder)  # changes by --set also apply to the next resume
         if not (folder / folders.BEGAN).exists():
             folders.replace(folder / folders.BEGAN, config.dump(began))
     except OSError as e:
-        raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder)) from e
+        fix = "Free disk space or make the folder writable."
+        raise WindfallError(f"cannot write the recipe: {e.strerror or e}", where=str(folder), fix=fix) from e
     if (folder / "events.jsonl").is_file():
         with contextlib.closing(EventLog(folder / "events.jsonl")) as log:
-            log.instant("recipe", changed={c.key: [c.began, c.now] for c in changes})
+            log.instant("recipe", changed={c.key: [c.old, c.new] for c in changes})
 
 
-def _worked(folder: Path) -> bool:
-    """Has a worker joined, or a step been completed? Then logs and journal tell what became of it. Nothing is written
-    to the journal but its head before a worker has joined."""
+def _had_work(folder: Path) -> bool:
+    """Whether a worker joined or a step was completed; then the logs and the journal are worth keeping. Before a worker
+    joins, the journal contains only its header."""
     log, signs = folder / "events.jsonl", (("instant", "worker_joined"), ("scalar", "step"))
     return log.is_file() and any((e["kind"], e["name"]) in signs for e in events.scan(log))
 
 
 def _run(recipe: Recipe, folder: Path, console: Console | None) -> None:
-    for left in (*folder.glob(".*.failure"), *folder.glob(supervisor.FROZEN_TRAINER)):
+    for left in (*folder.glob(".*.failure"), *folder.glob(FROZEN_TRAINER)):
         left.unlink()
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
     with console or contextlib.nullcontext():
         try:
             done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
-        except asyncio.CancelledError:  # by a second Ctrl-C
+        except asyncio.CancelledError:  # after a second Ctrl-C
             raise KeyboardInterrupt from None
     if console is not None:
         console.summary(finished=done)

@@ -1,19 +1,20 @@
-"""`windfall train`: starts a run's processes, starts again what is killed, and shows what happens. Keeps no state.
+"""`windfall train`: starts the processes of a run, restarts killed ones, and shows what happens. Keeps no state.
 
-    supervisor ─┬─ controller                              killed: started again, goes on from its journal
-                └─ nursery (has torch imported) ─┬─ trainer    killed or failed: started again, from the last checkpoint
-                                                 └─ workers    local, or by a trace: their providers' business
+    supervisor ─┬─ controller                              killed: restarted, continues from its journal
+                └─ nursery (has torch imported) ─┬─ trainer    killed or failed: restarted from the last checkpoint
+                                                 └─ workers    started and restarted by their providers (local, trace)
 
-All of them end with the supervisor, however it ends (see fleet/parent_death.py). What it shows, it reads from the event log.
+All of them end with the supervisor, however it ends (see fleet/parent_death.py). What it shows, it reads from the event
+log.
 
-Ctrl-C or SIGTERM: the run stops and saves, and nothing is started any more. Once more: everything is killed at once.
+On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
+killed at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import signal
 import sys
@@ -22,85 +23,43 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import algorithms, errors
 from windfall import run_folder as folders
-from windfall.config import JsonLinesEnv, Recipe
-from windfall.envs.hosting import hosted
-from windfall.envs.scoring.gold_answers import check_answers
-from windfall.envs.trial import trial
-from windfall.errors import WindfallError
+from windfall.config import Recipe
+from windfall.errors import WindfallError, report_failure
 from windfall.events import log
-from windfall.fleet import process, trace
+from windfall.fleet import process
 from windfall.fleet.base import Handle, Provider
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.nursery import Nursery
 from windfall.fleet.trace_provider import TraceProvider
-from windfall.launch import context_check, invitation, tls
-from windfall.launch.autoscale import Following
-from windfall.launch.liveness import FAILURES, FROZEN_S, LOOK_S, MISSING_S, Absent, Failures, Pulse, WorkerTroubles
-from windfall.launch.liveness import how as ended
+from windfall.launch import invitation
+from windfall.launch.autoscale import Autoscaler
+from windfall.launch.liveness import (
+    CHECK_S,
+    FROZEN_S,
+    FROZEN_TRAINER,
+    MAX_FAILURES,
+    MISSING_S,
+    ControllerPulse,
+    MissingWorkers,
+    TrainerFailures,
+    WorkerProblems,
+    describe_exit,
+)
+from windfall.launch.recipe_check import trace_changes
 from windfall.link import auth
-from windfall.models import load
 from windfall.types import Lease
 from windfall.views.console import Console
 
 QUICK_DEATHS = 8
-"""A process that is killed so often within QUICK_S of its start has a cause that starting it again does not cure."""
+"""A process that is killed this often within QUICK_S of its start has a cause that a restart does not cure."""
 QUICK_S = 5.0
+"""Seconds after its start within which the death of a process counts as quick."""
+BETWEEN_VERSIONS = 4
+"""Exit status of a trainer that lost its controller between two updates. Its weights belong to no version, so it is
+restarted from the last checkpoint."""
 LOGS_KEPT = 50
-"""Of workers that ended."""
-FROZEN_TRAINER = ".trainer.frozen"
-TRACE_S = 24 * 3600.0
-
-
-def check(recipe: Recipe) -> str:
-    """Everything that can be found wrong before any work: model, environment, trace, certificates. Returns what the
-    environment said when it was called once."""
-    load.resolve(recipe.model.path)
-    if recipe.run.device == "cuda":
-        from windfall import devices
-
-        devices.place("cuda", "auto", 0)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
-    _check_groups(recipe)
-    tls.serving(recipe.fleet)
-    changes(recipe)
-    if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "pip install 'windfall[tensorboard]'"
-        raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
-    task, said = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
-    unchecked = context_check.check(recipe, task)
-    return f"{said}; {unchecked}" if unchecked else said
-
-
-def _check_groups(recipe: Recipe) -> None:
-    name, algorithm = recipe.algorithm.name, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-    if recipe.rollout.group_size == 1 and not algorithms.learns_alone(algorithm):
-        able = [n for n in algorithms.ALGORITHMS if algorithms.learns_alone(algorithms.make(n))]
-        what = (
-            f"{name} compares the responses of a group, and a group of one has nothing to compare: nothing is learned"
-        )
-        fix = f"Set it to 2 or more, or algorithm.name to one that works with single responses: {', '.join(able)}."
-        raise WindfallError(what, where="rollout.group_size = 1", fix=fix)
-
-
-def changes(recipe: Recipe) -> list[Any]:
-    """What the recipe's trace does to its machines."""
-    t = recipe.trace
-    if t.nodes == 0:
-        if t.file is not None:
-            what = "trace.file is given, and trace.nodes is 0: no machine would ever come"
-            raise WindfallError(
-                what, where="trace.nodes", fix="Set it to how many may be there at once, or leave out the file."
-            )
-        return []
-    if t.file is None:
-        return trace.synthetic(
-            nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, seconds=TRACE_S, seed=t.seed
-        )
-    return trace.slots(trace.window(trace.read(t.file), t.start_s, TRACE_S * 365), t.nodes)
+"""Log files of ended workers to keep."""
 
 
 class Supervisor:
@@ -108,35 +67,36 @@ class Supervisor:
         self.recipe, self.folder, self._console = recipe, folder, console
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
-        self._stopping = self._told = False
+        """The event that ended the run."""
+        self._stopping = self._join_shown = False
         self._controller: Handle | None = None
         self._trainer: Handle | None = None
         self._workers: dict[str, Handle] = {}
-        """Those that this run started."""
+        """Worker processes that this run started, by name."""
         self._local: LocalProvider | None = None
-        self._following = Following(recipe.fleet.workers, recipe.fleet.workers_max)
-        self._troubles = WorkerTroubles()
+        self._autoscaler = Autoscaler(recipe.fleet.workers, recipe.fleet.workers_max)
+        self._problems = WorkerProblems()
         self._error: WindfallError | None = None
-        self._reached = 0
-        """The newest step that was completed while this process watched."""
+        self._newest_step = 0
+        """The newest step completed since this process started."""
 
     async def run(self) -> bool:
-        """True: the run is finished; False: it was stopped."""
+        """Returns True if the run is finished, False if it was stopped."""
         environment = {**os.environ, "WINDFALL_TOKEN": self._token}
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         nursery = Nursery(
-            entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:rehearse:{self.folder}"],
+            entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:preload_run:{self.folder}"],
             log=self.folder / "nursery.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with self._signals(nursery), nursery, self._showing():
-            await self._all(nursery, environment)
+        async with self._handling_signals(nursery), nursery, self._showing_events():
+            await self._run_processes(nursery, environment)
         if self._error is not None:
             raise self._error
         return bool(self._end and self._end.get("finished"))
 
-    async def _all(self, nursery: Nursery, environment: dict[str, str]) -> None:
+    async def _run_processes(self, nursery: Nursery, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.cli", "_controller", str(self.folder)]
 
         async def controller() -> Handle:
@@ -153,11 +113,11 @@ class Supervisor:
             return self._trainer
 
         tasks = [
-            asyncio.create_task(self._keep("trainer", trainer, restart_on={4})),
-            asyncio.create_task(self._thaw()),
+            asyncio.create_task(self._keep_running("trainer", trainer)),
+            asyncio.create_task(self._watch()),
             *(asyncio.create_task(p.run()) for p in await self._providers(nursery, environment)),
         ]
-        main = asyncio.create_task(self._keep("controller", controller))
+        main = asyncio.create_task(self._keep_running("controller", controller))
         try:
             done, _ = await asyncio.wait([main, *tasks], return_when=asyncio.FIRST_COMPLETED)
             while main not in done and all(t.exception() is None for t in done if not t.cancelled()):
@@ -172,78 +132,79 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(main, *tasks, return_exceptions=True)
 
-    async def _keep(self, role: str, start: Callable[[], Any], restart_on: set[int] | None = None) -> None:
-        """Until it ends by itself with status 0, or the run is asked to stop. Killed, it is started again. The trainer
-        is also started again when it fails, but not for ever, nor after an error that a person has to put right (2)."""
-        quick, handle, failures = 0, None, Failures()
+    async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
+        """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The
+        trainer is also restarted when it fails, but not forever, and not after an error that the user must fix (2)."""
+        quick, handle, failures = 0, None, TrainerFailures()
         try:
             while not self._stopping:
                 began, how = time.monotonic(), "was killed"
                 try:
                     handle = await start()
                     code = await handle.wait()
-                    how = ended(code)
-                except OSError as e:  # the nursery died, and took its children with it; or it took too long
+                    how = describe_exit(code)
+                except OSError as e:  # the nursery died together with its children, or it took too long
                     code, how = -signal.SIGKILL, f"could not be started: {e}"
                 if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
                     return
-                if code > 0 and code not in (restart_on or set()):
-                    wait_s = failures.again_s(self._reached) if role == "trainer" and code != 2 else None
+                if code > 0 and not (role == "trainer" and code == BETWEEN_VERSIONS):
+                    delay_s = failures.restart_delay_s(self._newest_step) if role == "trainer" and code != 2 else None
                     error = folders.failure(self.folder, role, code)
-                    if wait_s is None:
-                        raise failures.last(error)
-                    often = f"failure {failures.count} of {FAILURES}"
-                    self._say(f"{error.what}; starting it again in {wait_s:g} s ({often})")
+                    if delay_s is None:
+                        raise failures.final_error(error)
+                    count = f"failure {failures.count} of {MAX_FAILURES}"
+                    self._notice(f"{error.what}; restarting in {delay_s:g} s ({count})")
                     (self.folder / f".{role}.failure").unlink(missing_ok=True)
-                    await asyncio.sleep(wait_s)
+                    await asyncio.sleep(delay_s)
                     continue
                 quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
                 if quick >= QUICK_DEATHS:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
-                    raise WindfallError(what, where=str(self.folder), fix="Is there enough memory? See its log.")
-                self._say(f"the {role} {how}; starting it again")
+                    raise WindfallError(what, where=str(self.folder), fix=f"Check the free memory, and see {role}.log.")
+                self._notice(f"the {role} {how}; restarting it")
                 await asyncio.sleep(min(5.0, 0.1 * 2**quick))
         finally:
             if handle is not None and handle.running:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
 
-    async def _thaw(self) -> None:
-        """A controller, trainer or worker that stands still is as bad as a dead one."""
-        pulse, absent = Pulse(), Absent()
+    async def _watch(self) -> None:
+        """Kill controllers, trainers and workers that are frozen, so that they are restarted; and autoscale."""
+        pulse, missing = ControllerPulse(), MissingWorkers()
         while True:
-            await asyncio.sleep(LOOK_S)
-            handle, said = self._controller, folders.read_json(self.folder / "fleet.json")
-            frozen = pulse.look(handle.pid if handle and handle.running else None, said)
+            await asyncio.sleep(CHECK_S)
+            handle, snapshot = self._controller, folders.read_json(self.folder / "fleet.json")
+            frozen = pulse.update(handle.pid if handle and handle.running else None, snapshot)
             if frozen and handle is not None:
-                self._say(f"the controller gave no sign of life for {FROZEN_S:g} s; it is killed")
+                self._notice(f"the controller has been frozen for {FROZEN_S:g} s; killing it")
                 handle.kill()
-                pulse = Pulse()
+                pulse = ControllerPulse()
             self._workers = {name: worker for name, worker in self._workers.items() if worker.running}
-            for name in absent.look(set(self._workers), said if pulse.beats else None):
-                self._say(f"worker {name} runs, but has not been in the fleet for {MISSING_S:g} s; it is killed")
+            for name in missing.update(set(self._workers), snapshot if pulse.alive else None):
+                self._notice(f"worker {name} runs but has been missing from the fleet for {MISSING_S:g} s; killing it")
                 self._workers[name].kill()
             self._kill_frozen_trainer()
-            self._follow(said if pulse.beats else None)
+            self._autoscale(snapshot if pulse.alive else None)
 
-    def _follow(self, said: dict[str, Any] | None) -> None:
-        """More workers of our own, or fewer, where that pays."""
+    def _autoscale(self, snapshot: dict[str, Any] | None) -> None:
+        """Scale the workers on this machine up or down where that pays."""
         local, f = self._local, self.recipe.fleet
         if local is None or not f.workers_max or self._stopping:
             return
-        ours = {name for name in self._workers if name.startswith(local.prefix)}
-        wanted = self._following.look(said, ours)
+        own = {name for name in self._workers if name.startswith(local.prefix)}
+        wanted = self._autoscaler.update(snapshot, own)
         if wanted is not None:
-            self._say(f"{wanted} workers of this machine are worth having, by prices and measured rates")
+            self._notice(f"scaling to {wanted} workers on this machine, by prices and measured rates")
             local.target(wanted)
 
     def _kill_frozen_trainer(self) -> None:
-        """The controller found it so, and left word. Only our own is killed: a pid alone may be anybody's by now."""
+        """Kill the trainer if the controller has reported it as frozen. Only a process that we started is killed: by
+        now, the reported pid may belong to another process."""
         path = self.folder / FROZEN_TRAINER
-        said = folders.read_json(path)
-        if said is None:
+        report = folders.read_json(path)
+        if report is None:
             return
-        if self._trainer is not None and self._trainer.running and self._trainer.pid == said.get("pid"):
-            self._say("the trainer does not answer; it is killed")
+        if self._trainer is not None and self._trainer.running and self._trainer.pid == report.get("pid"):
+            self._notice("the trainer does not respond; killing it")
             self._trainer.kill()
         path.unlink(missing_ok=True)
 
@@ -252,7 +213,7 @@ class Supervisor:
 
         async def spawn(name: str, lease: Lease) -> Handle:
             argv = [
-                "windfall", "worker", "--join", await self._url(), "--name", name, "--lease", lease.kind,
+                "windfall", "worker", "--join", await self._controller_url(), "--name", name, "--lease", lease.kind,
                 "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
                 "--device", self.recipe.run.device, "--memory", str(f.worker_memory),
             ]  # fmt: skip
@@ -263,102 +224,104 @@ class Supervisor:
             folders.keep_newest(self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers})
             return handle
 
-        out: list[Provider] = []
+        providers: list[Provider] = []
         if f.workers:
             terms = Lease(kind=f.kind, price_usd_per_h=f.price_usd_per_h)
-            self._local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._heard)
-            out.append(self._local)
+            self._local = LocalProvider(spawn, f.workers, terms=terms, on_event=self._on_provider_event)
+            providers.append(self._local)
         if t.nodes:
             terms = Lease(kind="spot", price_usd_per_h=t.price_usd_per_h)
-            out.append(TraceProvider(spawn, changes(self.recipe), speedup=t.speedup, terms=terms, on_event=self._heard))
-        return out
+            changes = trace_changes(self.recipe)
+            providers.append(
+                TraceProvider(spawn, changes, speedup=t.speedup, terms=terms, on_event=self._on_provider_event)
+            )
+        return providers
 
-    async def _url(self, timeout_s: float = 60.0) -> str:
+    async def _controller_url(self, timeout_s: float = 60.0) -> str:
         for _ in range(int(timeout_s * 20)):
-            said, controller = folders.address(self.folder), self._controller
-            if said is not None and controller and controller.running and said.get("pid") == controller.pid:
-                return said["url"]
+            address, controller = folders.address(self.folder), self._controller
+            if address is not None and controller and controller.running and address.get("pid") == controller.pid:
+                return address["url"]
             await asyncio.sleep(0.05)
         raise OSError(f"waited {timeout_s:g} s for the controller to listen")
 
-    def _heard(self, name: str, /, **fields: Any) -> None:
-        """Of a provider. What the workers themselves do is in the event log."""
-        if line := self._troubles.hear(name, fields, time.monotonic()):
-            self._say(line)
+    def _on_provider_event(self, name: str, /, **fields: Any) -> None:
+        """Show problems of worker processes. What the workers themselves do is in the event log."""
+        if line := self._problems.describe(name, fields, time.monotonic()):
+            self._notice(line)
 
-    # showing
+    # the event log
 
     @contextlib.asynccontextmanager
-    async def _showing(self) -> AsyncIterator[None]:
+    async def _showing_events(self) -> AsyncIterator[None]:
         path = self.folder / "events.jsonl"
-        at = path.stat().st_size if path.is_file() else 0
-        show = asyncio.create_task(self._show(path, at), name="showing the event log")
-        show.add_done_callback(errors.report_failure)  # without it the run would go on unseen, and its end be missed
+        start = path.stat().st_size if path.is_file() else 0
+        show = asyncio.create_task(self._follow_log(path, start), name="showing the event log")
+        show.add_done_callback(report_failure)  # without this task the run would continue, but its end be missed
         try:
             yield
         finally:
-            await asyncio.sleep(0.15)  # what was written last
+            await asyncio.sleep(0.15)  # long enough to read the last events
             show.cancel()
             await asyncio.gather(show, return_exceptions=True)
 
-    async def _show(self, path: Path, at: int) -> None:
-        """Every line that is added to the event log."""
-        rest, said = b"", ""
+    async def _follow_log(self, path: Path, offset: int) -> None:
+        """Handle every line that is added to the event log after `offset` bytes."""
+        rest, reported = b"", ""
         while True:
             data = b""
             try:
                 if path.is_file():
                     with path.open("rb") as file:
-                        file.seek(at)
+                        file.seek(offset)
                         data = file.read()
-            except OSError as e:  # it may be over by the next look
-                if str(e) != said:
-                    said = str(e)
-                    self._say(f"the event log cannot be read: {e}; trying again")
-            at += len(data)
+            except OSError as e:  # it may be temporary
+                if str(e) != reported:
+                    reported = str(e)
+                    self._notice(f"cannot read the event log: {e}; retrying")
+            offset += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                self._take(line)
+                self._handle_line(line)
             await asyncio.sleep(0.1)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         event = log.parse(line)
         if event is None:
-            return  # torn by a kill, or not windfall's
+            return  # truncated by a kill, or not written by windfall
         if event["name"] == "end":
             self._end = event
         if (event["kind"], event["name"]) == ("scalar", "step"):
-            self._reached = max(self._reached, event.get("step", 0))
+            self._newest_step = max(self._newest_step, event.get("step", 0))
         if self._console is None or (event["name"] == "stopping" and not self._stopping):
-            return  # the controller is sent away because of an error, which is said at the end
+            return  # the controller is stopped because of an error, which is shown at the end
         try:
             self._console.show(event)
         except (KeyError, TypeError, ValueError) as e:
-            self._say(f"an event '{event['name']}' cannot be shown: {type(e).__name__}: {e}")
-        if event["name"] == "trainer_ready" and not self._told:
-            self._told = True  # earlier, the run may still turn out to be impossible
-            self._tell_how_to_join()
+            self._notice(f"cannot show event '{event['name']}': {type(e).__name__}: {e}")
+        if event["name"] == "trainer_ready" and not self._join_shown:
+            self._join_shown = True  # not earlier: until the trainer is ready, the start may still fail
+            self._show_how_to_join()
 
-    def _tell_how_to_join(self) -> None:
-        said, f = folders.address(self.folder), self.recipe.fleet
-        if said is not None and self._console is not None:
-            everywhere = f.host in invitation.EVERYWHERE
-            where = self.folder / "token"
-            self._console.join(invitation.url(said, f), where, everywhere=everywhere, ca=f.tls_cert)
+    def _show_how_to_join(self) -> None:
+        address, f = folders.address(self.folder), self.recipe.fleet
+        if address is not None and self._console is not None:
+            remote = f.host in invitation.ALL_INTERFACES
+            self._console.join(invitation.url(address, f), self.folder / "token", remote=remote, ca=f.tls_cert)
 
-    def _say(self, line: str) -> None:
+    def _notice(self, line: str) -> None:
         if self._console is not None:
-            self._console.say(line)
+            self._console.notice(line)
 
     @contextlib.asynccontextmanager
-    async def _signals(self, nursery: Nursery) -> AsyncIterator[None]:
+    async def _handling_signals(self, nursery: Nursery) -> AsyncIterator[None]:
         """The first Ctrl-C or SIGTERM asks the run to stop and save; the second ends it at once."""
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
 
-        def asked() -> None:
+        def on_signal() -> None:
             if self._stopping:
-                nursery.kill()  # and so the trainer and all workers
+                nursery.kill()  # kills the trainer and all workers, too
                 if self._controller is not None:
                     self._controller.kill()
                 if current is not None:
@@ -370,7 +333,7 @@ class Supervisor:
 
         numbers = (signal.SIGINT, signal.SIGTERM)
         for number in numbers:
-            loop.add_signal_handler(number, asked)
+            loop.add_signal_handler(number, on_signal)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""TLS contexts. A run's own children trust exactly its certificate, whatever name it was made for."""
+"""TLS contexts. The processes that a run starts trust exactly its certificate, whatever host name it was issued for."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from windfall.config import Fleet
 from windfall.errors import WindfallError
 
 
-def serving(fleet: Fleet) -> ssl.SSLContext | None:
+def server_context(fleet: Fleet) -> ssl.SSLContext | None:
+    """For the ports of a run; None without a certificate."""
     if fleet.tls_cert is None or fleet.tls_key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(fleet.tls_cert, fleet.tls_key)
     except (OSError, ssl.SSLError) as e:
-        where = f"{fleet.tls_cert}, {fleet.tls_key}"
-        raise WindfallError(f"the certificate or its key cannot be used: {e}", where=where) from e
+        what, where = f"cannot use the certificate or its key: {e}", f"{fleet.tls_cert}, {fleet.tls_key}"
+        raise WindfallError(what, where=where, fix="Give a PEM certificate chain and its private key.") from e
     return context
 
 
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 
-def dialling(url: str, *, ca: Path | None = None, pinned: Path | None = None) -> ssl.SSLContext | None:
-    """For a URL that begins with https. `ca`: trust this, too, and what it has issued; it may be the certificate of the
-    controller itself. `pinned`: trust the first certificate of this file alone, by any name."""
+def client_context(url: str, *, ca: Path | None = None, pinned: Path | None = None) -> ssl.SSLContext | None:
+    """For connecting to an https URL; None for http. `ca`: also trust this certificate and those that it issued; it may
+    be the controller's own. `pinned`: trust only the first certificate of this file, for any host name."""
     if not url.startswith("https"):
         return None
     try:
         if pinned is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            # Not those that follow in the file: by any name, all that their issuer ever certified would be trusted.
+            # Not the issuers that follow in the file: without a host name check, every certificate of theirs would be
+            # trusted.
             context.load_verify_locations(cadata=_first(pinned))
             context.check_hostname = False
         else:
@@ -41,8 +43,9 @@ def dialling(url: str, *, ca: Path | None = None, pinned: Path | None = None) ->
             if ca is not None:
                 context.load_verify_locations(cafile=ca)
     except (OSError, ValueError) as e:
-        raise WindfallError(f"the certificate cannot be used: {e}", where=str(pinned or ca)) from e
-    # What was given is trusted as it is, also where it was issued by somebody who is not.
+        fix = "Give a certificate in PEM format."
+        raise WindfallError(f"cannot use the certificate: {e}", where=str(pinned or ca), fix=fix) from e
+    # The given certificate is trusted even if its issuer is not.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
@@ -50,5 +53,5 @@ def dialling(url: str, *, ca: Path | None = None, pinned: Path | None = None) ->
 def _first(path: Path) -> str:
     found = PEM.search(path.read_text(encoding="ascii", errors="replace"))
     if found is None:
-        raise ValueError("there is none in this file")
+        raise ValueError("the file contains no certificate")
     return found[0]

@@ -1,4 +1,4 @@
-"""`windfall top`: the fleet of a run as a live table, or as it was when the run ended. Reads fleet.json only."""
+"""`windfall top`: the fleet of a run as a live table, or its last state if the run has ended. Reads only fleet.json."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from windfall import run_folder as folders
 from windfall.errors import WindfallError
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
-COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "made", "moved", "age", "why")
+COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
 GONE_SHOWN = 8
-ENDS = {"finished": "finished", "stopped": "stopped", "failed": "ended by an error", True: "ended"}
-"""By `ended` of fleet.json; True was written by earlier versions."""
+"""Number of newest gone workers in the table."""
+ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", True: "ended"}
+"""Text for each value of `ended` in fleet.json. Earlier versions wrote True."""
 
 
 def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
-    """Until the run ends or Ctrl-C; `once`, or not on a terminal: one table."""
+    """Show the table until the run ends or Ctrl-C is pressed. With `once`, or without a terminal, print it once."""
     out = Console(highlight=False)
     shown = view(run)
     if once or not out.is_terminal:
@@ -38,29 +39,30 @@ def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
 
 
 def view(run: Path) -> Group:
-    """The run as its folder shows it now."""
+    """The current state of the run in this folder."""
     path, live = run / "fleet.json", folders.held(run)
-    said = folders.read_json(path)
+    snapshot = folders.read_json(path)
     try:
-        if said is not None:
-            return table(said, live=live, run=run)
+        if snapshot is not None:
+            return table(snapshot, live=live, run=run)
     except (KeyError, TypeError, ValueError, AttributeError):
-        pass  # it is JSON, and not what a controller writes
+        pass  # valid JSON, but not written by a controller
     if not path.exists():
-        raise WindfallError("no fleet has been written down here", where=str(run), fix="Has this run been started?")
-    fix = "The next start of the run writes it anew." if not live else "The run writes it every second: look again."
-    raise WindfallError("this file is damaged, or cannot be read", where=str(path), fix=fix)
+        fix = "Start the run first: its controller writes fleet.json."
+        raise WindfallError("this run has no fleet.json yet", where=str(run), fix=fix)
+    fix = "The run writes it every second: try again." if live else "Resume the run: it writes the file again."
+    raise WindfallError("this file is damaged or cannot be read", where=str(path), fix=fix)
 
 
-def table(said: dict[str, Any], *, live: bool, run: Path) -> Group:
-    """Those that are here, then the last few that are gone."""
-    here = [w for w in said["workers"] if w["state"] != "gone"]
-    gone = [w for w in said["workers"] if w["state"] == "gone"]
+def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
+    """The workers in the fleet, then the last few that are gone. `snapshot`: contents of fleet.json."""
+    present = [w for w in snapshot["workers"] if w["state"] != "gone"]
+    gone = [w for w in snapshot["workers"] if w["state"] == "gone"]
     out = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        numbers = name in ("version", "running", "tok/s", "made", "moved", "age")
+        numbers = name in ("version", "running", "tok/s", "tokens", "moved", "age")
         out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis")
-    for w in here + gone[-GONE_SHOWN:]:
+    for w in present + gone[-GONE_SHOWN:]:
         price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
         state = w["state"]
         out.add_row(
@@ -69,26 +71,27 @@ def table(said: dict[str, Any], *, live: bool, run: Path) -> Group:
             f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
             escape(w["why"]),
         )  # fmt: skip
-    advice = [f"worth having: {a['count']} of {a['lease']} ({a['why']})" for a in said.get("advice", [])]
-    return Group(Text("\n".join([_head(said, len(here), live, run), *advice])), out)
+    advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
+    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *advice])), out)
 
 
-def _head(said: dict[str, Any], here: int, live: bool, run: Path) -> str:
-    c = said["counts"]
-    ago = max(0.0, time.time() - said["t"])
-    when = "running" if live else ENDS.get(said["ended"], "ended without a word")
+def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
+    c = s["counts"]
+    ago = max(0.0, time.time() - s["t"])
+    status = "running" if live else ENDS.get(s["ended"], "ended unexpectedly")
     if not live or ago > 5:
-        when += f", as of {_age(ago)} ago"
-    onward = "" if live or said["ended"] == "finished" else f"go on with: windfall resume {shlex.quote(str(run))}\n"
+        status += f", as of {_age(ago)} ago"
+    resume = "" if live or s["ended"] == "finished" else f"resume with: windfall resume {shlex.quote(str(run))}\n"
     return (
-        f"{said['run']}: step {said['step']}/{said['steps']}, version {said['version']}, {when}\n{onward}"
-        f"{here} workers here, {said['lost']} lost; {said['open']} responses open, {said['queued']} queued, "
+        f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
+        f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
         f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
     )
 
 
 def _age(s: float) -> str:
-    """
+    """A duration for a table cell.
+
     >>> [_age(x) for x in (5, 125, 7300)]
     ['5s', '2m05s', '2h01m']
     """

@@ -1,4 +1,4 @@
-"""The controller's process ends with a word when something it needs fails, whoever noticed. No trainer, no workers."""
+"""The controller process ends with an error when something that it needs fails. No trainer, no workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
-from windfall.launch.fleet_report import look_back
+from windfall.launch.fleet_report import read_history
 from windfall.launch.processes import controller
-from windfall.launch.processes.controller import Control
+from windfall.launch.processes.controller import ControllerProcess
 from windfall.link import auth
-from windfall.scheduling.members import CheckpointState as Stage
+from windfall.scheduling.members import WorkerState
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.types import Lease
@@ -36,33 +36,33 @@ class FullDisk(io.BytesIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def run(folder: Path, disturb: Callable[[Control], Any], *, soon_s: float = 0.1) -> Control:
-    """Until it ends: by itself, or within 10 s by a stop of ours."""
+def run(folder: Path, disturb: Callable[[ControllerProcess], Any], *, soon_s: float = 0.1) -> ControllerProcess:
+    """Run a controller until it ends; `disturb` is called after `soon_s` seconds."""
     auth.make_token(folder / "token")
 
-    async def go() -> Control:
+    async def main() -> ControllerProcess:
         events = EventLog(folder / "events.jsonl")
-        it = Control(config.Recipe(), folder, events, again=False)
+        it = ControllerProcess(config.Recipe(), folder, events, resumed=False)
         asyncio.get_running_loop().call_later(soon_s, disturb, it)
         async with asyncio.timeout(10):
             await errors.guard(it.run())
         events.close()
         return it
 
-    return asyncio.run(go())
+    return asyncio.run(main())
 
 
-def stop(it: Control) -> None:
+def stop(it: ControllerProcess) -> None:
     it.life.stop.set()
 
 
-def test_stopped_before_there_was_a_trainer(tmp_path: Path) -> None:
+def test_stop_before_a_trainer_has_connected(tmp_path: Path) -> None:
     run(tmp_path, stop)
     assert [e["name"] for e in read(tmp_path / "events.jsonl")] == ["stopped", "end"]
     assert json.loads((tmp_path / "fleet.json").read_text())["ended"] == "stopped"
 
 
-def test_life_before_is_looked_back_on_in_little_memory(tmp_path: Path) -> None:
+def test_history_is_read_in_little_memory(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     for step in (50, 100, 150, 200):
         log.scalar("eval", step=step, reward=0.5)
@@ -74,30 +74,30 @@ def test_life_before_is_looked_back_on_in_little_memory(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     tracemalloc.start()
     try:
-        before = look_back(log)
+        history = read_history(log)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
         log.close()
-    assert before.evaluated == {50, 100, 150}
-    assert before.billed_s == pytest.approx(time.monotonic(), abs=60.0)
+    assert history.evaluated == {50, 100, 150}
+    assert history.billed_s == pytest.approx(time.monotonic(), abs=60.0)
     assert peak < 500_000 < (tmp_path / "events.jsonl").stat().st_size / 4
 
 
-def test_log_with_foreign_lines_is_gone_on_with_and_named(tmp_path: Path) -> None:
+def test_foreign_lines_in_the_log_are_skipped_and_reported(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.scalar("eval", step=0, reward=0.5)
     log.close()
     with (tmp_path / "events.jsonl").open("ab") as file:
         file.write(b"".join(line + b"\n" for line in FOREIGN_LINES.values()))
     run(tmp_path, stop)
-    (said,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "log_foreign"]
-    assert (said["lines"], said["first"]) == (len(FOREIGN_LINES), 2)
+    (event,) = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "log_foreign"]
+    assert (event["lines"], event["first"]) == (len(FOREIGN_LINES), 2)
 
 
 @pytest.mark.parametrize("name", ["address.json", "fleet.json"])
 @pytest.mark.parametrize("kind", sorted(DAMAGES.keys() - {"a directory"}))
-def test_damaged_files_of_the_life_before_do_no_harm(tmp_path: Path, name: str, kind: str) -> None:
+def test_damaged_files_of_the_previous_controller_are_replaced(tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / name).write_text(json.dumps({"url": "http://127.0.0.1:1", "port": 1, "pid": 1}))
     damage(tmp_path / name, kind)
     run(tmp_path, stop)
@@ -105,50 +105,50 @@ def test_damaged_files_of_the_life_before_do_no_harm(tmp_path: Path, name: str, 
     assert json.loads((tmp_path / "fleet.json").read_text())["ended"] == "stopped"
 
 
-def test_watch_that_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_watch_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def watch(self: object) -> None:
         await asyncio.sleep(0.1)
-        raise OSError(errno.EIO, "a word")
+        raise OSError(errno.EIO, "disk failed")
 
     monkeypatch.setattr("windfall.rollout.dispatch.Dispatch.watch", watch)
-    with pytest.raises(OSError, match="a word"):
+    with pytest.raises(OSError, match="disk failed"):
         run(tmp_path, lambda it: None)
 
 
-def test_an_error_in_a_callback_ends_the_controller_with_its_traceback(
+def test_error_in_a_callback_ends_the_controller_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It was only logged before, and the run stood still, or did it again and again."""
+    """Earlier it was only logged, and the run hung or repeated the error."""
 
     async def tick(self: object) -> None:
-        asyncio.get_running_loop().call_later(0.05, lambda: {}["nobody expected it"])
+        asyncio.get_running_loop().call_later(0.05, lambda: {}["unexpected"])
         await asyncio.sleep(60)
 
-    monkeypatch.setattr("windfall.launch.assembly.Life.tick", tick)
+    monkeypatch.setattr("windfall.launch.assembly.ControllerLife.tick", tick)
     auth.make_token(tmp_path / "token")
     folders.write_recipe(config.Recipe(), tmp_path)
     assert controller.main(tmp_path) == 1
-    said = folders.read_json(tmp_path / ".controller.failure")
-    assert said is not None
-    assert said["what"] == "the controller failed: KeyError: 'nobody expected it'"
-    assert said["where"] == str(tmp_path / "controller.log")
+    report = folders.read_json(tmp_path / ".controller.failure")
+    assert report is not None
+    assert report["what"] == "the controller failed: KeyError: 'unexpected'"
+    assert report["where"] == str(tmp_path / "controller.log")
     assert "Traceback (most recent call last)" in capfd.readouterr().err
     assert json.loads((tmp_path / "fleet.json").read_text())["ended"]
 
 
-def test_an_error_while_attending_to_a_worker_ends_the_controller(tmp_path: Path) -> None:
+def test_error_while_serving_a_worker_ends_the_controller(tmp_path: Path) -> None:
     """The web server would only log it."""
 
     async def worker(link: object, attend: object) -> None:
         raise AssertionError("a rule is broken")
 
-    def dials(it: Control) -> None:
+    def dials(it: ControllerProcess) -> None:
         monkey(it)
         url = json.loads((tmp_path / "address.json").read_text())["url"]
         agent = Agent(url, "t", name="w", lease=Lease(), build=lambda spec: (None, 1), puller=None, say=print)
         tasks.append(asyncio.get_running_loop().create_task(agent.run()))
 
-    def monkey(it: Control) -> None:
+    def monkey(it: ControllerProcess) -> None:
         it.gate.worker = worker  # type: ignore[method-assign]
 
     tasks: list[Any] = []
@@ -157,7 +157,7 @@ def test_an_error_while_attending_to_a_worker_ends_the_controller(tmp_path: Path
 
 
 @pytest.mark.parametrize("failures", [5, 1000])
-def test_snapshots_may_fail_for_a_while(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_may_fail_a_few_times(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller, "SNAPSHOT_S", 0.01)
     tried, real = [0], folders.replace
 
@@ -179,9 +179,9 @@ def test_snapshots_may_fail_for_a_while(tmp_path: Path, failures: int, monkeypat
 
 
 def test_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    """Though it is noticed in a callback, of which nobody hears."""
+    """The failure occurs in a callback, whose caller cannot see it."""
 
-    def fill(it: Control) -> None:
+    def fill(it: ControllerProcess) -> None:
         it.journal.open(0)
         it.journal._file = FullDisk()
         it.journal.write_grade("1/0", 1.0, None, "")
@@ -193,7 +193,7 @@ def test_journal_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_event_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    def fill(it: Control) -> None:
+    def fill(it: ControllerProcess) -> None:
         it.events._file = io.TextIOWrapper(FullDisk())  # pyright: ignore
         asyncio.get_running_loop().call_soon(it.events.instant, "x")
 
@@ -202,28 +202,28 @@ def test_event_log_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     assert caught.value.where == str(tmp_path / "events.jsonl")
 
 
-def test_a_snapshot_has_the_newest_of_those_that_are_gone(tmp_path: Path) -> None:
-    def come_and_go(it: Control) -> None:
+def test_snapshot_has_the_newest_gone_workers(tmp_path: Path) -> None:
+    def come_and_go(it: ControllerProcess) -> None:
         members = it.dispatch.members
         for n in range(200):
             members.join(f"w{n}", Lease(), 0.0)
             if n % 10:
-                members.move(f"w{n}", Stage.GONE, "why")
+                members.move(f"w{n}", WorkerState.GONE, "why")
         it._snapshot()
-        said = json.loads((tmp_path / "fleet.json").read_text())["workers"]
-        told.append([int(w["worker"][1:]) for w in said])
+        workers = json.loads((tmp_path / "fleet.json").read_text())["workers"]
+        shown.append([int(w["worker"][1:]) for w in workers])
         for n in range(0, 200, 10):
-            members.move(f"w{n}", Stage.GONE, "why")
+            members.move(f"w{n}", WorkerState.GONE, "why")
         stop(it)
 
-    told: list[list[int]] = []
+    shown: list[list[int]] = []
     run(tmp_path, come_and_go)
     here, gone = list(range(0, 200, 10)), [n for n in range(200) if n % 10][-50:]
-    assert told == [sorted(here + gone)]
+    assert shown == [sorted(here + gone)]
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_a_long_journal_is_read_while_others_are_heard(
+def test_long_journal_is_read_without_blocking_the_loop(
     tmp_path: Path, another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auth.make_token(tmp_path / "token")
@@ -232,11 +232,14 @@ def test_a_long_journal_is_read_while_others_are_heard(
         engine=SimpleNamespace(model_config="{}"),
     )  # fmt: skip
 
-    told: list[Any] = []
+    remembered: list[Any] = []
 
-    async def go() -> None:
-        it = Control(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), again=False)
-        it.life.rollout, it.trainer.hello = SimpleNamespace(remember=lambda past, next_task: told.append(past)), hello  # pyright: ignore
+    async def main() -> None:
+        it = ControllerProcess(config.Recipe(), tmp_path, EventLog(tmp_path / "events.jsonl"), resumed=False)
+        it.life.rollout, it.trainer.hello = (
+            SimpleNamespace(load_history=lambda past, next_task: remembered.append(past)),
+            hello,
+        )  # pyright: ignore
         find = it.journal.read
         monkeypatch.setattr(it.journal, "read", lambda step: time.sleep(0.3) or find(step))
         connecting = asyncio.create_task(it.life.connect())
@@ -247,21 +250,21 @@ def test_a_long_journal_is_read_while_others_are_heard(
             if another:
                 it.trainer.hello = SimpleNamespace()  # pyright: ignore
         assert turns > 5
-        if another:  # what this one said of weights and step is no longer so
+        if another:  # the first trainer's weights and step are no longer valid
             with pytest.raises(TrainerLost):
                 connecting.result()
             assert it.dispatch.offer is None
         else:
             assert connecting.result() == CheckpointState(step=3, next_task=6)
-            assert told == [{}]
+            assert remembered == [{}]
         it.journal.close()
         it.events.close()
 
-    asyncio.run(go())
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("logged", "gap"), [([], (1, 3)), ([1], (2, 3)), ([1, 2, 3], None)])
-def test_steps_that_the_log_lacks_are_named_once(
+def test_steps_missing_from_the_log_are_reported_once(
     tmp_path: Path, logged: list[int], gap: tuple[int, int] | None
 ) -> None:
     auth.make_token(tmp_path / "token")
@@ -273,17 +276,17 @@ def test_steps_that_the_log_lacks_are_named_once(
         engine=SimpleNamespace(model_config="{}"),
     )  # fmt: skip
 
-    async def go() -> None:
-        it = Control(config.Recipe(), tmp_path, log, again=bool(logged))
-        it.life.rollout, it.trainer.hello = SimpleNamespace(remember=lambda past, next_task: None), hello  # pyright: ignore
+    async def main() -> None:
+        it = ControllerProcess(config.Recipe(), tmp_path, log, resumed=bool(logged))
+        it.life.rollout, it.trainer.hello = SimpleNamespace(load_history=lambda past, next_task: None), hello  # pyright: ignore
         await it.life.connect()
         await it.life.connect()
         it.journal.close()
 
-    asyncio.run(go())
+    asyncio.run(main())
     log.close()
-    said = [(e["first"], e["last"]) for e in read(tmp_path / "events.jsonl") if e["name"] == "log_gap"]
-    assert said == ([gap] if gap else [])
+    gaps = [(e["first"], e["last"]) for e in read(tmp_path / "events.jsonl") if e["name"] == "log_gap"]
+    assert gaps == ([gap] if gap else [])
 
 
 @pytest.mark.parametrize(
@@ -295,9 +298,9 @@ def test_steps_that_the_log_lacks_are_named_once(
      ("model.dtype='bfloat16'", True), ("model.path='smollm2-135m'", True), ("env.scoring='exact'", True),
      ("algorithm.kl=0.1", True), ("rollout.temperature=0.5", True), ("train.lr=0.5", True)],
 )  # fmt: skip
-def test_the_journal_is_void_only_when_tokens_could_differ(tmp_path: Path, change: str, void: bool) -> None:
+def test_journal_is_void_only_if_tokens_could_differ(tmp_path: Path, change: str, void: bool) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('[env]\nname = "jsonl"\npath = "rows.jsonl"\n')
     before, after = config.load(recipe), config.load(recipe, [change])
     assert before != after
-    assert (controller.settings(before) != controller.settings(after)) is void
+    assert (controller.settings_digest(before) != controller.settings_digest(after)) is void

@@ -1,5 +1,5 @@
-"""A run that starts no worker of its own, over TLS: strangers are refused, workers join by hand, one is killed, another
-is asked to leave, and the run ends. Real processes and real sockets; `windfall top` shows what the fleet looked like.
+"""A run over TLS that starts no workers itself: strangers are refused, workers are added by hand, one is killed, one
+is asked to leave, and the run finishes. Real processes and real sockets; `windfall top` shows the fleet at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = 90.0) -> Any:
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="no openssl to make a certificate with")
-def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
+def test_workers_are_added_by_hand(tmp_path: Path) -> None:
     cert, key, run = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "runs" / "joined"
     subprocess.run(
         [str(OPENSSL), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert, "-days", "1",
@@ -80,7 +80,7 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
         return [e for e in read(path) if e["name"] == name] if path.is_file() else []
 
     try:
-        # Started ahead of the run, with a token that was chosen for it and whose file is not even there yet.
+        # Started before the run, with the name of a token file that does not exist yet.
         url = f"https://127.0.0.1:{port}"
         token, join = str(run / "token"), ("worker", "--join", url, "--clouds", "none", "--threads", "1")
         one = start(*join, "--token", str(later), "--tls-ca", str(cert), "--name", "one", "--price", "2.5")
@@ -96,18 +96,18 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
         stranger = start(*join, "--token", "not-the-token-of-this-run", "--tls-ca", str(cert))
         distrusts = start(*join, "--token", token, "--patience", "1")
         assert stranger.wait(60) == 3
-        said = str(stranger.communicate()[0])
-        assert "wrong token" in said
-        assert "every user of this machine can read this token" in said
+        output = str(stranger.communicate()[0])
+        assert "wrong token" in output
+        assert "every user of this machine can read this token" in output
         assert distrusts.wait(60) == 1
         assert "certificate verify failed" in str(distrusts.communicate()[0])
         assert [e["why"] for e in events("refused")] == ["wrong token, or a Hello made for another challenge"]
 
         until(lambda: events("worker_ready"), "the first worker")
         one.send_signal(signal.SIGKILL)
-        said = str(one.communicate()[0])
-        assert f"waiting up to 300 s for the token's file {later}" in said
-        assert "can read this token" not in said
+        output = str(one.communicate()[0])
+        assert f"waiting up to 300 s for the token file {later}" in output
+        assert "can read this token" not in output
         until(lambda: events("worker_lost"), "its loss")
         two = start(*join, "--tls-ca", str(cert), "--name", "two", WINDFALL_TOKEN=Path(token).read_text())
         until(lambda: len(events("worker_ready")) > 1, "the second worker")
@@ -123,7 +123,7 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
             process.wait()
     assert Path(token).read_text() == secret.read_text()
     assert Path(token).read_text() not in out
-    assert f"--token {token}" in out  # how to join: a file, which the process list may show
+    assert f"--token {token}" in out  # the console shows a file name, which may appear in the process list
     assert Path(token).read_text() not in (run / "events.jsonl").read_text()
     assert [e["worker"] for e in events("worker_lost")] == ["one"]
     assert [e["worker"] for e in events("worker_left")] == ["two", "two#2"]
@@ -131,8 +131,8 @@ def test_workers_join_a_run_by_hand(tmp_path: Path) -> None:
     assert all(e["lost_tokens"] == e["repeated"] == e["late"] == 0 for e in events("step"))
 
     top = windfall("top", str(run), COLUMNS="200")
-    said, _ = top.communicate(timeout=60)
-    assert "joined: step 6/6, version 6, finished" in said
-    assert "0 workers here, 1 lost" in said
-    assert "spot $2.5/h" in said
-    assert "two#2" in said
+    table, _ = top.communicate(timeout=60)
+    assert "joined: step 6/6, version 6, finished" in table
+    assert "workers: 0 in the fleet, 1 lost" in table
+    assert "spot $2.5/h" in table
+    assert "two#2" in table

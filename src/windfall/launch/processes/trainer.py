@@ -1,4 +1,4 @@
-"""The trainer's process: model, optimizer, checkpoints, and the weight server."""
+"""The trainer process: model, optimizer, checkpoints, and the weight server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.launch import tls
-from windfall.launch.context_check import fit, prompt_lengths
+from windfall.launch.recipe_check import fit, prompt_lengths
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.socket import Dialler
@@ -40,20 +40,20 @@ from windfall.worker.agent import Agent
 from windfall.worker.engine_factory import engine_for
 from windfall.worker.trainer_engine import HasThem, Shared
 
-WHY = "damaged.txt"
-"""In a checkpoint that was set aside: what is wrong with it."""
+DAMAGE_NOTE = "damaged.txt"
+"""File in a checkpoint that was set aside: it says what is wrong with the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Derived:
-    """What the recipe left open."""
+    """Values that the recipe leaves to windfall."""
 
     device: str
     dtype: str
     micro_tokens: int
     checkpoint_activations: bool
     longest: int
-    """Prompt and response together, as far as the first tasks show."""
+    """Tokens of the longest prompt and response together, judged by the first tasks."""
 
 
 def main(folder: Path) -> int:
@@ -71,12 +71,12 @@ def main(folder: Path) -> int:
 
 
 def crashed(error: Exception, log: Path) -> WindfallError:
-    """What is said when starting it again has not helped."""
-    said = errors.last_line(error)
-    fix = "The traceback is at the end of that file. `windfall resume` goes on from the last checkpoint."
-    if "out of memory" in said.lower() or isinstance(error, MemoryError):
+    """The error for the user if restarts do not help."""
+    line = errors.last_line(error)
+    fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
+    if "out of memory" in line.lower() or isinstance(error, MemoryError):
         fix = f"Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true. {fix}"
-    return WindfallError(f"the trainer failed: {said}", where=str(log), fix=fix)
+    return WindfallError(f"the trainer failed: {line}", where=str(log), fix=fix)
 
 
 async def _main(recipe: Recipe, folder: Path) -> int:
@@ -86,7 +86,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
 
-    found, notes = _checkpoint(folder / "checkpoints")
+    found, notes = _find_checkpoint(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
     device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
@@ -102,17 +102,19 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     reference = load.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
-    if not trainer.learner.has_graph:  # it decides for every pack what to keep
+    if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
         derived = replace(derived, checkpoint_activations=False)
     if derived.checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.manual_seed(recipe.run.seed)  # for models that draw numbers in training; a checkpoint has its own state
+    torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
     if found:
         checkpoint.restore(found.path, optimizer=trainer.optimizer, device=device)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
     listener.raise_file_limit()
     publisher = Publisher(folder)
-    server = await serve(publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.serving(f))
+    server = await serve(
+        publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
+    )
     parameters = sum(p.numel() for p in model.parameters())
 
     def hello(**more: Any) -> m.TrainerHello:
@@ -128,7 +130,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
     dialler = Dialler(
-        address, "/trainer", m.ToTrainer, ssl=tls.dialling(address, pinned=f.tls_cert),
+        address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
         most=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
     host = TrainerHost(
@@ -140,9 +142,9 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         ),
         address=where,
     )  # fmt: skip
-    local = asyncio.create_task(_local(recipe, host, model, device, secret, where)) if f.local else None
+    local = asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where)) if f.local else None
     try:
-        return await _beside(host.run(), local)
+        return await _run_with_local_engine(host.run(), local)
     finally:
         if local is not None:
             local.cancel()
@@ -151,8 +153,9 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         publisher.close()
 
 
-def _checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]:
-    """What to go on from, and what the controller should say about it. Damaged checkpoints are set aside."""
+def _find_checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]:
+    """The checkpoint to continue from, and what the controller should report about it. Damaged checkpoints are set
+    aside."""
     found, notes = checkpoint.choose(folder), dict[str, str]()
     if found is None:
         return None, notes
@@ -160,33 +163,33 @@ def _checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]
     if not found.checked.hashed:
         notes["checkpoint_unchecked"] = f"{found.path.name} {found.checked}"
     for damaged in found.damaged:
-        with contextlib.suppress(OSError):  # a disk that is full: the note then lacks the reason, which the log has
-            (damaged.checkpoint / WHY).write_text(damaged.short, encoding="utf-8")
+        with contextlib.suppress(OSError):  # the disk is full; the log has the reason
+            (damaged.checkpoint / DAMAGE_NOTE).write_text(damaged.short, encoding="utf-8")
         print(f"damaged: {damaged.short} (now {checkpoint.set_aside(damaged).name})", file=sys.stderr, flush=True)
-    if aside := _set_aside(folder, found.state.step):
-        notes["checkpoint_damaged"] = "; ".join(aside)
+    if damages := _set_aside_after(folder, found.state.step):
+        notes["checkpoint_damaged"] = "; ".join(damages)
     return found, notes
 
 
-def _set_aside(folder: Path, step: int) -> list[str]:
-    """What was wrong with the checkpoints after `step` that were set aside, newest first: by this process, or by one
-    that died before it could tell the controller."""
+def _set_aside_after(folder: Path, step: int) -> list[str]:
+    """What is wrong with the checkpoints after `step` that were set aside, newest first. They were set aside by this
+    process, or by one that died before it could report it to the controller."""
     newer: list[tuple[int, str, str]] = []
     for path in folder.glob(f"{checkpoint.DAMAGED}step-*"):
         number = path.name.removeprefix(f"{checkpoint.DAMAGED}step-").partition("-")[0]
         if not number.isdecimal() or int(number) <= step:
             continue
         try:
-            why = (path / WHY).read_text(encoding="utf-8")
+            why = (path / DAMAGE_NOTE).read_text(encoding="utf-8")
         except (OSError, ValueError):
             why = f"step-{number}: set aside earlier, see trainer.log"
         newer.append((int(number), path.name, why))
     return [f"{why} (now {name})" for _, name, why in sorted(newer, reverse=True)]
 
 
-async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:
-    """The run's result; but an engine of the trainer's own that cannot be had ends it, with the reason: whoever asked
-    for it would wait for its work."""
+async def _run_with_local_engine(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:
+    """The result of `run`. If the trainer's own engine cannot be built, this ends the process with the reason, because
+    the controller would wait for its work."""
     running = asyncio.create_task(run)
     try:
         if local is not None:
@@ -194,31 +197,31 @@ async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | Non
             if local.done() and not running.done() and (error := local.exception()) is not None:
                 if isinstance(error, WindfallError):
                     raise error
-                fix = "Set fleet.local = false to leave it out; trainer.log has the traceback."
+                fix = "Set fleet.local = false to run without it; trainer.log has the traceback."
                 traceback.print_exception(error)
-                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                raise WindfallError(f"the trainer's own engine failed: {said}", where="fleet.local", fix=fix)
+                line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                raise WindfallError(f"the trainer's own engine failed: {line}", where="fleet.local", fix=fix)
         return await running
     finally:
         running.cancel()
         await asyncio.wait([running])
 
 
-async def _local(
+async def _run_local_engine(
     recipe: Recipe, host: TrainerHost, model: Any, device: str, secret: str, where: Callable[[], str]
 ) -> None:
-    """The trainer's own engine, as the worker called `local`. Raises what went wrong if it cannot be built."""
+    """Run the trainer's own engine as the worker named `local`. Raises the original error if it cannot be built."""
     f, address = recipe.fleet, where()
     failed: list[Exception] = []
 
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
-            with host.lock:  # a GPU's engine lays the module's weights out anew
-                made, slots = engine_for(engine, device, model=model, share=0.3)
-        except Exception as e:  # fault boundary: an agent is refused for some of these, and only says so
+            with host.lock:  # the engine for GPUs changes the layout of the module's weights
+                built, slots = engine_for(engine, device, model=model, share=0.3)
+        except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = Shared(made, host.lock, share_memory=device == "cuda")
+        shared = Shared(built, host.lock, share_memory=device == "cuda")
         host.make_room = shared.make_room
         return shared, slots
 
@@ -227,26 +230,27 @@ async def _local(
         await host.connected.wait()
         agent = Agent(
             address, secret, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
-            ssl=tls.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
+            ssl=tls.client_context(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
         code = await agent.run()
         if failed:
             raise failed[0]
         if code != 1:
-            return  # sent away, or refused for good
+            return  # the run is over, or the engine was refused for good
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:
     for _ in range(int(timeout_s * 10)):
-        said = folders.address(folder)
-        if said is not None:
-            return said["url"]
+        found = folders.address(folder)
+        if found is not None:
+            return found["url"]
         await asyncio.sleep(0.1)
-    raise WindfallError(f"waited {timeout_s:g} s for the controller to say where it listens", where=str(folder))
+    what = f"waited {timeout_s:g} s for the controller's address"
+    raise WindfallError(what, where=str(folder / "address.json"), fix="See controller.log.")
 
 
 def _write_tokenizer(tokenizer: Any, model: Any, out: Path) -> None:
-    """For the controller, which reads it without torch."""
+    """Write the tokenizer for the controller, which reads it without torch."""
     tokenizer.save_pretrained(out)
     model.generation_config.save_pretrained(out)
 
@@ -257,7 +261,7 @@ def text_for(tokenizer: Any, model: Any) -> Text:
 
 
 def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.EngineSpec:
-    """What a worker needs to know to build the engine."""
+    """What a worker needs to build its engine."""
     e, o = recipe.engine, recipe.rollout
     return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
@@ -267,8 +271,8 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
 
 
 def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
-    """With what workers need not find out again. Raises WindfallError for a model that engine or trainer would compute
-    otherwise than transformers does: before anything is started for it."""
+    """The spec with the result of the self-test added, so that workers do not have to repeat it. Raises WindfallError
+    for a model that the engine or the trainer would compute differently from transformers, before any worker starts."""
     fields = json.loads(engine.model_config)
     verdict.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
     found = build.check(engine, device, model)
@@ -277,23 +281,25 @@ def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
 
 
 def fingerprint(engine: m.EngineSpec) -> str:
-    """Of a model's architecture and of the engine that is to run it: a worker built for another is not this run's."""
+    """Fingerprint of the model's architecture and the engine settings. A worker with another one belongs to another
+    run."""
     fields = json.loads(engine.model_config)
-    for vague in ("transformers_version", "_name_or_path", "architectures"):
-        fields.pop(vague, None)
+    for key in ("transformers_version", "_name_or_path", "architectures"):
+        fields.pop(key, None)
     name = fields.get("model_type", "model")
     rest = [getattr(engine, f) for f in engine.__struct_fields__ if f not in ("model_config", "checked")]
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
 def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> Derived:
-    """`prompts` are lengths in tokens. Tasks whose prompts leave no room for a response are skipped by the rollout."""
+    """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens. The rollout skips tasks with prompts
+    that leave no room for a response."""
     c, o = model.config, recipe.rollout
     context = getattr(c, "max_position_embeddings", None)
     longest = fit(recipe, prompts, context) + o.max_tokens
     pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
-    # Per token and layer a backward pass keeps about 12 vectors of the hidden size and 4 of the MLP's.
+    # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
     asked = recipe.train.checkpoint_activations
     much = kept * model.dtype.itemsize > 0.3 * devices.free_bytes(device)
@@ -304,13 +310,13 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
 
 
 def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
-    """From what will be free on the GPU once everything else has its memory."""
+    """Tokens per pack that fit into the GPU memory left by everything else."""
     c, weights = model.config, sum(p.numel() for p in model.parameters())
-    # A gradient and Adam's two moments in float32, and a master unless the weight is one itself; a reference; the
-    # publisher's copy of the last version; and what the trainer's own engine may take.
-    taken = weights * (12 if model.dtype.itemsize == 4 else 16)
-    taken += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
-    free = (devices.free_bytes("cuda") - taken) * (0.7 if recipe.fleet.local else 1.0)
+    # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
+    # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
+    used = weights * (12 if model.dtype.itemsize == 4 else 16)
+    used += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    free = (devices.free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,

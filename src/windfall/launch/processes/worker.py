@@ -1,4 +1,4 @@
-"""A worker's process: from its command line to an agent."""
+"""The worker process: from its command line to a running agent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+    except ValueError:  # the port is not a number
         return False
 
 
@@ -38,18 +38,20 @@ def main(
     url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
     share: float, clouds: str, ca: Path | None, patience_s: float,
 ) -> None:  # fmt: skip
-    """Join and work; ends the process with the agent's status. `token`: the run's, or the file that has it."""
+    """Join a run and work for it; exits the process with the agent's status. `token`: the run's token, or the file that
+    holds it. `share`: share of the free memory for the KV cache."""
     if not _is_address(url):
-        raise WindfallError(f"{url!r} is not a controller's address", where="--join", fix="Give http://HOST:PORT.")
+        what = f"{url!r} is not the address of a controller"
+        raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
     pinned = os.environ.get("WINDFALL_TLS_PIN")
-    context = tls.dialling(url, ca=ca, pinned=Path(pinned) if pinned else None)
+    context = tls.client_context(url, ca=ca, pinned=Path(pinned) if pinned else None)
     token = invitation.token(token, patience_s)
-    start = Boot(device, threads)  # takes seconds: what can be refused was refused before
+    start = Boot(device, threads)  # takes seconds, so the arguments are checked before
     glanced = glance(device)
     lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.found()), region=region,
                   price_usd_per_h=price_usd_per_h)  # fmt: skip
 
-    def make(spec: m.EngineSpec) -> tuple[Any, int]:
+    def build_engine(spec: m.EngineSpec) -> tuple[Any, int]:
         found = start.found()
         if glanced is not None:
             agree(glanced, found)
@@ -59,31 +61,32 @@ def main(
 
     async def run() -> int:
         agent = Agent(
-            url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease, build=make,
+            url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease,
+            build=build_engine,
             puller=Puller(key=auth.weights_key(token), ssl=context), boot=lambda: start.took, ssl=context,
             patience_s=patience_s,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         preemption.on_sigterm(loop, agent.warned)
-        asked = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="somebody asked it to leave")
+        interrupt = preemption.PreemptionNotice(source="ctrl-c", left_s=None, detail="interrupted by the user")
 
         def leave() -> None:
-            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends it at once
-            agent.warned(asked)
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the process at once
+            agent.warned(interrupt)
 
         loop.add_signal_handler(signal.SIGINT, leave)
         return await agent.run("auto" if clouds == "auto" else () if clouds == "none" else clouds.split(","))
 
-    async def live() -> NoReturn:
-        """Ends the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls, and
-        the engine's thread may be in the middle of a step that nobody needs."""
+    async def run_and_exit() -> NoReturn:
+        """Exit the process from inside the loop: `asyncio.run` would wait without limit for a thread that pulls
+        weights, and the engine's thread may be in the middle of a step whose result is no longer needed."""
         code = await errors.guard(run())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
     try:
-        asyncio.run(live())
-    except BaseException:  # it goes on up, once nobody imports any more
+        asyncio.run(run_and_exit())
+    except BaseException:  # raised again once the background import has ended
         start.over()
         raise

@@ -25,8 +25,8 @@ from typing import Any, cast
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.events.log import Event, EventLog
-from windfall.launch.assembly import ControllerLife, first
-from windfall.launch.processes.controller import settings
+from windfall.launch.assembly import ControllerLife, run_until_first
+from windfall.launch.processes.controller import settings_digest
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import JournalContents
 from windfall.models.text import Text
@@ -97,10 +97,10 @@ class Simulation:
 
     def _start_controller(self) -> ControllerLife:
         events = EventLog(self._log, self._sinks, clock=self._clock)
-        journal = Journal(self._journal, settings(self.scenario.recipe)) if self._journal else None
+        journal = Journal(self._journal, settings_digest(self.scenario.recipe)) if self._journal else None
         self.controller_starts += 1
         again = self.controller_starts > 1
-        life = ControllerLife(self.scenario.recipe, events, journal, again=again, find=self._find)
+        life = ControllerLife(self.scenario.recipe, events, journal, resumed=again, read_journal=self._find)
         if self._stopping:
             life.stop.set()
         return life
@@ -133,7 +133,7 @@ class Simulation:
 
     async def run(self) -> None:
         self.trainer.start()
-        await first(self._run_controllers(), self.fleet.run(), self._guard(), self._failures())
+        await run_until_first(self._run_controllers(), self.fleet.run(), self._guard(), self._failures())
 
     async def _run_controllers(self) -> None:
         while True:
@@ -153,12 +153,12 @@ class Simulation:
             self.life, self.down = self._start_controller(), False
 
     async def _run_controller(self, life: ControllerLife) -> None:
-        await first(self._steps(life), life.dispatch.watch(), life.tick())
+        await run_until_first(self._steps(life), life.dispatch.watch(), life.tick())
         if life.journal is not None:
             life.journal.close()
         life.events.instant(
             "end", step=self._reached.step, finished=self._reached.step >= self.scenario.recipe.run.steps,
-            real_tokens=self.token_schedule.real_tokens, **life.telling.last_bill(asyncio.get_running_loop().time()),
+            real_tokens=self.token_schedule.real_tokens, **life.report.last_bill(asyncio.get_running_loop().time()),
         )  # fmt: skip
         life.events.abandon()  # events of the shutdown do not belong to the run
 
@@ -171,7 +171,7 @@ class Simulation:
 
         def counters() -> dict[str, Any]:
             counts, now = life.counters(), asyncio.get_running_loop().time()
-            self.fleet.follow(life.telling.snapshot(step=0, now_s=now, ended=None))
+            self.fleet.follow(life.report.snapshot(step=0, now_s=now, ended=None))
             return {**counts, "real_tokens": self.token_schedule.real_tokens}
 
         try:
@@ -207,7 +207,7 @@ class Simulation:
 
     async def _failures(self) -> None:
         s = self.scenario.real.sim
-        await first(
+        await run_until_first(
             self._fail_repeatedly("trainer", s.trainer_mean_up_s, s.trainer_down_s, self.trainer.kill),
             self._fail_repeatedly("controller", s.controller_mean_up_s, s.controller_down_s, self.kill_controller),
         )

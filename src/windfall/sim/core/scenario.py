@@ -12,7 +12,7 @@ from windfall.config import Recipe
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
 from windfall.fleet import trace
-from windfall.fleet.trace_formats import Change, check
+from windfall.fleet.trace_formats import Change
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service
 from windfall.sim.core.token_schedule import LengthDistribution
@@ -133,12 +133,8 @@ def service(keys: dict[str, float], where: str) -> Service:
 def changes(recipe: Recipe) -> list[Change]:
     """The changes of the recipe's trace, in seconds of the simulation."""
     t, s = recipe.trace, recipe.sim
-    if t.nodes == 0:
-        if t.file is not None:
-            fix = "Set it to the largest number of machines at a time, or remove trace.file."
-            raise WindfallError("trace.file is given, but trace.nodes is 0", where="trace.nodes", fix=fix)
-        return []
-    if t.file is None:
+
+    def generate() -> list[Change]:
         rates = MarketRates(
             nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, arrivals_per_h=s.arrivals_per_h,
             bursts_per_h=s.bursts_per_h, burst_share=s.burst_share, day_s=s.day_s,
@@ -147,10 +143,9 @@ def changes(recipe: Recipe) -> list[Change]:
             fix = "Set it to the number of machines that arrive per hour."
             raise WindfallError("no machine would ever arrive", where="sim.arrivals_per_h", fix=fix)
         # The run's seed is part of the trace's seed, so each seed of a simulation gets its own trace.
-        events = market.generate(s.market, rates, seconds=_trace_length_s(recipe), seed=t.seed + 7919 * recipe.run.seed)
-    else:
-        events = trace.slots(trace.window(trace.read(t.file), t.start_s, TRACE_S), t.nodes)
-    check(events, "the trace from trace.start_s on")
+        return market.generate(s.market, rates, seconds=_trace_length_s(recipe), seed=t.seed + 7919 * recipe.run.seed)
+
+    events = trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
     return [Change(at_s=c.at_s / t.speedup, node=c.node, up=c.up) for c in events]
 
 

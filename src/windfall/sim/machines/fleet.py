@@ -16,7 +16,7 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import Change
-from windfall.launch.autoscale import Following
+from windfall.launch.autoscale import Autoscaler
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.service import Service, uniform
@@ -55,7 +55,7 @@ class SimFleet:
         self._kinds: dict[str, MachineKind] = {}
         """Kind of each node of the trace, assigned in turn when the node first comes up. It never changes."""
         f = scenario.real.fleet
-        self._autoscale = Following(f.workers, f.workers_max)
+        self._autoscale = Autoscaler(f.workers, f.workers_max)
         self._own_workers: dict[str, SimWorker | float] = {}
         """Workers that are not of the trace, by name. A number is the time at which the worker started to boot."""
         self._snapshots = 0
@@ -143,7 +143,7 @@ class SimFleet:
             return
         self._snapshots += 1
         running = {name for name, worker in self._own_workers.items() if isinstance(worker, SimWorker)}
-        wanted = self._autoscale.look({**snapshot, "step": self._snapshots}, running)
+        wanted = self._autoscale.update({**snapshot, "step": self._snapshots}, running)
         if wanted is not None:
             self._scale_to(wanted)
 

@@ -17,7 +17,7 @@ from windfall import config
 from windfall.config import Recipe
 from windfall.cost import prices
 from windfall.errors import WindfallError
-from windfall.events.log import Event, Foreign, read
+from windfall.events.log import Event, ForeignLines, read
 from windfall.types import LOCAL, Lease
 
 MIN_STEPS = 2
@@ -84,7 +84,7 @@ def record(folder: Path) -> Record:
     for file in (log, recipe_file):
         if not file.is_file():
             raise WindfallError(f"no {file.name} in this folder", where=str(folder), fix=fix)
-    recipe, foreign = config.load(recipe_file), Foreign()
+    recipe, foreign = config.load(recipe_file), ForeignLines()
     try:
         parsed = _record(recipe, read(log, foreign=foreign), str(folder))
         skipped = (f"{foreign.lines} lines of the log are not from windfall and were skipped",) if foreign.lines else ()

@@ -1,0 +1,138 @@
+"""Checks a recipe before any process starts: model, environment, trace, certificates, context, KV cache. No torch.
+
+The trainer uses `fit` and `prompt_lengths`, too, for models whose files are not complete before it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from windfall import algorithms
+from windfall import run_folder as folders
+from windfall.config import JsonLinesEnv, Recipe
+from windfall.envs.base import EnvHost
+from windfall.envs.hosting import hosted
+from windfall.envs.scoring.gold_answers import check_answers
+from windfall.envs.trial import trial
+from windfall.errors import WindfallError
+from windfall.fleet import trace
+from windfall.fleet.trace import Change
+from windfall.launch import tls
+from windfall.models import load, tokenizer
+from windfall.models.text import Text
+from windfall.types import Task
+
+GENERATED_TRACE_S = 24 * 3600.0
+"""Length of a generated trace in seconds."""
+
+
+def check(recipe: Recipe) -> str:
+    """Raise WindfallError for everything that can be found wrong before any work starts. Returns a line about a trial
+    call of the environment."""
+    load.resolve(recipe.model.path)
+    if recipe.run.device == "cuda":
+        from windfall import devices
+
+        devices.place("cuda", "auto", 0)
+    if isinstance(recipe.env, JsonLinesEnv):
+        check_answers(recipe.env)
+    _check_group_size(recipe)
+    tls.server_context(recipe.fleet)
+    trace_changes(recipe)
+    if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        fix = "pip install 'windfall[tensorboard]'"
+        raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+    host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
+    task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
+    unchecked = check_context(recipe, task)
+    return f"{report}; {unchecked}" if unchecked else report
+
+
+def _check_group_size(recipe: Recipe) -> None:
+    name, algorithm = recipe.algorithm.name, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+    if recipe.rollout.group_size == 1 and not algorithms.learns_alone(algorithm):
+        able = [n for n in algorithms.ALGORITHMS if algorithms.learns_alone(algorithms.make(n))]
+        what = f"{name} compares the responses of a group, so it learns nothing from groups of one"
+        fix = f"Set it to 2 or more, or set algorithm.name to one that works with single responses: {', '.join(able)}."
+        raise WindfallError(what, where="rollout.group_size = 1", fix=fix)
+
+
+def trace_changes(recipe: Recipe) -> list[Change]:
+    """When the machines of the recipe's trace come up and go down, in trace seconds."""
+    t = recipe.trace
+
+    def generate() -> list[Change]:
+        return trace.synthetic(
+            nodes=t.nodes, mean_up_s=t.mean_up_s, mean_down_s=t.mean_down_s, seconds=GENERATED_TRACE_S, seed=t.seed
+        )
+
+    return trace.resolve(nodes=t.nodes, file=t.file, start_s=t.start_s, generate=generate)
+
+
+def check_context(recipe: Recipe, task: Task) -> str:
+    """Refuse what the trainer would refuse, as far as the files of the model show it. Returns what was not checked."""
+    where = load.resolve(recipe.model.path)
+    if not isinstance(where, Path) or not (where / "tokenizer.json").is_file():
+        return f"prompts were not checked: {where} has no tokenizer.json here yet"
+    try:
+        text = Text(tokenizer.load(where))
+    except WindfallError as e:  # transformers can read more kinds of tokenizers
+        return f"prompts were not checked: {e.what}"
+    prompts = [len(text.prompt(task.prompt))]
+    context = (folders.read_json(where / "config.json") or {}).get("max_position_embeddings")
+    context = context if isinstance(context, int) else None
+    if context and 0 < context - recipe.rollout.max_tokens < prompts[0]:  # other prompts may be shorter
+        prompts = asyncio.run(_first_lengths(recipe, text))
+    fit(recipe, prompts, context)
+    return ""
+
+
+async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
+    async with hosted(recipe.env, recipe.run.seed) as env:
+        return await prompt_lengths(env, recipe, text)
+
+
+async def prompt_lengths(env: EnvHost, recipe: Recipe, text: Text, first: int = 0, count: int = 64) -> list[int]:
+    """Prompt lengths in tokens of `count` tasks from `first` on. Tasks that take too long are left out."""
+    await env.ready()
+    timeout_s = recipe.rollout.reward_timeout_s
+    calls = [env.task(first + i, timeout_s) for i in range(count)]
+    done, late = await asyncio.wait(calls, timeout=2 * timeout_s)
+    for future in late:
+        future.cancel()
+    created = [future for future in done if future.exception() is None]
+    if not created:
+        timed_out = f"no task was ready after {2 * timeout_s:g} s"
+        why = next((str(future.exception()) for future in calls if future in done), timed_out)
+        fix = "Check the environment, or raise rollout.reward_timeout_s."
+        what = f"none of the first {count} tasks could be created: {why}"
+        raise WindfallError(what, where=f"environment {env.name}", fix=fix)
+    return [len(text.prompt(future.result().prompt)) for future in created]
+
+
+def fit(recipe: Recipe, prompts: Sequence[int], context: int | None) -> int:
+    """The longest of these prompts, in tokens, that leaves room for a response in the model's context. The rollout
+    skips tasks with longer prompts. If no prompt fits, that is an error."""
+    o = recipe.rollout
+    fitting = [n for n in prompts if not context or n + o.max_tokens <= context]
+    prompt_tokens = max(fitting) if fitting else min(prompts)
+    longest = prompt_tokens + o.max_tokens
+    if context and not fitting:
+        raise WindfallError(
+            f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens} exceed the model's context of "
+            f"{context}",
+            where="rollout.max_tokens",
+            fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
+        )
+    room = recipe.engine.kv_tokens // recipe.engine.page_size * recipe.engine.page_size
+    if recipe.engine.kv_tokens and room < longest:
+        raise WindfallError(
+            f"a KV cache of {room} tokens has no room for one response: prompts of {prompt_tokens} tokens and "
+            f"rollout.max_tokens = {o.max_tokens} need {longest}",
+            where="engine.kv_tokens",
+            fix=f"Set it to at least {-(-longest // recipe.engine.page_size) * recipe.engine.page_size}, or to 0.",
+        )
+    return prompt_tokens

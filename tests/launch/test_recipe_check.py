@@ -1,0 +1,48 @@
+"""What is refused before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windfall import config
+from windfall.errors import WindfallError
+from windfall.launch import recipe_check
+
+
+def test_trace_without_machines_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0,add,a\n")
+    recipe = config.parse({"trace": {"file": str(tmp_path / "t.csv")}}, where="here")
+    with pytest.raises(WindfallError, match=r"trace\.nodes"):
+        recipe_check.check(recipe)
+
+
+def test_response_longer_than_the_context_is_refused_before_anything_starts() -> None:
+    recipe = config.parse({"rollout": {"max_tokens": 100000}}, where="here")
+    with pytest.raises(
+        WindfallError, match=r"prompts of \d+ tokens and rollout.max_tokens = 100000 exceed the model's"
+    ):
+        recipe_check.check(recipe)
+
+
+def test_long_first_prompt_alone_is_not_refused(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": n * "1", "answer": "1"} for n in range(300, 340, 10)]
+    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(WindfallError, match=r"exceed the model's context of 512"):
+        recipe_check.check(config.parse({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
+    for short in (0, 3):  # whichever of them is task 0
+        mixed = [{"prompt": "1", "answer": "1"} if n == short else row for n, row in enumerate(rows)]
+        data.write_text("".join(json.dumps(row) + "\n" for row in mixed))
+        recipe_check.check(config.parse({"env": env, "rollout": {"max_tokens": 300}}, where="here"))
+
+
+def test_messages_without_a_chat_template_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    env = {"name": "jsonl", "path": str(data), "scoring": "exact"}
+    with pytest.raises(WindfallError, match="the model's tokenizer has no chat template"):
+        recipe_check.check(config.parse({"env": env}, where="here"))

@@ -17,7 +17,7 @@ from windfall.engine.torch import attention
 def plain(request: pytest.FixtureRequest) -> Any:
     """The model as transformers runs it: the oracle."""
     torch.set_num_threads(1)
-    devices.choose_linear(None, deterministic=True)  # as a worker of a deterministic run does
+    devices.choose_matmul_library(None, deterministic=True)  # like a worker of a deterministic run
     return build(request.param)
 
 

@@ -16,7 +16,7 @@ from small_models import MODELS, SHAPE, build, logprobs, tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.torch import sampler
 from windfall.types import Chunk, Request
 
@@ -38,7 +38,7 @@ MORE: dict[str, Any] = {
     ),
 }  # fmt: skip
 CLOSE = {("cpu", torch.float32): 1e-4, ("cuda", torch.float32): 2e-3, ("cuda", torch.bfloat16): 0.3}
-EAGER, NEVER = Sharing(rows=8, least_tokens=8, worth_tokens=1), Sharing(rows=0)
+EAGER, NEVER = PrefixSharing(max_rows=8, min_tokens=8, min_saved_tokens=1), PrefixSharing(max_rows=0)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -99,7 +99,7 @@ class Case:
         if how.temperature == 0:
             assert logits[token] >= logits.max() - 2 * self.close
             return
-        kept = sampler._cut(torch.log_softmax(logits / how.temperature, -1)[None], [how])[0].double()
+        kept = sampler._truncate(torch.log_softmax(logits / how.temperature, -1)[None], [how])[0].double()
         upto = (kept / kept.sum()).cumsum(0)
         drawn = float(sampler.uniform([request.seed], [request.position + n])[0])
         low, high = float(upto[token - 1]) if token else 0.0, float(upto[token])

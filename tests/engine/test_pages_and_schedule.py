@@ -56,13 +56,13 @@ def one_step(s: Scheduler, live: list[Sequence]) -> int:
         assert r.start == r.sequence.computed
         assert len(r.sequence.pages) * s.pages.size >= r.stop
         assert r.samples == (r.stop == len(r.sequence.tokens))
-    s.done(planned)
+    s.complete(planned)
     ended = 0
     for r in planned:
         if r.samples:
             r.sequence.tokens.append(len(r.sequence.tokens) % 50)
-            r.sequence.made += 1
-            if r.sequence.made == r.sequence.request.max_tokens:
+            r.sequence.generated += 1
+            if r.sequence.generated == r.sequence.request.max_tokens:
                 s.remove(r.sequence)
                 live.remove(r.sequence)
                 ended += 1
@@ -72,15 +72,15 @@ def one_step(s: Scheduler, live: list[Sequence]) -> int:
 def test_a_freed_page_is_found_again_until_it_is_needed() -> None:
     pages = Pages(2, 4)
     key = key_of(ROOT, [1, 2, 3, 4])
-    page = pages.take()
+    page = pages.allocate()
     assert page is not None
-    pages.name(page, key)
+    pages.register(page, key)
     pages.release([page])
     assert pages.find(key) == page
     pages.release([page])
-    assert [pages.take(), pages.take()] != [None, None]
+    assert [pages.allocate(), pages.allocate()] != [None, None]
     assert pages.find(key) is None
-    assert pages.take() is None
+    assert pages.allocate() is None
 
 
 def test_keys_depend_on_everything_before() -> None:

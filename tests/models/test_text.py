@@ -133,5 +133,7 @@ def test_messages_that_a_model_cannot_take_are_refused() -> None:
     with pytest.raises(WindfallError, match="no chat template"):
         Text(tokenizer(None, "<eos>")).prompt(said)
     picky = tokenizer("{{ raise_exception('no system role') if messages[0].role == 'system' }}", "<eos>")
-    with pytest.raises(WindfallError, match=r"cannot render these messages: no system role\nRoles were: system, user"):
+    with pytest.raises(
+        WindfallError, match=r"cannot render these messages: no system role\nThe roles were: system, user"
+    ):
         Text(picky).prompt(said)

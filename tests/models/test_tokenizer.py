@@ -300,7 +300,7 @@ def test_stop_ids(tmp_path: Path) -> None:
 
 def test_loading_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from pathlib import Path; from windfall import tokenizer; from windfall.models.text import Text\n"
+        "import sys; from pathlib import Path; from windfall.models import tokenizer; from windfall.models.text import Text\n"
         f"Text(tokenizer.load(Path({str(THERE[-1])!r})), tokenizer.stop_ids(Path({str(TINY)!r}))).prompt('1')\n"
         "print(sorted({'jinja2', 'tokenizers', 'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -27,10 +27,10 @@ GRAPHS = {
 
 def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of engine that were tested."""
-    monkeypatch.setattr(verdict, "_once", lambda key, checked, test: test() and key)
+    monkeypatch.setattr(verdict, "_run_once", lambda key, checked, test: test() and key)
     spec = trainer.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
-    model, kinds = engine_factory.whole(_fields(a), "bfloat16", "cuda"), []
-    real = judge.engine
+    model, kinds = engine_factory.whole(_shrink_fields(a), "bfloat16", "cuda"), []
+    real = judge.judge_engine
 
     def watched(config: Any, make: Any, **how: Any) -> Any:
         def noted(model: Any, **options: Any) -> Any:
@@ -40,12 +40,12 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
 
         return real(config, noted, **how)
 
-    monkeypatch.setattr(judge, "engine", watched)
+    monkeypatch.setattr(judge, "judge_engine", watched)
     engine_factory.check(spec, "cuda", model)
     return kinds
 
 
-def _fields(a: hostile.Architecture) -> dict[str, Any]:
+def _shrink_fields(a: hostile.Architecture) -> dict[str, Any]:
     import json
 
     return json.loads(a.config().to_json_string(use_diff=False))
@@ -61,7 +61,7 @@ def test_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = hostile.ARCHITECTURES[name]
     for judged, refusal in (
         (lambda: check(a, monkeypatch), a.engine),
-        (lambda: judge.trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
+        (lambda: judge.judge_trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
     ):
         if refusal is None:
             judged()

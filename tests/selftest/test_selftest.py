@@ -41,8 +41,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_or_refused(name: str) -> None:
     a = hostile.ARCHITECTURES[name]
     for judged, refusal, most in (
-        (lambda: judge.engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
-        (lambda: judge.trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
+        (lambda: judge.judge_engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
+        (lambda: judge.judge_trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
     ):
         if refusal is None:
             found = judged()
@@ -61,7 +61,7 @@ def test_a_cap_and_a_scale_that_are_left_out_are_seen(monkeypatch: pytest.Monkey
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
-            judge.trainer(a.config(), longest=100, **ON_CPU)
+            judge.judge_trainer(a.config(), longest=100, **ON_CPU)
 
 
 def test_a_router_in_training_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_router_in_training_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Autograd, "_learning", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     with pytest.raises(WindfallError, match="gradient differs"):
-        judge.trainer(a.config(), longest=100, **ON_CPU)
+        judge.judge_trainer(a.config(), longest=100, **ON_CPU)
 
 
 def test_a_window_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_window_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Paged, "attend", lambda self, q, k, v, scale, window: attend(self, q, k, v, scale, None))
     windowed = hostile.Architecture(kind="mixtral", fields={"sliding_window": 4096})
     with pytest.raises(WindfallError, match="nats"):
-        judge.engine(windowed.config(), TorchEngine, longest=100, **ON_CPU)
+        judge.judge_engine(windowed.config(), TorchEngine, longest=100, **ON_CPU)
 
 
 def test_deterministic_experts_are_refused() -> None:
@@ -87,9 +87,9 @@ def test_deterministic_experts_are_refused() -> None:
         return TorchEngine(model, **how, deterministic=True)
 
     how = {"longest": 100, "deterministic": True, **ON_CPU}
-    judge.engine(hostile.ARCHITECTURES["llama"].config(), make, **how)
+    judge.judge_engine(hostile.ARCHITECTURES["llama"].config(), make, **how)
     with pytest.raises(WindfallError, match=r"run.deterministic cannot hold .* experts"):
-        judge.engine(hostile.Architecture(kind="mixtral").config(), make, **how)
+        judge.judge_engine(hostile.Architecture(kind="mixtral").config(), make, **how)
 
 
 def test_a_pool_of_another_shape_is_refused() -> None:
@@ -105,13 +105,13 @@ def test_small_models_keep_every_kind_of_layer() -> None:
     from transformers import Gemma3TextConfig
 
     config_ = Gemma3TextConfig()
-    fields = next(shrink.shrunk(config_, longest=100))
+    fields = next(shrink.small_configs(config_, longest=100))
     assert set(fields["layer_types"]) == set(config_.layer_types or ())
     assert fields["num_hidden_layers"] == 6
     assert fields["sliding_window"] == shrink.WINDOW
     assert fields["head_dim"] == 256
-    assert shrink.same_parts(["h.0.q", "h.1.moe.w"], ["h.3.q", "h.0.moe.w"])
-    assert not shrink.same_parts(["h.0.q", "h.1.moe.w"], ["h.0.q"])
+    assert shrink.same_weight_kinds(["h.0.q", "h.1.moe.w"], ["h.3.q", "h.0.moe.w"])
+    assert not shrink.same_weight_kinds(["h.0.q", "h.1.moe.w"], ["h.0.q"])
 
 
 # every command that loads a model
@@ -169,8 +169,8 @@ def test_the_self_test_takes_two_seconds_and_is_bounded_for_large_models() -> No
 
     def test_s(tested: Any) -> float:
         began = time.process_time()
-        judge.trainer(tested, longest=100, **ON_CPU)
-        judge.engine(tested, TorchEngine, longest=100, **ON_CPU)
+        judge.judge_trainer(tested, longest=100, **ON_CPU)
+        judge.judge_engine(tested, TorchEngine, longest=100, **ON_CPU)
         return time.process_time() - began
 
     demo = load.load("tiny", dtype="float32", device="cpu").config

@@ -137,7 +137,7 @@ def families_in(e: GraphEngine) -> list[list[list[int]]]:
     """Filled with the families of every launch."""
     seen: list[list[list[int]]] = []
     launch = e._device.launch
-    e._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
+    e._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
     return seen
 
 
@@ -153,7 +153,9 @@ def test_a_family_says_what_its_members_say_alone(every: Case) -> None:
     made = drain(e, asked)
     whole = {w.window for w in e._device.decoder.layers} & {None}
     fit = 16 // (e._device.decoder.heads // e._device.decoder.kv_heads)
-    assert max(count for families in seen for _, count, _ in families or [[0, 0, 0]]) == (min(fit, 6) if whole else 0)
+    assert max(count for prefix_groups in seen for _, count, _ in prefix_groups or [[0, 0, 0]]) == (
+        min(fit, 6) if whole else 0
+    )
     for r in asked:
         every.same(r, made[r.id], drain(every.engine(sharing=NEVER), [r])[r.id])
 
@@ -174,7 +176,7 @@ def test_families_go_on_when_members_leave_come_back_and_weights_change(case: Ca
     e.sleep()
     out += [c for chunks in drain(e).values() for c in chunks]
     assert e.counters.preemptions > 0
-    assert len({str(families) for families in seen}) > 4
+    assert len({str(prefix_groups) for prefix_groups in seen}) > 4
     for r in asked:
         if r.id != "3":
             case.same(r, [c for c in out if c.id == r.id], drain(case.engine(sharing=NEVER), [r])[r.id])
@@ -237,7 +239,7 @@ def test_weights_that_do_not_fit_are_refused_and_none_is_taken(case: Case) -> No
     with pytest.raises(WindfallError, match="does not fit"):
         e.swap(4, {"no.such.weight": torch.zeros(1)})
     held = {k: v.clone() for k, v in mine.state_dict().items()}
-    with pytest.raises(WindfallError, match="another shape"):
+    with pytest.raises(WindfallError, match="wrong shape"):
         e.swap(4, {**other_weights(case), "model.norm.weight": torch.zeros(1)})
     assert all(torch.equal(v, held[k]) for k, v in mine.state_dict().items())
     assert e.version == 0
@@ -276,7 +278,7 @@ def test_stop_ids_end_a_response_with_the_stop_token_in_it(case: Case, more: int
     assert tokens(chunks) == whole[: whole.index(stop) + 1]
     assert chunks[-1].finish == "stop"
     assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert e.counters.made == whole.index(stop) + 1, "what came after the end is counted nowhere"
+    assert e.counters.generated == whole.index(stop) + 1, "what came after the end is counted nowhere"
     assert drain(case.engine(), [request])[request.id][-1].finish == "length"
 
 
@@ -319,7 +321,7 @@ def test_warming_up_changes_nothing(case: Case) -> None:
     e = case.engine()
     e.warm(1, 5)
     made = drain(e, asked)
-    assert e.counters.made == sum(r.max_tokens for r in asked)
+    assert e.counters.generated == sum(r.max_tokens for r in asked)
     for r in asked:
         case.same(r, made[r.id], drain(case.engine(), [r])[r.id])
 

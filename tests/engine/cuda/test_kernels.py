@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from windfall.engine.cuda import reference
-from windfall.engine.cuda.state import DeviceState, Pool, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, Spans
 from windfall.engine.torch import sampler
 from windfall.types import Sampling
 
@@ -48,7 +48,7 @@ def scene(
     """A slot for every length, on shuffled pages of random keys and values."""
     torch.manual_seed(len(lengths) * 1000 + sum(lengths))
     each = max(lengths) // PAGE + 1
-    pool = Pool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head, dtype=dtype,
+    pool = KVPool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head, dtype=dtype,
                 device=device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(torch.randn(pool.shape))
@@ -79,7 +79,7 @@ def history(s: SimpleNamespace, slot: int, layer: int, count: int) -> tuple[Tens
 
 
 def copy(s: SimpleNamespace) -> SimpleNamespace:
-    pool = Pool(layers=s.pool.shape[0], pages=s.pool.scratch, page_size=PAGE, kv_heads=s.pool.shape[3],
+    pool = KVPool(layers=s.pool.shape[0], pages=s.pool.scratch, page_size=PAGE, kv_heads=s.pool.shape[3],
                 head=s.pool.shape[5], dtype=s.dtype, device=s.device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(s.pool.data)
@@ -111,16 +111,16 @@ def test_reference_norm_and_gate_are_transformers(dtype: torch.dtype) -> None:
     x, residual = torch.randn(5, 48).to(dtype), torch.randn(5, 48).to(dtype)
     module = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     module.weight.data.copy_(torch.randn(48))
-    normed, total = reference.norm(x, residual, module.weight, 1e-5)
+    normed, total = reference.add_rms_norm(x, residual, module.weight, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, module(x + residual))
-    alone, total = reference.norm(x, None, module.weight, 1e-5)
+    alone, total = reference.add_rms_norm(x, None, module.weight, 1e-5)
     assert total is x
     assert torch.equal(alone, module(x))
     config = SimpleNamespace(hidden_size=48, intermediate_size=64, mlp_bias=False, hidden_act="silu")
     mlp: Any = LlamaMLP(config).to(dtype)
     fused = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-    assert torch.equal(F.linear(reference.gate(F.linear(x, fused)), mlp.down_proj.weight), mlp(x))
+    assert torch.equal(F.linear(reference.swiglu(F.linear(x, fused)), mlp.down_proj.weight), mlp(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,7 +137,7 @@ def test_reference_place_is_transformers(dtype: torch.dtype, normed: bool) -> No
     weights = [m.weight.data for m in modules] if normed else [None, None]
     before = copy(s)
     qw, kw = weights
-    q = reference.place(qkv, slots, positions, s.state, s.pool, 1, cos, sin, qw, kw, 1e-5, heads, kv_heads)
+    q = reference.rope_and_store(qkv, slots, positions, s.state, s.pool, 1, cos, sin, qw, kw, 1e-5, heads, kv_heads)
 
     wide = qkv.view(7, -1, head)
     want_q, want_k, want_v = wide[:, :heads], wide[:, heads : heads + kv_heads], wide[:, heads + kv_heads :]
@@ -161,7 +161,7 @@ def test_reference_attention_is_sdpa(window: int | None) -> None:
     s = scene([1, 45, 16, 31, 0], kv_heads=kv_heads, head=head, inactive=(3,))
     order = [2, 1, 3, 4, 0, 5]  # slot 5 is nobody's
     q = torch.randn(6, heads, head)
-    out = reference.decode(q, rows_of(*order), s.state, s.pool, 1, scale, window, 1)
+    out = reference.decode_attention(q, rows_of(*order), s.state, s.pool, 1, scale, window, 1)
     for i, slot in enumerate(order):
         if slot in (3, 5):
             assert torch.isfinite(out[i]).all()
@@ -174,7 +174,7 @@ def test_reference_attention_is_sdpa(window: int | None) -> None:
 
     spans = spans_of([(1, 20, 26), (0, 0, 2), (2, 16, 1)])
     q = torch.randn(29, heads, head)
-    out = reference.attend(q, spans, s.state, s.pool, 0, scale, window).view(29, heads, head)
+    out = reference.prefill_attention(q, spans, s.state, s.pool, 0, scale, window).view(29, heads, head)
     for slot, first, count, start in [(1, 0, 26, 20), (0, 26, 2, 0), (2, 28, 1, 16)]:
         k, v = history(s, slot, 0, start + count)
         mask = torch.ones(count, start + count, dtype=torch.bool).tril(start)
@@ -225,7 +225,7 @@ def test_reference_draws_as_the_sampler(cut: bool) -> None:
     want, logp = sampler.sample(s.logits[live], seeds, positions, [s.how[slot] for slot in slots])
     s.state.stop[slots[0], 3] = want[0].int()
     s.state.left[slots[1]] = 1
-    reference.draw(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut)
+    reference.sample(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut)
     assert s.tokens[live].tolist() == want.tolist()
     torch.testing.assert_close(s.logprobs[live], logp, atol=1e-6, rtol=1e-6)
     assert {s.tokens[i].item() for i in range(32) if i not in live} == {-1}
@@ -242,7 +242,7 @@ def test_reference_draws_as_the_sampler(cut: bool) -> None:
 def test_reference_begins_with_the_newest_tokens() -> None:
     s = scene([4, 9], kv_heads=1, head=16)
     s.state.last[:] = rows_of(11, 12, 13)
-    ids, positions = reference.begin(s.state, rows_of(1, 0, 2))
+    ids, positions = reference.decode_inputs(s.state, rows_of(1, 0, 2))
     assert (ids.dtype, ids.tolist()) == (torch.int64, [12, 11, 13])
     assert (positions.dtype, positions.tolist()) == (torch.int32, [9, 4, 0])
 
@@ -251,7 +251,7 @@ def test_splits_never_exceed_what_there_is_to_cut() -> None:
     for batch in (1, 16, 512):
         for longest in (1, 200, 2048, 32768):
             splits = reference.splits_for(batch, 8, longest, 132)
-            assert 1 <= splits <= max(1, longest // reference.part_tokens(batch * 8))
+            assert 1 <= splits <= max(1, longest // reference.min_split_tokens(batch * 8))
 
 
 # The kernels against the reference.
@@ -264,12 +264,14 @@ def test_norm_and_gate(kernels: ModuleType, size: int, dtype: torch.dtype) -> No
     x, residual = (torch.randn(7, size).to(DEVICE, dtype) for _ in range(2))
     weight = torch.randn(size).to(DEVICE, dtype)
     for r in (None, residual):
-        for ours, theirs in zip(kernels.norm(x, r, weight, 1e-6), reference.norm(x, r, weight, 1e-6), strict=True):
+        for ours, theirs in zip(
+            kernels.add_rms_norm(x, r, weight, 1e-6), reference.add_rms_norm(x, r, weight, 1e-6), strict=True
+        ):
             close(ours, theirs, rounded=2**-7)
             if dtype == torch.bfloat16:
                 assert (ours != theirs).float().mean() < 1e-2  # only where a last bit of the mean square decides
     both = 3 * torch.randn(7, 2 * size).to(DEVICE, dtype)
-    close(kernels.gate(both), reference.gate(both), rounded=2**-7)
+    close(kernels.swiglu(both), reference.swiglu(both), rounded=2**-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -287,7 +289,9 @@ def test_place(kernels: ModuleType, shape: tuple[int, int, int], normed: bool, d
     weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
     out = []
     for s, how in ((a, kernels), (b, reference)):
-        out += [how.place(qkv, slots, positions, s.state, s.pool, 1, cos, sin, *weights, 1e-6, heads, kv_heads)]
+        out += [
+            how.rope_and_store(qkv, slots, positions, s.state, s.pool, 1, cos, sin, *weights, 1e-6, heads, kv_heads)
+        ]
     close(out[0], out[1], rounded=2**-7)
     real = slice(0, a.pool.scratch)  # several rows write to the scratch page: any of them may come last
     close(a.pool.data[:, :, real], b.pool.data[:, :, real], rounded=2**-7)
@@ -308,9 +312,9 @@ def test_decode(
     s = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
     rows = rows_of(*reversed(range(len(lengths))), len(lengths), len(lengths), device=DEVICE)
     q = numbers(len(rows), heads, head, like=s)
-    want = reference.decode(q, rows, s.state, s.pool, 1, head**-0.5, window, splits)
+    want = reference.decode_attention(q, rows, s.state, s.pool, 1, head**-0.5, window, splits)
     for _ in range(2):  # twice: the counters must have come back to zero
-        close(kernels.decode(q, rows, s.state, s.pool, 1, head**-0.5, window, splits), want)
+        close(kernels.decode_attention(q, rows, s.state, s.pool, 1, head**-0.5, window, splits), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -321,20 +325,20 @@ def test_place_and_decode(
     kernels: ModuleType, shape: tuple[int, int, int], normed: bool, window: int | None, splits: int, pairs: int,
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("windfall.engine.cuda.kernels.attention._FUSED_PAIRS", pairs)  # up to these: one launch
+    monkeypatch.setattr("windfall.engine.cuda.kernels.decode._MAX_FUSED_PAIRS", pairs)  # up to these: one launch
     heads, kv_heads, head = shape
     lengths = [0, 5, 15, 16, 130, 291, 47]
     a = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
     a.state.length[1] = 19 * PAGE  # behind the end of its table
     b, before = copy(a), copy(a)
     rows = rows_of(6, 1, 5, 7, 4, 0, 2, 3, 7, device=DEVICE)
-    positions = reference.begin(a.state, rows)[1]
+    positions = reference.decode_inputs(a.state, rows)[1]
     qkv = numbers(9, (heads + 2 * kv_heads) * head, like=a)
     cos, sin = numbers(320, head, like=a), numbers(320, head, like=a)
     weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
     rest = (cos, sin, *weights, 1e-6, heads, head**-0.5, window, splits)
     out = [
-        how.place_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
+        how.rope_store_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
         for s, how in ((a, kernels), (b, reference))
     ]
     close(out[0], out[1], rounded=2e-2)
@@ -360,8 +364,8 @@ def test_attend(
     s = scene([299, 299, 299, 99], kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE)
     spans = spans_of(chunks, DEVICE)
     q = numbers(len(spans.row_slot), heads, head, like=s)
-    want = reference.attend(q, spans, s.state, s.pool, 1, head**-0.5, window)
-    close(kernels.attend(q, spans, s.state, s.pool, 1, head**-0.5, window), want)
+    want = reference.prefill_attention(q, spans, s.state, s.pool, 1, head**-0.5, window)
+    close(kernels.prefill_attention(q, spans, s.state, s.pool, 1, head**-0.5, window), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -372,9 +376,9 @@ def test_draw(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtyp
     a.logits = a.logits.to(dtype)
     a.logits[:, vocabulary // 2] = -float("inf")
     b = copy(a)
-    kernels.draw(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut)
+    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut)
     tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
-    reference.draw(a.logits, a.rows, b.state, tokens, logprobs, cut)
+    reference.sample(a.logits, a.rows, b.state, tokens, logprobs, cut)
     for i in (a.tokens != tokens).nonzero().flatten().tolist():  # only at a boundary, to within rounding
         slot, (low, high) = a.order[i], sorted((int(a.tokens[i]), int(tokens[i])))
         p = torch.softmax(a.logits[i].double() / a.state.temperature[slot].double(), -1).cumsum(-1)
@@ -392,12 +396,12 @@ def test_draw(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtyp
 def test_draw_stops_and_leaves_the_rest_alone(kernels: ModuleType) -> None:
     a = sampled(6, 50, cut=False, device=DEVICE)
     b = copy(a)
-    reference.draw(a.logits, a.rows, b.state, a.tokens, a.logprobs, False)
+    reference.sample(a.logits, a.rows, b.state, a.tokens, a.logprobs, False)
     stop, last = 5, 4
     for s in (a, b):
         s.state.stop[stop, 7] = a.tokens[a.order.index(stop)]
         s.state.left[last] = 1
-    kernels.draw(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
+    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
     assert a.state.left.tolist() == [4, 0, 4, 0, 0, 0, 0]
     assert a.tokens.tolist()[-2:] == [-1, -1]
     for name in ("last", "length", "position"):
@@ -408,14 +412,14 @@ def test_draw_of_broken_logits_is_still_a_token(kernels: ModuleType) -> None:
     for value in (float("nan"), -float("inf"), float("inf")):
         s = sampled(4, 5000, cut=False, device=DEVICE)
         s.logits[:] = value
-        kernels.draw(s.logits, s.rows, s.state, s.tokens, s.logprobs, False)
+        kernels.sample(s.logits, s.rows, s.state, s.tokens, s.logprobs, False)
         assert all(0 <= int(t) < 5000 for t, slot in zip(s.tokens, s.order, strict=True) if slot in (0, 2))
 
 
 def test_begin(kernels: ModuleType) -> None:
     s = scene([4, 9, 12], kv_heads=1, head=16, device=DEVICE)
     rows = rows_of(2, 0, 3, 3, 1, device=DEVICE)
-    for ours, theirs in zip(kernels.begin(s.state, rows), reference.begin(s.state, rows), strict=True):
+    for ours, theirs in zip(kernels.decode_inputs(s.state, rows), reference.decode_inputs(s.state, rows), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
 
@@ -438,11 +442,13 @@ def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
     project = numbers(vocabulary, heads * head // 2, like=s)
 
     def step(on: SimpleNamespace, how: Any, tokens: Tensor, logprobs: Tensor) -> None:
-        _, positions = how.begin(on.state, a.rows)
-        q = how.place(qkv, a.rows, positions, on.state, on.pool, 1, cos, sin, None, None, 1e-6, heads, kv_heads)
-        out = how.decode(q, a.rows, on.state, on.pool, 1, head**-0.5, None, 2)
-        logits = F.linear(how.gate(how.norm(out, None, weight, 1e-6)[0]), project)
-        how.draw(logits, a.rows, on.state, tokens, logprobs, cut)
+        _, positions = how.decode_inputs(on.state, a.rows)
+        q = how.rope_and_store(
+            qkv, a.rows, positions, on.state, on.pool, 1, cos, sin, None, None, 1e-6, heads, kv_heads
+        )
+        out = how.decode_attention(q, a.rows, on.state, on.pool, 1, head**-0.5, None, 2)
+        logits = F.linear(how.swiglu(how.add_rms_norm(out, None, weight, 1e-6)[0]), project)
+        how.sample(logits, a.rows, on.state, tokens, logprobs, cut)
 
     fresh = copy(s)
     side = torch.cuda.Stream()
@@ -452,13 +458,13 @@ def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
         step(spare, kernels, a.tokens, a.logprobs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    kernels.decode(numbers(14, heads, head, like=s), a.rows, s.state, s.pool, 0, 1.0, None, 2)
+    kernels.decode_attention(numbers(14, heads, head, like=s), a.rows, s.state, s.pool, 0, 1.0, None, 2)
     with torch.cuda.graph(graph):
         step(s, kernels, a.tokens, a.logprobs)
     kept = s.pool.data.clone()
-    s.pool.give_up()
+    s.pool.free()
     hold = torch.zeros_like(kept)  # so that it lands elsewhere
-    s.pool.take()
+    s.pool.allocate()
     s.pool.data.copy_(kept)
     tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
     for _ in range(3):

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from small_models import build
 
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.host_state import Words
+from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import DeviceSequence as Running
 from windfall.engine.cuda.plan import Launch
-from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.splits import PrefixSharing
 from windfall.types import Chunk, Request
 
 VOCABULARY = 40
-EAGER = Sharing(rows=3, least_tokens=4, worth_tokens=1)
+EAGER = PrefixSharing(max_rows=3, min_tokens=4, min_saved_tokens=1)
 """A family wherever there can be one, so small that many are cut."""
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 2, 4, 9, 30)] + [(9,) * 12, (*range(3, 20), 7, 7)]
 
@@ -39,7 +39,7 @@ def following(context: Sequence[int], seed: int, position: int, version: int) ->
     return zlib.crc32(np.array([*context, seed, position, version], np.int64).tobytes()) % VOCABULARY
 
 
-def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[list[int]]:
+def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) -> list[list[int]]:
     """What the plan says of families, by definition: one row after the other, one page after the other."""
 
     def prompt_pages(s: Running) -> list[int]:
@@ -48,7 +48,7 @@ def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[li
     out, first = [], 0
     while first < len(rows):
         mine, end = prompt_pages(rows[first]), first + 1
-        while end < min(len(rows), first + sharing.rows) and mine and prompt_pages(rows[end])[-1:] == mine[-1:]:
+        while end < min(len(rows), first + sharing.max_rows) and mine and prompt_pages(rows[end])[-1:] == mine[-1:]:
             end += 1
         held = [prompt_pages(s) for s in rows[first:end]]
         tokens = 0
@@ -56,10 +56,10 @@ def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[li
             if len(set(column)) > 1:
                 break
             tokens += size
-        if end - first > 1 and tokens >= sharing.least_tokens:
+        if end - first > 1 and tokens >= sharing.min_tokens:
             out.append([first, end - first, tokens])
         first = end
-    return out if sum((count - 1) * tokens for _, count, tokens in out) >= sharing.worth_tokens else []
+    return out if sum((count - 1) * tokens for _, count, tokens in out) >= sharing.min_saved_tokens else []
 
 
 @dataclass
@@ -68,53 +68,53 @@ class Landed:
     version: int
     tokens: np.ndarray
 
-    def landed(self) -> tuple[np.ndarray, np.ndarray]:
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, self.tokens.astype(np.float32)
 
 
 class Emulated:
     """Stands where the engine has its `Device`. Runs a launch at once, in the order of the stream."""
 
-    def __init__(self, words: Words, pages: int, size: int, sharing: Sharing) -> None:
-        self.words, self.pages, self.size, self.sharing = words, pages, size, sharing
+    def __init__(self, host_state: HostState, pages: int, size: int, sharing: PrefixSharing) -> None:
+        self.host_state, self.pages, self.size, self.sharing = host_state, pages, size, sharing
         self.shared_rows = 0
         """Rows that were of a family, in all launches."""
-        self.image = words.data.copy()
-        self.pool = SimpleNamespace(data=self._blank(), take=self._take, give_up=self._give_up)
+        self.image = host_state.data.copy()
+        self.pool = SimpleNamespace(data=self._blank(), allocate=self._allocate, free=self._free_pool)
         self.decoder = SimpleNamespace(stale=lambda: False)
         self.version = 0
 
     def _blank(self) -> np.ndarray:
         return np.full((self.pages, self.size, 2), -1, np.int64)
 
-    def _take(self) -> None:
+    def _allocate(self) -> None:
         self.pool.data = self._blank() if self.pool.data is None else self.pool.data
 
-    def _give_up(self) -> None:
+    def _free_pool(self) -> None:
         self.pool.data = None
 
     def part(self, name: str) -> np.ndarray:
-        w = self.words
-        return self.image[w.at[name] : w.at[name] + w.sizes[name]]
+        w = self.host_state
+        return self.image[w.offsets[name] : w.offsets[name] + w.sizes[name]]
 
     def launch(self, work: Launch, version: int) -> Landed:
         self.version = version
-        out = np.full((1 + work.steps, self.words.slots), -1, np.int64)
-        assert work.families.tolist() == families_of(work.rows, self.sharing, self.size)
+        out = np.full((1 + work.steps, self.host_state.slots), -1, np.int64)
+        assert work.prefix_groups.tolist() == expected_groups(work.rows, self.sharing, self.size)
         if work.steps:
-            self.words.rows(work.slots, len(work.slots))
-            self.words.families(work.families, len(work.slots), len(work.families))
-        places, values = self.words.take()
+            self.host_state.set_rows(work.slots, len(work.slots))
+            self.host_state.set_prefix_groups(work.prefix_groups, len(work.slots), len(work.prefix_groups))
+        places, values = self.host_state.take_changes()
         self.image[places] = values
-        assert all(p.start < p.stop for p in work.parts), "a part without a row"
-        for p in work.parts:  # a layer writes all keys and values before it reads any
+        assert all(p.start < p.stop for p in work.prefill), "a part without a row"
+        for p in work.prefill:  # a layer writes all keys and values before it reads any
             for n in range(p.start, p.stop):
                 self._write(p.sequence.slot, n, p.sequence.tokens[n])
-        for n, p in enumerate(p for p in work.parts if p.samples):
+        for n, p in enumerate(p for p in work.prefill if p.samples):
             assert self.part("length")[p.sequence.slot] == p.stop - 1
             out[0, n] = self._draw(p.sequence.slot)
         assert len({int(s) for s in work.slots}) == len(work.rows)
-        reads = self._reads(len(work.slots), len(work.families)) if work.steps else []
+        reads = self._reads(len(work.slots), len(work.prefix_groups)) if work.steps else []
         for step in range(work.steps):
             active = [(n, int(s)) for n, s in enumerate(work.slots) if self.part("left")[s] > 0]
             for _, slot in active:
@@ -124,15 +124,15 @@ class Emulated:
         return Landed(work, version, out)
 
     def _write(self, slot: int, n: int, token: int) -> None:
-        page = self.part("table")[slot * self.words.pages_each + n // self.size]
+        page = self.part("table")[slot * self.host_state.pages_each + n // self.size]
         self.pool.data[page, n % self.size] = token, self.version
 
-    def _reads(self, rows: int, families: int) -> list[tuple[int, int]]:
+    def _reads(self, rows: int, prefix_groups: int) -> list[tuple[int, int]]:
         """For every row: who reads its first tokens, and how many. From the device's words alone."""
-        slots, shared = self.part("rows")[:rows], self.part("shared")[:rows]
+        slots, shared = self.part("rows")[:rows], self.part("shared_tokens")[:rows]
         out = [(int(s), 0) for s in slots]
-        names = ("family_first", "family_count", "family_tokens")
-        for first, count, tokens in zip(*(self.part(n)[:families].tolist() for n in names), strict=True):
+        names = ("group_first", "group_count", "group_tokens")
+        for first, count, tokens in zip(*(self.part(n)[:prefix_groups].tolist() for n in names), strict=True):
             assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "it is not there yet"
             out[first : first + count] = [(int(slots[first]), tokens)] * count
         assert [tokens for _, tokens in out] == shared.tolist()
@@ -142,14 +142,14 @@ class Emulated:
     def _draw(self, slot: int, leader: int = 0, shared: int = 0) -> int:
         length, position = self.part("length"), self.part("position")
         at = np.arange(length[slot] + 1)
-        table = self.part("table")[np.where(at < shared, leader, slot) * self.words.pages_each + at // self.size]
+        table = self.part("table")[np.where(at < shared, leader, slot) * self.host_state.pages_each + at // self.size]
         read = self.pool.data[table, at % self.size]
         assert (read[:, 1] == self.version).all(), "it reads what nobody wrote under these weights"
         token = following(read[:, 0].tolist(), int(self.part("seed")[2 * slot]), int(position[slot]), self.version)
         self.part("last")[slot] = token
         length[slot] += 1
         position[slot] += 1
-        stops = self.part("stop")[slot * self.words.stops : (slot + 1) * self.words.stops]
+        stops = self.part("stop")[slot * self.host_state.stops : (slot + 1) * self.host_state.stops]
         self.part("left")[slot] = 0 if token in stops else self.part("left")[slot] - 1
         return token
 
@@ -165,7 +165,7 @@ class Life:
     def __init__(self, **options: Any) -> None:
         self.engine = GraphEngine(model(), **{"sharing": EAGER, **options})
         plan = self.engine._plan
-        emulated: Any = Emulated(plan.words, plan.pages.count, plan.pages.size, plan.sharing)
+        emulated: Any = Emulated(plan.host_state, plan.pages.count, plan.pages.size, plan.sharing)
         self.engine._device = emulated
         self.asked: dict[str, Request] = {}
         self.said: dict[str, list[int]] = {}
@@ -241,7 +241,7 @@ def test_every_response_comes_out_once_and_whole(
     assert life.ended | life.cancelled == life.asked.keys()
     assert life.engine.step() == []  # what may still fly is nobody's
     assert life.engine._plan.pages.free == pages
-    assert life.engine.counters.made >= sum(len(s) for s in life.said.values())
+    assert life.engine.counters.generated >= sum(len(s) for s in life.said.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -287,7 +287,7 @@ def test_nothing_comes_out_of_a_response_that_was_cancelled_in_flight(most: int)
     life.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
     life.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
     life.step()
-    assert len(life.engine._flights) == 1
+    assert len(life.engine._pending) == 1
     life.cancel("0")
     while len(life.engine):
         life.step()
@@ -301,11 +301,11 @@ def test_the_device_gets_only_what_changed_and_has_two_launches_at_most() -> Non
     life.step()
     life.step()
     sent = []
-    take = life.engine._plan.words.take
-    life.engine._plan.words.take = lambda: sent.append(took := take()) or took
+    take_changes = life.engine._plan.host_state.take_changes
+    life.engine._plan.host_state.take_changes = lambda: sent.append(took := take_changes()) or took
     for _ in range(4):
         life.step()
-        assert len(life.engine._flights) == 1
+        assert len(life.engine._pending) == 1
     assert max(len(places) for places, _ in sent) <= 32 + 2, "a page now and then, and where the tokens go"
 
 
@@ -319,7 +319,7 @@ def test_siblings_are_families_wherever_they_were_begun() -> None:
     life.add(prompt=(7, *prompt), seed=7, max_tokens=60)
     seen = []
     launch = life.engine._device.launch
-    life.engine._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
+    life.engine._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
     life.step()
     assert seen[0] == [[0, 3, 28], [3, 3, 28]]
     life.cancel("1")
@@ -332,14 +332,14 @@ def test_siblings_are_families_wherever_they_were_begun() -> None:
 
 def test_one_family_more_or_less_is_not_worth_a_launch() -> None:
     """Fewer words and no families, where these would save too little."""
-    for worth, families in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
-        sharing = Sharing(rows=8, least_tokens=4, worth_tokens=worth)
+    for worth, prefix_groups in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
+        sharing = PrefixSharing(max_rows=8, min_tokens=4, min_saved_tokens=worth)
         life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
         for n in range(3):
             life.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
         life.step()
-        assert life.engine._flights[0].work.families.tolist() == families
-        assert life.engine._flights[0].work.longest == 34 - 28 * bool(families)
+        assert life.engine._pending[0].work.prefix_groups.tolist() == prefix_groups
+        assert life.engine._pending[0].work.longest == 34 - 28 * bool(prefix_groups)
 
 
 def test_prompts_that_wait_shorten_the_bursts_until_all_are_in() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from windfall.engine.cuda import reference, rotary, skeleton
-from windfall.engine.cuda.decoder import Decoder, refusal
+from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
@@ -66,8 +66,8 @@ def whole(name: str) -> Any:
     return model
 
 
-def made(name: str) -> skeleton.Bare:
-    return skeleton.Bare(told(configuration(name)), dtype=torch.float32, device="cpu")
+def made(name: str) -> skeleton.ModelSkeleton:
+    return skeleton.ModelSkeleton(told(configuration(name)), dtype=torch.float32, device="cpu")
 
 
 def storages(model: nn.Module) -> dict[str, set[str]]:
@@ -86,7 +86,7 @@ def test_names_shapes_and_ties_are_those_of_transformers(name: str) -> None:
     ]
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert storages(ours) == storages(theirs)
-    assert refusal(ours) is None
+    assert unsupported_reason(ours) is None
     assert (ours.device, ours.dtype) == (theirs.device, theirs.dtype)
     assert ours.get_input_embeddings().num_embeddings == VOCABULARY
     before = [p.data_ptr() for p in ours.parameters()]
@@ -114,13 +114,13 @@ def test_rotary_tables_are_those_of_transformers_bit_for_bit(name: str, head: in
     shape = {**SHAPE, **HEADS, "num_hidden_layers": 1, "head_dim": head}
     config = AutoConfig.for_model("llama", **shape, rope_parameters=ROPES[name])
     theirs = AutoModelForCausalLM.from_config(config)
-    ours = skeleton.Bare(told(config), dtype=torch.float32, device="cpu")
+    ours = skeleton.ModelSkeleton(told(config), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         x, positions = torch.zeros(1), torch.arange(3000)[None]
         cos, sin = theirs.model.rotary_emb(x, positions)
     mine, its = Decoder.of(ours), Decoder.of(theirs)
     for decoder in (mine, its):
-        decoder.reach(3000)
+        decoder.build_rotary_tables(3000)
     assert torch.equal(mine.cos, cos[0])
     assert torch.equal(mine.sin, sin[0])
     assert torch.equal(mine.cos, its.cos)
@@ -130,11 +130,11 @@ def logits_of(model: Any, ids: list[int], source: Any = None) -> Tensor:
     """Of the last of `ids`, in the engine; the weights are those of `source`, swapped in as a pull's are."""
     seen: list[Tensor] = []
 
-    def draw(logits: Tensor, *rest: Any) -> None:
+    def sample(logits: Tensor, *rest: Any) -> None:
         seen.append(logits.clone())
-        reference.draw(logits, *rest)
+        reference.sample(logits, *rest)
 
-    engine = GraphEngine(model, kv_tokens=512, ops=SimpleNamespace(**{**vars(reference), "draw": draw}))
+    engine = GraphEngine(model, kv_tokens=512, ops=SimpleNamespace(**{**vars(reference), "sample": sample}))
     if source is not None:
         engine.swap(1, {n: t.clone() for n, t in source.state_dict().items()})
     drain(engine, [Request(id="a", prompt=tuple(ids), seed=1, max_tokens=1)])
@@ -183,14 +183,14 @@ def test_tied_weights_may_come_once() -> None:
 )
 def test_what_a_configuration_leaves_open_is_left_to_transformers(change: dict[str, Any], why: str) -> None:
     fields = told(configuration("qwen3"))
-    assert skeleton.refusal(fields) is None
+    assert skeleton.unsupported_reason(fields) is None
     fields = {n: v for n, v in {**fields, **change}.items() if v is not ...}
-    assert why in str(skeleton.refusal(fields))
+    assert why in str(skeleton.unsupported_reason(fields))
 
 
 def test_older_configurations_have_a_base_alone() -> None:
     fields = {**told(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
-    assert skeleton.refusal(fields) is None
+    assert skeleton.unsupported_reason(fields) is None
     plain = {"rope_type": "default", "rope_theta": 1e6}
     assert torch.equal(rotary.frequencies(fields, 64)[0], rotary.frequencies({"rope_parameters": plain}, 64)[0])
 
@@ -204,7 +204,7 @@ def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
 
 def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(skeleton, "Bare", lambda fields, **how: ("bare", how["device"]))
+    monkeypatch.setattr(skeleton, "ModelSkeleton", lambda fields, **how: ("bare", how["device"]))
     monkeypatch.setattr(engine_factory, "whole", lambda fields, dtype, device: ("whole", device))
     fields = told(configuration("qwen3"))
     assert engine_factory.model_for(spec(fields), "cuda") == ("bare", "cuda")
@@ -222,7 +222,7 @@ def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str) -> None:
     theirs, asked = whole(name), requests(4, temperature=0.0)
     engine, _ = engine_factory.engine_for(spec(told(theirs.config)), "cuda")
-    assert isinstance(engine.model, skeleton.Bare)
+    assert isinstance(engine.model, skeleton.ModelSkeleton)
     engine.swap(1, theirs.state_dict())
     other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)
     said = [drain(e, asked) for e in (engine, other)]
@@ -234,10 +234,11 @@ FIRST_TOKEN = """
 import json, sys
 import windfall.launch.processes.worker
 assert "torch" not in sys.modules, "the controller is dialled before torch is there"
-from windfall.engine.cuda import bare, engine
+from windfall.engine.cuda import engine, skeleton
 from windfall.types import Request
 import torch
-made = engine.GraphEngine(bare.Bare(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu"), kv_tokens=512)
+model = skeleton.ModelSkeleton(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu")
+made = engine.GraphEngine(model, kv_tokens=512)
 for p in made.model.parameters():
     p.fill_(0.1)
 made.add(Request(id="a", prompt=(5, 6), seed=1, max_tokens=1))

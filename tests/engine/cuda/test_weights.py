@@ -11,7 +11,7 @@ import torch
 from small_models import MODELS, SHAPE, build, drain, requests, tokens
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from windfall.engine.cuda.decoder import Decoder, refusal
+from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
@@ -97,19 +97,19 @@ def test_weights_that_were_given_other_storage_are_found_again(device: str) -> N
 def test_models_that_are_not_known_are_refused_in_words() -> None:
     shape = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 2}
     gemma = GemmaForCausalLM(GemmaConfig(**shape, head_dim=12))
-    assert "GemmaForCausalLM" in str(refusal(gemma))
+    assert "GemmaForCausalLM" in str(unsupported_reason(gemma))
     with pytest.raises(WindfallError, match="GemmaForCausalLM"):
         GraphEngine(gemma, kv_tokens=64)
-    assert "gelu" in str(refusal(LlamaForCausalLM(LlamaConfig(**shape, hidden_act="gelu"))))
+    assert "gelu" in str(unsupported_reason(LlamaForCausalLM(LlamaConfig(**shape, hidden_act="gelu"))))
     growing = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert "dynamic" in str(refusal(LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=growing))))
+    assert "dynamic" in str(unsupported_reason(LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=growing))))
     mixed = build("llama")
     mixed.model.norm.to(torch.bfloat16)
-    assert "dtype" in str(refusal(mixed))
+    assert "dtype" in str(unsupported_reason(mixed))
     wrapped = build("llama")
     wrapped.model.layers[1].mlp.up_proj = torch.nn.Sequential(wrapped.model.layers[1].mlp.up_proj)
-    assert "up_proj" in str(refusal(wrapped))
-    assert refusal(build("llama")) is None
+    assert "up_proj" in str(unsupported_reason(wrapped))
+    assert unsupported_reason(build("llama")) is None
 
 
 def spec(model: Any, **options: Any) -> EngineSpec:

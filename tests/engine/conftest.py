@@ -1,4 +1,4 @@
-"""The models that the engine's tests run over, as an oracle and behind windfall's attention."""
+"""The models of the engine's tests: as an oracle, and with windfall's attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def model(plain: Any) -> Any:
-    """The same weights behind windfall's attention."""
+    """The same weights with windfall's attention."""
     twin = type(plain)(copy.deepcopy(plain.config)).eval()  # the attention is named in the config
     twin.load_state_dict(plain.state_dict())
     twin.set_attn_implementation(attention.NAME)

@@ -1,4 +1,4 @@
-"""The self-test through the engine and the trainer that a GPU runs. Needs a GPU; run on a CPU machine, it skips."""
+"""The self-test with the engine and the trainer of a GPU. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRAPHS = {
 
 
 def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of engine that were tested."""
+    """Run the check. Returns the class names of the tested engines."""
     monkeypatch.setattr(verdict, "_run_once", lambda key, checked, test: test() and key)
     spec = trainer.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
     model, kinds = engine_factory.whole(_shrink_fields(a), "bfloat16", "cuda"), []
@@ -52,12 +52,12 @@ def _shrink_fields(a: hostile.Architecture) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_engine_of_the_llama_family_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_engine_equals_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(check(GRAPHS[name], monkeypatch)) == {"GraphEngine"}
 
 
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)
-def test_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_architecture_is_computed_exactly_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = hostile.ARCHITECTURES[name]
     for judged, refusal in (
         (lambda: check(a, monkeypatch), a.engine),

@@ -1,9 +1,10 @@
-"""Random lives of the GPU engine against a device that keeps tokens where a real one keeps keys and values.
+"""Random runs of the GPU engine with an emulated device that stores tokens in place of keys and values.
 
-The emulated pool holds (token, version) in every place. A step reads the whole context of each row through the table,
-as attention would, and the next token is a hash of what it read: whoever writes to a page of somebody else, reads one
-too early, keeps one of old weights or loses one changes what is said. What a family shares is read through the table of
-its first row, and every family is what the pages of its sequences say. Not covered: numbers (see test_gpu_engine.py).
+The emulated pool holds (token, version) in every slot of a page. A step reads the whole context of each row through the
+page table, like attention, and the next token is a hash of what it read. So the output changes if a sequence writes to
+the page of another, reads a page too early, keeps a page of old weights or loses one. The shared prefix of a group is
+read through the page table of its first row, and every group is compared with the pages of its sequences. Not covered:
+numerics (see test_engine.py).
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from windfall.types import Chunk, Request
 
 VOCABULARY = 40
 EAGER = PrefixSharing(max_rows=3, min_tokens=4, min_saved_tokens=1)
-"""A family wherever there can be one, so small that many are cut."""
+"""Prefix groups wherever possible, so small that many are divided."""
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 2, 4, 9, 30)] + [(9,) * 12, (*range(3, 20), 7, 7)]
 
 
 def following(context: Sequence[int], seed: int, position: int, version: int) -> int:
-    """What comes after `context`."""
+    """The token after `context`."""
     return zlib.crc32(np.array([*context, seed, position, version], np.int64).tobytes()) % VOCABULARY
 
 
 def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) -> list[list[int]]:
-    """What the plan says of families, by definition: one row after the other, one page after the other."""
+    """The prefix groups by definition: one row after the other, one page after the other."""
 
     def prompt_pages(s: Running) -> list[int]:
         return s.pages[: (len(s.request.prompt) - s.request.position - 1) // size]
@@ -73,12 +74,12 @@ class Landed:
 
 
 class Emulated:
-    """Stands where the engine has its `Device`. Runs a launch at once, in the order of the stream."""
+    """Replaces the engine's `DeviceRunner`. Runs every launch at once, in order."""
 
     def __init__(self, host_state: HostState, pages: int, size: int, sharing: PrefixSharing) -> None:
         self.host_state, self.pages, self.size, self.sharing = host_state, pages, size, sharing
         self.shared_rows = 0
-        """Rows that were of a family, in all launches."""
+        """Number of rows in prefix groups, over all launches."""
         self.image = host_state.data.copy()
         self.pool = SimpleNamespace(data=self._blank(), allocate=self._allocate, free=self._free_pool)
         self.decoder = SimpleNamespace(stale=lambda: False)
@@ -128,12 +129,12 @@ class Emulated:
         self.pool.data[page, n % self.size] = token, self.version
 
     def _reads(self, rows: int, prefix_groups: int) -> list[tuple[int, int]]:
-        """For every row: who reads its first tokens, and how many. From the device's words alone."""
+        """For every row: the slot whose page table has its shared prefix, and its length. From the device's state."""
         slots, shared = self.part("rows")[:rows], self.part("shared_tokens")[:rows]
         out = [(int(s), 0) for s in slots]
         names = ("group_first", "group_count", "group_tokens")
         for first, count, tokens in zip(*(self.part(n)[:prefix_groups].tolist() for n in names), strict=True):
-            assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "it is not there yet"
+            assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "the prefix is not computed yet"
             out[first : first + count] = [(int(slots[first]), tokens)] * count
         assert [tokens for _, tokens in out] == shared.tolist()
         self.shared_rows += int((shared > 0).sum())
@@ -144,7 +145,7 @@ class Emulated:
         at = np.arange(length[slot] + 1)
         table = self.part("table")[np.where(at < shared, leader, slot) * self.host_state.pages_each + at // self.size]
         read = self.pool.data[table, at % self.size]
-        assert (read[:, 1] == self.version).all(), "it reads what nobody wrote under these weights"
+        assert (read[:, 1] == self.version).all(), "a row reads KV that was not written with these weights"
         token = following(read[:, 0].tolist(), int(self.part("seed")[2 * slot]), int(position[slot]), self.version)
         self.part("last")[slot] = token
         length[slot] += 1
@@ -160,7 +161,7 @@ def model() -> Any:
 
 
 class Life:
-    """An engine, what was asked of it and what it said."""
+    """An engine with its requests and results."""
 
     def __init__(self, **options: Any) -> None:
         self.engine = GraphEngine(model(), **{"sharing": EAGER, **options})
@@ -196,7 +197,7 @@ class Life:
         assert c.id not in self.ended | self.cancelled
         assert c.position == request.position + len(said)
         for token in c.tokens:
-            assert not said or said[-1] not in request.stop, "it goes on after its end"
+            assert not said or said[-1] not in request.stop, "the response continues after its end"
             position = request.position + len(said)
             assert token == following([*request.prompt, *said], request.seed, position, c.version)
             said.append(token)
@@ -211,7 +212,7 @@ class Life:
     data=st.data(), pages=st.integers(10, 26), slots=st.integers(1, 6), rows=st.integers(1, 30),
     burst=st.integers(1, 9),
 )  # fmt: skip
-def test_every_response_comes_out_once_and_whole(
+def test_every_response_is_returned_once_and_complete(
     data: st.DataObject, pages: int, slots: int, rows: int, burst: int
 ) -> None:
     life = Life(kv_tokens=4 * pages, page_size=4, max_running=slots, max_rows=rows, burst=burst)
@@ -234,12 +235,12 @@ def test_every_response_comes_out_once_and_whole(
         life.engine.check()
         if data.draw(st.booleans()):
             life.step()
-    for _ in range(5000):  # whatever was left must come to its end
+    for _ in range(5000):  # all remaining responses must finish
         if not len(life.engine):
             break
         life.step()
     assert life.ended | life.cancelled == life.asked.keys()
-    assert life.engine.step() == []  # what may still fly is nobody's
+    assert life.engine.step() == []  # pending launches have only discarded tokens
     assert life.engine._plan.pages.free == pages
     assert life.engine.counters.generated >= sum(len(s) for s in life.said.values())
 
@@ -249,8 +250,8 @@ def test_every_response_comes_out_once_and_whole(
     lengths=st.lists(st.tuples(st.sampled_from(PROMPTS[:4]), st.integers(10, 36)), min_size=4, max_size=12),
     burst=st.integers(1, 6), rows=st.integers(2, 12), late=st.integers(0, 8),
 )  # fmt: skip
-def test_they_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
-    """Small at first, so that many are let in; most of them must go back and compute again."""
+def test_sequences_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
+    """Short at first, so that many are admitted; then most of them must be preempted."""
     life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
     for n, (prompt, most) in enumerate(lengths):
         life.add(prompt=prompt, seed=n, max_tokens=min(most, life.engine.limit - len(prompt)))
@@ -261,7 +262,7 @@ def test_they_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: i
     assert life.ended == life.asked.keys()
 
 
-def test_the_youngest_goes_back_when_no_page_is_left() -> None:
+def test_youngest_sequence_is_preempted_when_no_page_is_left() -> None:
     life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
     for n in range(8):
         life.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
@@ -271,8 +272,8 @@ def test_the_youngest_goes_back_when_no_page_is_left() -> None:
     assert [len(said) for said in life.said.values()] == [30] * 8
 
 
-def test_nobody_goes_back_before_what_is_in_flight_has_come_out() -> None:
-    """The first ends in the launch that is in flight when the second needs a page: that one is free then."""
+def test_pending_launch_is_collected_before_any_preemption() -> None:
+    """The first response ends in a pending launch when the second one needs a page: then a page is free."""
     life = Life(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
     life.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
     life.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
@@ -282,7 +283,7 @@ def test_nobody_goes_back_before_what_is_in_flight_has_come_out() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 20])
-def test_nothing_comes_out_of_a_response_that_was_cancelled_in_flight(most: int) -> None:
+def test_response_cancelled_in_flight_returns_nothing(most: int) -> None:
     life = Life(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
     life.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
     life.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
@@ -294,7 +295,7 @@ def test_nothing_comes_out_of_a_response_that_was_cancelled_in_flight(most: int)
     assert (life.said["0"], len(life.said["1"])) == ([], 20)
 
 
-def test_the_device_gets_only_what_changed_and_has_two_launches_at_most() -> None:
+def test_only_changes_are_uploaded_and_at_most_two_launches_are_pending() -> None:
     life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=512)
     for n in range(32):
         life.add(prompt=PROMPTS[4], seed=n, max_tokens=100)
@@ -306,11 +307,11 @@ def test_the_device_gets_only_what_changed_and_has_two_launches_at_most() -> Non
     for _ in range(4):
         life.step()
         assert len(life.engine._pending) == 1
-    assert max(len(places) for places, _ in sent) <= 32 + 2, "a page now and then, and where the tokens go"
+    assert max(len(places) for places, _ in sent) <= 32 + 2, "only new pages and the ring row"
 
 
-def test_siblings_are_families_wherever_they_were_begun() -> None:
-    """Six of one prompt, two of them cut elsewhere after some tokens; then somebody ends and somebody comes."""
+def test_siblings_form_prefix_groups_wherever_they_were_started() -> None:
+    """Six siblings, two of them started elsewhere; then one is cancelled and others end."""
     life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
     prompt = PROMPTS[4]
     for n in range(6):
@@ -330,8 +331,8 @@ def test_siblings_are_families_wherever_they_were_begun() -> None:
     assert life.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_one_family_more_or_less_is_not_worth_a_launch() -> None:
-    """Fewer words and no families, where these would save too little."""
+def test_prefix_groups_that_save_too_little_are_not_used() -> None:
+    """Groups must save at least `min_saved_tokens` tokens."""
     for worth, prefix_groups in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
         sharing = PrefixSharing(max_rows=8, min_tokens=4, min_saved_tokens=worth)
         life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
@@ -342,7 +343,7 @@ def test_one_family_more_or_less_is_not_worth_a_launch() -> None:
         assert life.engine._pending[0].work.longest == 34 - 28 * bool(prefix_groups)
 
 
-def test_prompts_that_wait_shorten_the_bursts_until_all_are_in() -> None:
+def test_waiting_prompts_shorten_bursts_until_all_are_admitted() -> None:
     life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
     for n in range(16):
         life.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)

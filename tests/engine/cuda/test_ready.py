@@ -1,4 +1,5 @@
-"""A worker's module without transformers is transformers' in all that the engine sees, and nothing slow is imported."""
+"""A worker's model skeleton equals transformers' module in everything that the engine uses, and needs no slow
+import."""
 
 from __future__ import annotations
 
@@ -51,15 +52,15 @@ def configuration(name: str) -> Any:
     return AutoConfig.for_model(kind, **{**SHAPE, **HEADS, **own})
 
 
-def told(config: Any) -> dict[str, Any]:
-    """What a worker is told of it."""
+def sent_fields(config: Any) -> dict[str, Any]:
+    """The configuration as it is sent to a worker."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
 def whole(name: str) -> Any:
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(configuration(name)).eval()
-    with torch.no_grad():  # what is zero or one at first would hide that it is not used
+    with torch.no_grad():  # initial zeros and ones would hide that a weight is not used
         for n, p in model.named_parameters():
             if n.endswith("bias") or p.dim() == 1:
                 p.add_(0.2 * torch.randn_like(p))
@@ -67,11 +68,11 @@ def whole(name: str) -> Any:
 
 
 def made(name: str) -> skeleton.ModelSkeleton:
-    return skeleton.ModelSkeleton(told(configuration(name)), dtype=torch.float32, device="cpu")
+    return skeleton.ModelSkeleton(sent_fields(configuration(name)), dtype=torch.float32, device="cpu")
 
 
 def storages(model: nn.Module) -> dict[str, set[str]]:
-    """Which names share their memory from its first byte on."""
+    """For every name, the names that share its storage."""
     at: dict[int, set[str]] = {}
     for n, t in model.state_dict().items():
         at.setdefault(t.data_ptr(), set()).add(n)
@@ -79,7 +80,7 @@ def storages(model: nn.Module) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names_shapes_and_ties_are_those_of_transformers(name: str) -> None:
+def test_names_shapes_and_ties_equal_transformers(name: str) -> None:
     ours, theirs = made(name), whole(name)
     assert [(n, t.shape, t.dtype) for n, t in ours.state_dict().items()] == [
         (n, t.shape, t.dtype) for n, t in theirs.state_dict().items()
@@ -91,10 +92,10 @@ def test_names_shapes_and_ties_are_those_of_transformers(name: str) -> None:
     assert ours.get_input_embeddings().num_embeddings == VOCABULARY
     before = [p.data_ptr() for p in ours.parameters()]
     decoder = Decoder.of(ours)
-    assert [p.data_ptr() for p in ours.parameters()] == before, "nothing had to be moved"
+    assert [p.data_ptr() for p in ours.parameters()] == before, "no weight had to be moved"
     windows = [layer.window for layer in decoder.layers]
     assert windows == [layer.window for layer in Decoder.of(theirs).layers]
-    assert any(windows) == ("window" in name), "the case is what it is called"
+    assert any(windows) == ("window" in name), "the case must match its name"
 
 
 ROPES = {
@@ -110,11 +111,11 @@ ROPES = {
 
 @pytest.mark.parametrize("head", [16, 48, 64, 128])
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_tables_are_those_of_transformers_bit_for_bit(name: str, head: int) -> None:
+def test_rotary_tables_equal_transformers_bit_for_bit(name: str, head: int) -> None:
     shape = {**SHAPE, **HEADS, "num_hidden_layers": 1, "head_dim": head}
     config = AutoConfig.for_model("llama", **shape, rope_parameters=ROPES[name])
     theirs = AutoModelForCausalLM.from_config(config)
-    ours = skeleton.ModelSkeleton(told(config), dtype=torch.float32, device="cpu")
+    ours = skeleton.ModelSkeleton(sent_fields(config), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         x, positions = torch.zeros(1), torch.arange(3000)[None]
         cos, sin = theirs.model.rotary_emb(x, positions)
@@ -127,7 +128,7 @@ def test_rotary_tables_are_those_of_transformers_bit_for_bit(name: str, head: in
 
 
 def logits_of(model: Any, ids: list[int], source: Any = None) -> Tensor:
-    """Of the last of `ids`, in the engine; the weights are those of `source`, swapped in as a pull's are."""
+    """The engine's logits for the last of `ids`, with the weights of `source`, swapped in like pulled weights."""
     seen: list[Tensor] = []
 
     def sample(logits: Tensor, *rest: Any) -> None:
@@ -142,7 +143,7 @@ def logits_of(model: Any, ids: list[int], source: Any = None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str) -> None:
+def test_logits_equal_transformers(name: str) -> None:
     theirs = whole(name)
     ids = torch.randint(3, VOCABULARY, (60,), generator=torch.Generator().manual_seed(7)).tolist()
     with torch.no_grad():
@@ -152,7 +153,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     assert torch.equal(got, logits_of(theirs, ids)), "the same engine on transformers' own module"
 
 
-def test_tied_weights_may_come_once() -> None:
+def test_tied_weights_may_be_sent_once() -> None:
     theirs = whole("smollm2")
     engine = GraphEngine(made("smollm2"), kv_tokens=512)
     weights = {n: t for n, t in theirs.state_dict().items() if n != "lm_head.weight"}
@@ -181,15 +182,15 @@ def test_tied_weights_may_come_once() -> None:
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["chunked_attention"] * 3}, "which layers"),
     ],
 )
-def test_what_a_configuration_leaves_open_is_left_to_transformers(change: dict[str, Any], why: str) -> None:
-    fields = told(configuration("qwen3"))
+def test_incomplete_configuration_is_left_to_transformers(change: dict[str, Any], why: str) -> None:
+    fields = sent_fields(configuration("qwen3"))
     assert skeleton.unsupported_reason(fields) is None
     fields = {n: v for n, v in {**fields, **change}.items() if v is not ...}
     assert why in str(skeleton.unsupported_reason(fields))
 
 
-def test_older_configurations_have_a_base_alone() -> None:
-    fields = {**told(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
+def test_older_configuration_with_rope_theta_alone() -> None:
+    fields = {**sent_fields(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
     assert skeleton.unsupported_reason(fields) is None
     plain = {"rope_type": "default", "rope_theta": 1e6}
     assert torch.equal(rotary.frequencies(fields, 64)[0], rotary.frequencies({"rope_parameters": plain}, 64)[0])
@@ -202,11 +203,13 @@ def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
     )  # fmt: skip
 
 
-def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skeleton_is_built_only_for_the_graph_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(skeleton, "ModelSkeleton", lambda fields, **how: ("bare", how["device"]))
     monkeypatch.setattr(engine_factory, "whole", lambda fields, dtype, device: ("whole", device))
-    fields = told(configuration("qwen3"))
+    fields = sent_fields(configuration("qwen3"))
     assert engine_factory.model_for(spec(fields), "cuda") == ("bare", "cuda")
     assert engine_factory.model_for(spec(fields), "cpu") == ("whole", "cpu")
     assert engine_factory.model_for(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
@@ -219,9 +222,9 @@ def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("name", MODELS)
-def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str) -> None:
+def test_skeleton_generates_the_same_as_transformers_module_on_a_gpu(name: str) -> None:
     theirs, asked = whole(name), requests(4, temperature=0.0)
-    engine, _ = engine_factory.engine_for(spec(told(theirs.config)), "cuda")
+    engine, _ = engine_factory.engine_for(spec(sent_fields(theirs.config)), "cuda")
     assert isinstance(engine.model, skeleton.ModelSkeleton)
     engine.swap(1, theirs.state_dict())
     other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)
@@ -233,7 +236,7 @@ def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str)
 FIRST_TOKEN = """
 import json, sys
 import windfall.launch.processes.worker
-assert "torch" not in sys.modules, "the controller is dialled before torch is there"
+assert "torch" not in sys.modules, "the controller is dialed before torch is imported"
 from windfall.engine.cuda import engine, skeleton
 from windfall.types import Request
 import torch
@@ -248,8 +251,8 @@ print(json.dumps([len(said), list(sys.modules)]))
 """
 
 
-def test_until_its_first_token_a_worker_imports_nothing_slow() -> None:
-    config = json.dumps(told(configuration("qwen3")))
+def test_worker_imports_nothing_slow_before_its_first_token() -> None:
+    config = json.dumps(sent_fields(configuration("qwen3")))
     done = subprocess.run([sys.executable, "-c", FIRST_TOKEN, config], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made, modules = json.loads(done.stdout)

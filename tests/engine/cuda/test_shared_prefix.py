@@ -1,8 +1,9 @@
-"""PrefixGroups of rows: which rows are one (against a definition by brute force), what the device is told of them, and
-attention with them against the reference, in Triton's interpreter (TRITON_INTERPRET=1) or on a GPU.
+"""Prefix groups: which rows form one (compared with brute force), what is uploaded, and attention with prefix groups
+compared with the reference, in Triton's interpreter (TRITON_INTERPRET=1) or on a GPU.
 
-Where a family has read for its rows, their own tables are made to name a page of NaN: who reads a shared page twice, or
-past its family, shows. Not covered: speed (`benchmarks/gpu_kernels.py`), and lives of an engine (test_gpu_plan.py)."""
+Where a group reads a shared prefix, the page tables of its other rows point to a page of NaN. So a row that reads a
+shared page itself is detected. Not covered: speed (`benchmarks/gpu_kernels.py`), and random runs of an engine
+(test_plan.py)."""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ def kernels() -> ModuleType:
     return kernels
 
 
-# Which rows are a family.
+# Which rows form a prefix group.
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), rows=st.integers(0, 5), least=st.integers(0, 3), worth=st.sampled_from([0, 1, 100]))
-def test_families_are_what_brute_force_says(data: st.DataObject, rows: int, least: int, worth: int) -> None:
+def test_prefix_groups_equal_brute_force(data: st.DataObject, rows: int, least: int, worth: int) -> None:
     count = data.draw(st.integers(1, 14))
     prefix_id = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
     table = np.array(data.draw(st.lists(st.lists(st.sampled_from([1, 1, 1, 2]), min_size=4, max_size=4), min_size=count,
@@ -71,7 +72,7 @@ def test_families_are_what_brute_force_says(data: st.DataObject, rows: int, leas
     assert sharing.find_groups(prefix_id, pages, table, PAGE).tolist() == want
 
 
-def test_the_device_is_told_of_families_once() -> None:
+def test_prefix_groups_are_uploaded_once() -> None:
     host_state = HostState(slots=20, pages_each=4, batch=24, stops=8)
     buffer = host_state.data.copy()
 
@@ -97,13 +98,13 @@ def test_the_device_is_told_of_families_once() -> None:
     assert send([])[1] == {n: [0] * 24 for n in there}
 
 
-# Attention with them.
+# Attention with prefix groups.
 
 
 @dataclass
 class Scene:
-    """Groups of (rows, shared tokens), each row with so many tokens of its own and a slot of its own, and nobody's rows
-    at the end. Slots are in random order, pages too."""
+    """Groups of (rows, shared tokens). Each row has its own slot and the number of own tokens given by `own`; the last
+    rows are padding. Slots and pages are in random order."""
 
     groups: list[tuple[int, int]]
     heads: int
@@ -115,7 +116,7 @@ class Scene:
     own: tuple[int, ...] = (1, 2, 15, 16, 17, 31, 64, 65, 130, 299)
     state: DeviceState = field(init=False)
     plain: DeviceState = field(init=False)
-    """The same before the tables of rows were spoiled where their family reads."""
+    """The same, before the page tables were overwritten where a group reads for its rows."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(sum(a * 7 + b for a, b in self.groups))
@@ -130,7 +131,7 @@ class Scene:
         self.pool.data.copy_(torch.randn(self.pool.shape))
         nan = count * each - 1
         table = torch.randperm(nan)[: count * (each - 1)].view(count, each - 1).int()
-        table = torch.cat([table, torch.full((count, 1), nan)], 1)  # a page behind everybody's last
+        table = torch.cat([table, torch.full((count, 1), nan)], 1)  # one page after the last page of every row
         for n in range(len(prefix_id)):
             leader = int(np.flatnonzero(prefix_id == prefix_id[n])[0])
             table[n, : shared[n] // PAGE] = table[leader, : shared[n] // PAGE]
@@ -187,7 +188,7 @@ GROUPS = {
 SHAPES = [(4, 4, 64), (4, 2, 128), (9, 3, 64), (8, 2, 96), (5, 1, 64), (7, 1, 96), (8, 1, 128)]
 
 
-def test_the_reference_reads_through_the_first_row() -> None:
+def test_reference_reads_the_prefix_of_the_first_row() -> None:
     s = Scene(GROUPS["mixed"], 4, 2, 32, inactive=(1, 4))
     assert not torch.equal(s.state.table, s.plain.table)
     q = s.numbers(len(s.rows), 4, 32)
@@ -203,7 +204,7 @@ def test_the_reference_reads_through_the_first_row() -> None:
     ("groups", "splits", "prefix_splits"),
     [("eight", 1, 1), ("eight", 8, 2), ("mixed", 1, 1), ("mixed", 2, 4), ("larger", 2, 1), ("few", 8, 8)],
 )
-def test_decode_with_families(
+def test_decode_attention_with_prefix_groups(
     kernels: ModuleType, groups: str, splits: int, prefix_splits: int, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     s = Scene(GROUPS[groups], *shape, dtype=dtype, inactive=(0, 4), splits=prefix_splits)
@@ -215,19 +216,19 @@ def test_decode_with_families(
         for _ in range(2)
     ]
     close(made[0], want)
-    assert torch.equal(made[0], made[1]), "the same sum every time"
-    assert not made[0][[0, 4, -2, -1]].any(), "inactive rows, and nobody's"
+    assert torch.equal(made[0], made[1]), "the result must not vary"
+    assert not made[0][[0, 4, -2, -1]].any(), "inactive rows and padding rows"
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_long_own_contexts_are_cut_and_take_the_shared_part_in_once(kernels: ModuleType, splits: int) -> None:
+def test_split_contexts_merge_the_shared_prefix_once(kernels: ModuleType, splits: int) -> None:
     s = Scene([(3, 272), (2, 528)], 4, 2, 64, splits=4, own=(900, 1, 300))
     q = s.numbers(len(s.rows), 4, 64)
     want = reference.decode_attention(q, s.rows, s.plain, s.pool, 0, 0.125, None, 1)
     close(kernels.decode_attention(q, s.rows, s.state, s.pool, 0, 0.125, None, splits, s.prefix_groups), want)
 
 
-def test_where_there_is_a_window_there_are_no_families(kernels: ModuleType) -> None:
+def test_windowed_layers_ignore_prefix_groups(kernels: ModuleType) -> None:
     s = Scene(GROUPS["mixed"], 4, 2, 64)
     q = s.numbers(len(s.rows), 4, 64)
     want = reference.decode_attention(q, s.rows, s.plain, s.pool, 0, 0.125, 100, 1)
@@ -239,11 +240,11 @@ def test_where_there_is_a_window_there_are_no_families(kernels: ModuleType) -> N
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", [(4, 4, 64), (4, 2, 128), (9, 3, 96)])
 @pytest.mark.parametrize(("pairs", "splits", "prefix_splits"), [(1024, 1, 1), (1024, 4, 2), (0, 1, 1)])
-def test_place_and_decode_with_families(
+def test_rope_store_and_decode_with_prefix_groups(
     kernels: ModuleType, shape: tuple[int, int, int], normed: bool, pairs: int, splits: int, prefix_splits: int,
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("windfall.engine.cuda.kernels.decode._MAX_FUSED_PAIRS", pairs)  # up to these: no `place`
+    monkeypatch.setattr("windfall.engine.cuda.kernels.decode._MAX_FUSED_PAIRS", pairs)  # up to this number: one launch
     heads, kv_heads, head = shape
     s = Scene([(1, 0), (5, 80), (2, 304), (1, 32)], *shape, dtype=dtype, inactive=(1, 7), splits=prefix_splits)
     positions = reference.decode_inputs(s.plain, s.rows)[1]
@@ -262,15 +263,15 @@ def test_place_and_decode_with_families(
 
 
 @pytest.mark.parametrize("max_running", [16, 4])
-def test_an_engine_with_families_says_what_one_without_says(kernels: ModuleType, max_running: int) -> None:
-    """The whole way, from requests to kernels: siblings of two prompts, some begun elsewhere, and somebody alone."""
+def test_engine_generates_the_same_with_and_without_prefix_groups(kernels: ModuleType, max_running: int) -> None:
+    """From requests to kernels: siblings of two prompts, some started elsewhere, and a single response."""
     model = build("qwen3").to(DEVICE)
     prompts = [tuple(range(3, 40)), tuple(range(60, 93)), (5, 6, 7)]
     asked = [Request(id=str(n), prompt=prompts[n % 2], seed=n, max_tokens=3 + n) for n in range(5)]
     asked += [Request(id="m", prompt=(*prompts[0], 9), position=1, seed=8, max_tokens=4)]
     asked += [Request(id="a", prompt=prompts[2], seed=9, max_tokens=4)]
     said = []
-    plain = kernels if CUDA else reference  # a graph cannot capture what waits for the device, as the reference does
+    plain = kernels if CUDA else reference  # a graph cannot capture the reference, which waits for the device
     for ops, rows in ((kernels, 8), (plain, 0)):
         e = GraphEngine(model, kv_tokens=1024, max_running=max_running, burst=2, ops=ops,
                         sharing=PrefixSharing(max_rows=rows, min_tokens=16, min_saved_tokens=1))  # fmt: skip
@@ -282,8 +283,8 @@ def test_an_engine_with_families_says_what_one_without_says(kernels: ModuleType,
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_captured_step_takes_families_as_they_come(kernels: ModuleType) -> None:
-    """Who is a family is data: the same graph goes on with others, and with none."""
+def test_captured_step_works_with_any_prefix_groups(kernels: ModuleType) -> None:
+    """Groups are data: the same graph also works with other groups, and with none."""
     s = Scene(GROUPS["mixed"], 4, 2, 128, dtype=torch.bfloat16, splits=2)
     q = s.numbers(len(s.rows), 4, 128)
     want = reference.decode_attention(q, s.rows, s.plain, s.pool, 1, 0.1, None, 1)

@@ -25,7 +25,7 @@ from windfall.types import Request
 
 
 @dataclass
-class Landed:
+class FinishedLaunch:
     work: Launch
     version: int
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class InstantDevice:
         self.pool = SimpleNamespace(data=True)
         self.sent_words = 0
 
-    def launch(self, work: Launch, version: int) -> Landed:
+    def launch(self, work: Launch, version: int) -> FinishedLaunch:
         arrays = [*self.host_state.take_changes(), *prefill_arrays(work.prefill)]
         self.sent_words += sum(len(a) for a in arrays)
         np.concatenate(arrays)
@@ -54,7 +54,7 @@ class InstantDevice:
             going = np.arange(work.steps)[:, None] < self.left[work.slots]
             tokens[1:, : len(work.slots)] = np.where(going, 7, -1)
             self.left[work.slots] -= going.sum(0)
-        return Landed(work, version, tokens)
+        return FinishedLaunch(work, version, tokens)
 
 
 def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> None:
@@ -76,7 +76,7 @@ def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> Non
     steps = engine.counters.steps
     print(
         f"{rows:5d} rows, {siblings} siblings: {1e6 * took / made:6.2f} us/token  {1e6 * took / steps:7.1f} us/step  "
-        f"first launch {1e3 * begun:5.1f} ms (of which add {1e3 * added:.1f})  "
+        f"first launch {1e3 * begun:5.1f} ms (adding requests: {1e3 * added:.1f})  "
         f"{device.sent_words / made:.2f} words/token"
     )
 

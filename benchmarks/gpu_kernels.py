@@ -192,7 +192,7 @@ def rope_store_and_decode(s: Shape, batch: int, context: int) -> Case:
         )
         for i in range(layers)
     ]
-    return Case(name=f"rope+store+decode, {context}", batch=batch, calls=calls, nbytes=nbytes)
+    return Case(name=f"rope+decode, {context}", batch=batch, calls=calls, nbytes=nbytes)
 
 
 def rope_and_store(s: Shape, batch: int) -> Case:

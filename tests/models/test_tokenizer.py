@@ -1,6 +1,6 @@
 """The light tokenizer against transformers' own: the same folder gives the same ids, text and prompts.
 
-Not covered: tokenizer classes of transformers that build their parts anew instead of taking tokenizer.json as it is;
+Not covered: tokenizer classes of transformers that rebuild their parts instead of using tokenizer.json unchanged;
 templates that call tools.
 """
 

@@ -64,7 +64,7 @@ def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) 
 
 
 @dataclass
-class Landed:
+class FinishedLaunch:
     work: Launch
     version: int
     tokens: np.ndarray
@@ -98,7 +98,7 @@ class Emulated:
         w = self.host_state
         return self.image[w.offsets[name] : w.offsets[name] + w.sizes[name]]
 
-    def launch(self, work: Launch, version: int) -> Landed:
+    def launch(self, work: Launch, version: int) -> FinishedLaunch:
         self.version = version
         out = np.full((1 + work.steps, self.host_state.slots), -1, np.int64)
         assert work.prefix_groups.tolist() == expected_groups(work.rows, self.sharing, self.size)
@@ -122,7 +122,7 @@ class Emulated:
                 self._write(slot, self.part("length")[slot], self.part("last")[slot])
             for n, slot in active:
                 out[1 + step, n] = self._draw(slot, *reads[n])
-        return Landed(work, version, out)
+        return FinishedLaunch(work, version, out)
 
     def _write(self, slot: int, n: int, token: int) -> None:
         page = self.part("table")[slot * self.host_state.pages_each + n // self.size]
@@ -160,7 +160,7 @@ def model() -> Any:
     return build("llama")
 
 
-class Life:
+class EngineRun:
     """An engine with its requests and results."""
 
     def __init__(self, **options: Any) -> None:
@@ -215,34 +215,34 @@ class Life:
 def test_every_response_is_returned_once_and_complete(
     data: st.DataObject, pages: int, slots: int, rows: int, burst: int
 ) -> None:
-    life = Life(kv_tokens=4 * pages, page_size=4, max_running=slots, max_rows=rows, burst=burst)
+    run = EngineRun(kv_tokens=4 * pages, page_size=4, max_running=slots, max_rows=rows, burst=burst)
     for _ in range(data.draw(st.integers(1, 40))):
         match data.draw(st.sampled_from(["add"] * 5 + ["cancel", "swap", "sleep"] + ["step"] * 4)):
             case "add":
                 prompt = data.draw(st.sampled_from(PROMPTS))
-                room = life.engine.limit - len(prompt)
-                life.add(
+                room = run.engine.limit - len(prompt)
+                run.add(
                     prompt=prompt, seed=data.draw(st.integers(0, 3)), position=data.draw(st.integers(0, 2)),
                     max_tokens=min(room, data.draw(st.sampled_from([1, 2, 7, 40, 100]))),
                     stop=frozenset(data.draw(st.sampled_from([(), (5,), (5, 6, 7), range(20, 30)]))),
                 )  # fmt: skip
-            case "cancel" if life.asked:
-                life.cancel(data.draw(st.sampled_from(sorted(life.asked))))
+            case "cancel" if run.asked:
+                run.cancel(data.draw(st.sampled_from(sorted(run.asked))))
             case "swap":
-                life.engine.swap(life.engine.version + 1)
+                run.engine.swap(run.engine.version + 1)
             case "sleep":
-                life.engine.sleep()
-        life.engine.check()
+                run.engine.sleep()
+        run.engine.check()
         if data.draw(st.booleans()):
-            life.step()
+            run.step()
     for _ in range(5000):  # all remaining responses must finish
-        if not len(life.engine):
+        if not len(run.engine):
             break
-        life.step()
-    assert life.ended | life.cancelled == life.asked.keys()
-    assert life.engine.step() == []  # pending launches have only discarded tokens
-    assert life.engine._plan.pages.free == pages
-    assert life.engine.counters.generated >= sum(len(s) for s in life.said.values())
+        run.step()
+    assert run.ended | run.cancelled == run.asked.keys()
+    assert run.engine.step() == []  # pending launches have only discarded tokens
+    assert run.engine._plan.pages.free == pages
+    assert run.engine.counters.generated >= sum(len(s) for s in run.said.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -252,106 +252,106 @@ def test_every_response_is_returned_once_and_complete(
 )  # fmt: skip
 def test_sequences_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
     """Short at first, so that many are admitted; then most of them must be preempted."""
-    life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
+    run = EngineRun(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
     for n, (prompt, most) in enumerate(lengths):
-        life.add(prompt=prompt, seed=n, max_tokens=min(most, life.engine.limit - len(prompt)))
+        run.add(prompt=prompt, seed=n, max_tokens=min(most, run.engine.limit - len(prompt)))
         for _ in range(late if n % 3 == 2 else 0):
-            life.step()
-    while len(life.engine):
-        life.step()
-    assert life.ended == life.asked.keys()
+            run.step()
+    while len(run.engine):
+        run.step()
+    assert run.ended == run.asked.keys()
 
 
 def test_youngest_sequence_is_preempted_when_no_page_is_left() -> None:
-    life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
+    run = EngineRun(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
     for n in range(8):
-        life.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
-    while len(life.engine):
-        life.step()
-    assert life.engine.counters.preemptions >= 6
-    assert [len(said) for said in life.said.values()] == [30] * 8
+        run.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
+    while len(run.engine):
+        run.step()
+    assert run.engine.counters.preemptions >= 6
+    assert [len(said) for said in run.said.values()] == [30] * 8
 
 
 def test_pending_launch_is_collected_before_any_preemption() -> None:
     """The first response ends in a pending launch when the second one needs a page: then a page is free."""
-    life = Life(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
-    life.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
-    life.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
-    while len(life.engine):
-        life.step()
-    assert life.engine.counters.preemptions == 0
+    run = EngineRun(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
+    run.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
+    run.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
+    while len(run.engine):
+        run.step()
+    assert run.engine.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("most", [1, 20])
 def test_response_cancelled_in_flight_returns_nothing(most: int) -> None:
-    life = Life(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
-    life.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
-    life.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
-    life.step()
-    assert len(life.engine._pending) == 1
-    life.cancel("0")
-    while len(life.engine):
-        life.step()
-    assert (life.said["0"], len(life.said["1"])) == ([], 20)
+    run = EngineRun(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
+    run.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
+    run.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
+    run.step()
+    assert len(run.engine._pending) == 1
+    run.cancel("0")
+    while len(run.engine):
+        run.step()
+    assert (run.said["0"], len(run.said["1"])) == ([], 20)
 
 
 def test_only_changes_are_uploaded_and_at_most_two_launches_are_pending() -> None:
-    life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=512)
+    run = EngineRun(kv_tokens=4096, page_size=16, max_running=32, max_rows=512)
     for n in range(32):
-        life.add(prompt=PROMPTS[4], seed=n, max_tokens=100)
-    life.step()
-    life.step()
+        run.add(prompt=PROMPTS[4], seed=n, max_tokens=100)
+    run.step()
+    run.step()
     sent = []
-    take_changes = life.engine._plan.host_state.take_changes
-    life.engine._plan.host_state.take_changes = lambda: sent.append(took := take_changes()) or took
+    take_changes = run.engine._plan.host_state.take_changes
+    run.engine._plan.host_state.take_changes = lambda: sent.append(took := take_changes()) or took
     for _ in range(4):
-        life.step()
-        assert len(life.engine._pending) == 1
+        run.step()
+        assert len(run.engine._pending) == 1
     assert max(len(places) for places, _ in sent) <= 32 + 2, "only new pages and the ring row"
 
 
 def test_siblings_form_prefix_groups_wherever_they_were_started() -> None:
     """Six siblings, two of them started elsewhere; then one is cancelled and others end."""
-    life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
+    run = EngineRun(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
     prompt = PROMPTS[4]
     for n in range(6):
         said = (5,) * (n if n > 3 else 0)
-        life.add(prompt=prompt + said, position=len(said), seed=n, max_tokens=20 + 20 * n)
-    life.add(prompt=(7, *prompt), seed=7, max_tokens=60)
+        run.add(prompt=prompt + said, position=len(said), seed=n, max_tokens=20 + 20 * n)
+    run.add(prompt=(7, *prompt), seed=7, max_tokens=60)
     seen = []
-    launch = life.engine._device.launch
-    life.engine._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
-    life.step()
+    launch = run.engine._device.launch
+    run.engine._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
+    run.step()
     assert seen[0] == [[0, 3, 28], [3, 3, 28]]
-    life.cancel("1")
-    while len(life.engine):
-        life.step()
+    run.cancel("1")
+    while len(run.engine):
+        run.step()
     assert [[0, 3, 28], [3, 2, 28]] in seen
     assert seen[-1] == []
-    assert life.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
+    assert run.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_prefix_groups_that_save_too_little_are_not_used() -> None:
     """Groups must save at least `min_saved_tokens` tokens."""
     for worth, prefix_groups in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
         sharing = PrefixSharing(max_rows=8, min_tokens=4, min_saved_tokens=worth)
-        life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
+        run = EngineRun(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
         for n in range(3):
-            life.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
-        life.step()
-        assert life.engine._pending[0].work.prefix_groups.tolist() == prefix_groups
-        assert life.engine._pending[0].work.longest == 34 - 28 * bool(prefix_groups)
+            run.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
+        run.step()
+        assert run.engine._pending[0].work.prefix_groups.tolist() == prefix_groups
+        assert run.engine._pending[0].work.longest == 34 - 28 * bool(prefix_groups)
 
 
 def test_waiting_prompts_shorten_bursts_until_all_are_admitted() -> None:
-    life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
+    run = EngineRun(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
     for n in range(16):
-        life.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
+        run.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
     steps = []
-    launch = life.engine._device.launch
-    life.engine._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
-    while len(life.engine):
-        life.step()
+    launch = run.engine._device.launch
+    run.engine._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
+    while len(run.engine):
+        run.step()
     prefills = steps.index(8)
     assert set(steps[:prefills]) <= {0, 1}
     assert prefills >= 16 * 30 // 64 - 1

@@ -104,7 +104,7 @@ class HostState:
             self._changed.append((start, count))
 
     def _stop_row(self, stop: Collection[int]) -> np.ndarray:
-        """As many stop tokens as there is room for; the host checks for the others."""
+        """The stop tokens that fit, padded with -1; the host checks for the others."""
         out = np.full(self.stops, -1, np.int32)
         fit = [t for t in stop if 0 <= t < 2**31][: self.stops]
         out[: len(fit)] = fit

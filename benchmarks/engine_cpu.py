@@ -1,12 +1,12 @@
-"""Useful tokens/s on this CPU: windfall's engine beside its peers, same models and prompts, one run.
+"""Useful tokens/s on this CPU: windfall's engine compared with its peers, same models and prompts, in one run.
 
     python benchmarks/engine_cpu.py                      the peers that are installed beside windfall
-    benchmarks/peers/install.sh .peers                   installs the others (5 GB), found there from then on
+    benchmarks/peers/install.sh .peers                   installs the others (5 GB), which are then found there
 
-Two models (the tiny one, SmolLM2-135M), two workloads of 32 requests in flight: equal lengths, and uneven ones (4 to
-183 tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those asked for: a peer that makes more
-to fill its batch is not credited for them. Every peer runs in a process of its own with the same number of threads. The
-machine must be idle otherwise: `others` shows how many cores something else took meanwhile.
+There are two models (the tiny one, SmolLM2-135M) and two workloads of 32 requests in flight: equal lengths, and uneven
+ones (4 to 183 tokens, exponential), in groups of 8 that share a prompt. Useful tokens are those requested: tokens that
+a peer generates only to fill its batch do not count. Every peer runs in its own process with the same number of
+threads. The machine must be idle otherwise: `others` shows how many cores other processes used meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PEERS = {  # script: which environment under the peers' folder
 
 
 def workload(model: str, kind: str, requests: int, threads: int) -> dict[str, Any]:
-    """Groups of 8 with one prompt of 24 tokens each, as a rollout has them."""
+    """Groups of 8 with one prompt of 24 tokens each, like in a rollout."""
     rng = random.Random(0)
     vocabulary = json.loads((Path(load.fetch(model)) / "config.json").read_text())["vocab_size"]
     prompts = [[rng.randrange(3, vocabulary) for _ in range(24)] for _ in range(-(-requests // 8))]
@@ -62,7 +62,7 @@ def run(script: str, environment: str | None, folder: Path, work: Path, timeout_
             [python, str(HERE / script), str(work)], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"peer": script, "skipped": f"waited {timeout_s:.0f} s for it"}
+        return {"peer": script, "skipped": f"timed out after {timeout_s:.0f} s"}
     lines = done.stdout.strip().splitlines()
     try:
         return json.loads(lines[-1])
@@ -72,21 +72,21 @@ def run(script: str, environment: str | None, folder: Path, work: Path, timeout_
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--peers", type=Path, default=Path(".peers"), help="where install.sh put them")
+    p.add_argument("--peers", type=Path, default=Path(".peers"), help="directory where install.sh installed the peers")
     p.add_argument("--models", default="tiny,smollm2-135m")
     p.add_argument("--requests", type=int, default=64)
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--timeout-s", type=float, default=900)
-    p.add_argument("--out", type=Path, help="also write the figures here, as JSON")
+    p.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
     args = p.parse_args()
     out, results = Console(), []
     if not out.is_terminal:
-        out.width = 150  # a log file wraps nothing
+        out.width = 150  # do not wrap lines in a log file
     for model in args.models.split(","):
         try:
             load.fetch(model)
         except WindfallError as e:
-            out.print(f"{model} left out: {e}")
+            out.print(f"{model} skipped: {e}")
             continue
         for kind in ("equal", "uneven"):
             table = Table(title=f"{model}, {kind} lengths, {args.requests} requests, {args.threads} threads")

@@ -1,18 +1,18 @@
 """windfall's engine and trainer on a GPU: one table for the shapes of Qwen3-0.6B and Qwen3-8B, random bf16 weights.
 
     python benchmarks/engine_gpu.py                              windfall alone
-    python benchmarks/engine_gpu.py --vllm FOLDER                vLLM beside it, from FOLDER: about six minutes more
-    python benchmarks/engine_gpu.py --vllm FILE.json             or from what --json wrote in an earlier run
-    python benchmarks/engine_gpu.py --device cpu --tiny          does the benchmark itself work?
+    python benchmarks/engine_gpu.py --vllm FOLDER                also vLLM, installed in FOLDER: about six minutes more
+    python benchmarks/engine_gpu.py --vllm FILE.json             vLLM's figures from the --json file of an earlier run
+    python benchmarks/engine_gpu.py --device cpu --tiny          check that the benchmark itself works
 
-- ready: a fresh process until its first token; cold: with no compiled kernels kept. Weights are made, not pulled
-- decode: ms per step through the engine's interface; share: of what reading weights and KV at 4.3 TB/s would take
+- ready: from the start of a process to its first token; cold: without cached kernels. Weights are random, not pulled
+- decode: ms per step through the engine's interface; share: of the time to read weights and KV at 4.3 TB/s
 - prefill, rollout, group: tokens/s, all requests at once, temperature 1, no stop tokens; share: of 990 TFLOP/s
-- memory: the KV pool given up and taken back (windfall alone)
-- train, publish: what benchmarks/train_gpu.py prints
+- memory: the KV pool freed and allocated again (windfall alone)
+- train, publish: the output of benchmarks/train_gpu.py
 
-gpu_job.py has the workloads and gpu_measure.py how they are timed, both the same for every engine. Each model of each
-engine has a process of its own, one after the other, and each figure is printed as soon as it is known.
+gpu_job.py defines the workloads and gpu_measure.py the timing, both the same for every engine. Each model of each
+engine has its own process, one after the other, and each figure is printed as soon as it is known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ TRAINING = ("train", "publish")
 
 
 class Report:
-    """All figures so far: printed as they come, written down if there is a file for them, and a table in the end."""
+    """All figures so far: printed as they arrive, written to a file if there is one, and shown as a table at the
+    end."""
 
     def __init__(self, out: Path | None) -> None:
         self._out, self._began = out, time.perf_counter()
@@ -59,7 +60,7 @@ class Report:
         self._write()
 
     def line(self, line: str) -> None:
-        """Of another benchmark."""
+        """Record a line of another benchmark."""
         self._lines.append(line)
         print(f"{'':9}{line}", flush=True)
         self._write()
@@ -70,7 +71,7 @@ class Report:
             self._out.write_text(json.dumps({"figures": rows, "training": self._lines}, indent=1))
 
     def table(self) -> str:
-        """A row for every figure; beside it the other engine's, and how many times better windfall is."""
+        """One row per figure: windfall's value, the other engine's value, and their ratio."""
         found = {(m, f.what, f.case): {} for m, _, f in self._rows}
         for model, engine, f in self._rows:
             found[model, f.what, f.case][engine] = f
@@ -96,14 +97,14 @@ def shown(f: Figure) -> str:
 
 
 def run(script: Path, arguments: list[str], env: dict[str, str], timeout_s: float) -> Iterator[str]:
-    """Lines of its standard output as they come. RuntimeError with the end of its log if it fails."""
+    """The lines of the script's standard output as they arrive. RuntimeError with the end of its log if it fails."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, stderr=log, text=True,
             env={**os.environ, **env, STARTED: str(time.time())}, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
-        # What it started goes with it, or memory of the card would stay taken.
+        # Also kill the processes that it started: otherwise GPU memory would stay allocated.
         late = threading.Timer(timeout_s, lambda: os.killpg(process.pid, signal.SIGKILL))
         late.start()
         last: list[str] = []
@@ -140,7 +141,7 @@ def engine(
 
 
 def model(report: Report, job: Job, own: bool, vllm: Path | None, timeout_s: float) -> None:
-    """All figures of one model. The first process finds no cache; a second, which only gets ready, does."""
+    """All figures of one model. The first process has no kernel cache; a second one, which only gets ready, has it."""
     with tempfile.TemporaryDirectory() as caches:
         ours = {"TRITON_CACHE_DIR": f"{caches}/triton"}
         again = Job(**{**asdict(job), "only": ("ready",)})
@@ -198,23 +199,23 @@ def trained(line: str) -> list[Figure]:
 
 def options() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--models", default="0.6b,8b", help=f"of {', '.join(SHAPES)}")
-    p.add_argument("--only", default=",".join([*SECTIONS, *TRAINING]), help="sections, of all that is the default")
+    p.add_argument("--models", default="0.6b,8b", help=f"comma-separated, from {', '.join(SHAPES)}")
+    p.add_argument("--only", default=",".join([*SECTIONS, *TRAINING]), help="comma-separated sections; default: all")
     p.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    p.add_argument("--tiny", action="store_true", help="a model and workloads of next to no size")
+    p.add_argument("--tiny", action="store_true", help="a tiny model and tiny workloads")
     p.add_argument("--device", default="cuda")
-    p.add_argument("--vllm", type=Path, help="folder that has vLLM, or the JSON of an earlier run")
-    p.add_argument("--vllm-alone", action="store_true", help="leave windfall out: for an earlier run's JSON")
-    p.add_argument("--json", type=Path, help="also write the figures here, after every one")
-    p.add_argument("--max-rows", type=int, default=MAX_ROWS, help="windfall's budget of rows in one step")
-    p.add_argument("--memory", type=float, default=MEMORY, help="share of the card's memory for an engine")
-    p.add_argument("--timeout-s", type=float, default=300, help="for each process")
+    p.add_argument("--vllm", type=Path, help="folder where vLLM is installed, or the JSON file of an earlier run")
+    p.add_argument("--vllm-alone", action="store_true", help="skip windfall, to write a JSON file for later runs")
+    p.add_argument("--json", type=Path, help="also write the figures to this file, after every one")
+    p.add_argument("--max-rows", type=int, default=MAX_ROWS, help="upper limit for windfall's rows per step")
+    p.add_argument("--memory", type=float, default=MEMORY, help="share of the GPU's memory for an engine")
+    p.add_argument("--timeout-s", type=float, default=300, help="timeout of each process in seconds")
     args = p.parse_args()
     known: tuple[Any, ...] = (*SECTIONS, *TRAINING)
     for what, given, right in (("--only", args.only, known), ("--models", args.models, SHAPES)):
         wrong = sorted(set(given.split(",")) - set(right))
         if wrong:
-            p.error(f"{what}: {', '.join(wrong)} is none of {', '.join(right)}")
+            p.error(f"{what}: unknown value {', '.join(wrong)}; expected one of: {', '.join(right)}")
     return args
 
 
@@ -235,7 +236,7 @@ def main() -> None:
     if wanted and args.device == "cuda" and not args.vllm_alone:
         training(report, wanted, args.timeout_s)
     print(f"\n{report.table()}", flush=True)
-    report.say("done" + (", and something failed" if report.failed else ""))
+    report.say("done" + (", with failures" if report.failed else ""))
     sys.exit(report.failed)
 
 

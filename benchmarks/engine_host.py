@@ -1,9 +1,9 @@
-"""What the GPU engine's host side costs: planning, uploads and chunks, with a device that takes no time.
+"""The cost of the GPU engine's host side: planning, uploads and chunks, with a simulated device that takes no time.
 
     python benchmarks/engine_host.py
 
-Prints the host's microseconds per decode step and per token. A decode step of a small model takes a GPU some
-milliseconds; the host should need less than half of that. It needs no GPU, and measures no launches of kernels.
+Prints the host's microseconds per decode step and per token. A decode step of a small model takes some milliseconds on
+a GPU; the host should need less than half of that. It needs no GPU, and does not measure kernel launches.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from windfall.engine.cuda.device import flat
+from windfall.engine.cuda.device import prefill_arrays
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.host_state import Words
+from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import Launch
 from windfall.types import Request
 
 
 @dataclass
-class Landed:
+class FinishedLaunch:
     work: Launch
     version: int
     tokens: np.ndarray
 
-    def landed(self) -> tuple[np.ndarray, np.ndarray]:
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, np.zeros(self.tokens.shape, np.float32)
 
 
-class Nothing:
-    """Stands where the engine has its device: every response says 7 until it is over."""
+class InstantDevice:
+    """Replaces the engine's `DeviceRunner`: every response consists of token 7."""
 
-    def __init__(self, words: Words) -> None:
-        self.words, self.left = words, np.zeros(words.slots, np.int64)
+    def __init__(self, host_state: HostState) -> None:
+        self.host_state, self.left = host_state, np.zeros(host_state.slots, np.int64)
         self.pool = SimpleNamespace(data=True)
         self.sent_words = 0
 
-    def launch(self, work: Launch, version: int) -> Landed:
-        arrays = [*self.words.take(), *flat(work.parts)]
+    def launch(self, work: Launch, version: int) -> FinishedLaunch:
+        arrays = [*self.host_state.take_changes(), *prefill_arrays(work.prefill)]
         self.sent_words += sum(len(a) for a in arrays)
         np.concatenate(arrays)
-        tokens = np.full((1 + work.steps, self.words.slots), 7)
-        for p in work.parts:
+        tokens = np.full((1 + work.steps, self.host_state.slots), 7)
+        for p in work.prefill:
             self.left[p.sequence.slot] = p.sequence.request.max_tokens - p.samples
         if work.steps:
-            self.words.rows(work.slots, len(work.slots))
+            self.host_state.set_rows(work.slots, len(work.slots))
             going = np.arange(work.steps)[:, None] < self.left[work.slots]
             tokens[1:, : len(work.slots)] = np.where(going, 7, -1)
             self.left[work.slots] -= going.sum(0)
-        return Landed(work, version, tokens)
+        return FinishedLaunch(work, version, tokens)
 
 
 def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> None:
     longest = prompt + 2 * most
     engine = GraphEngine(model, kv_tokens=rows * longest, max_running=rows, max_rows=8192, longest=longest)
-    device: Any = Nothing(engine._plan.words)
+    device: Any = InstantDevice(engine._plan.host_state)
     engine._device = device
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(3, 100, prompt).tolist()) for _ in range(rows // siblings)]
@@ -76,7 +76,7 @@ def measure(model: Any, rows: int, prompt: int, most: int, siblings: int) -> Non
     steps = engine.counters.steps
     print(
         f"{rows:5d} rows, {siblings} siblings: {1e6 * took / made:6.2f} us/token  {1e6 * took / steps:7.1f} us/step  "
-        f"first launch {1e3 * begun:5.1f} ms (of which add {1e3 * added:.1f})  "
+        f"first launch {1e3 * begun:5.1f} ms (adding requests: {1e3 * added:.1f})  "
         f"{device.sent_words / made:.2f} words/token"
     )
 

@@ -116,7 +116,7 @@ def _model(name: str) -> tuple[Any, int]:
     from windfall.engine.torch.attention import NAME
     from windfall.models import load
 
-    device, dtype = devices.place("auto", "auto", 1)
+    device, dtype = devices.resolve("auto", "auto", 1)
     if name == LARGE:
         if device == "cpu":
             raise WindfallError("it needs a GPU")

@@ -1,6 +1,6 @@
-"""What benchmarks/engine_gpu.py asks of every engine, as plain data: shapes, workloads, and what memory alone allows.
+"""The workloads of benchmarks/engine_gpu.py as plain data: model shapes, requests, and the limits set by memory.
 
-Imports nothing but the standard library, so that every engine's process reads the very same prompts and lengths.
+It imports only the standard library, so that every engine's process uses the same prompts and lengths.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 BANDWIDTH_BYTES_PER_S = 4.3e12
-"""A copy on an H200, bytes read and written."""
+"""Measured with a copy on an H200: bytes read plus bytes written."""
 PEAK_FLOP_PER_S = 990e12
 VALUE_BYTES = 2
 LONGEST = 512 + 2048
 MAX_ROWS, MEMORY = 8192, 0.88
 SECTIONS = ("ready", "rollout", "group", "decode", "prefill", "memory")
-"""In the order in which they are measured: a run that is stopped has the most wanted ones."""
+"""In the order of measurement: if a run is stopped, it has the most important ones."""
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
@@ -44,16 +44,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """For one engine's process. Quick: fewer and smaller cases."""
+    """The job of one engine's process. `quick`: fewer and smaller cases."""
 
     model: str
     device: str = "cuda"
     only: tuple[str, ...] = SECTIONS
     quick: bool = False
     max_rows: int = MAX_ROWS
-    """windfall's budget of rows in one step."""
+    """Upper limit for windfall's rows per step."""
     memory: float = MEMORY
-    """Share of the card that an engine may take: for vLLM of all, for windfall of what the weights leave free."""
+    """Share of GPU memory for an engine: for vLLM of all memory, for windfall of the memory that the weights leave."""
 
     @staticmethod
     def parse(text: str) -> Job:
@@ -82,7 +82,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Requests, all asked for at once: temperature 1, no stop token, each ends after exactly its own length."""
+    """Requests that all start at once: temperature 1, no stop token, each ends after exactly its own length."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -93,7 +93,7 @@ class Work:
 
 
 def alike(job: Job, count: int, prompt: int, length: int, seed: int) -> Work:
-    """`count` requests with prompts of their own, all equally long.
+    """`count` requests with different prompts, all of the same length.
 
     >>> work = alike(Job(model="tiny"), 2, 3, 5, seed=1)
     >>> len(work.prompts[0]), work.lengths, work.prompts == alike(Job(model="tiny"), 2, 3, 5, seed=2).prompts
@@ -107,7 +107,7 @@ def alike(job: Job, count: int, prompt: int, length: int, seed: int) -> Work:
 
 
 def groups(job: Job, seed: int) -> Work:
-    """Groups of 8 with one prompt each. The lengths are the same for every seed, log-normal and cut off at the most.
+    """Groups of 8 with one prompt each. The lengths are the same for every seed: log-normal, up to an upper limit.
 
     >>> work = groups(Job(model="0.6b"), seed=1)
     >>> len(work.prompts), work.prompts[0] == work.prompts[7], max(work.lengths), round(work.tokens / 512, -2)
@@ -122,7 +122,7 @@ def groups(job: Job, seed: int) -> Work:
 
 
 def weights(config: dict[str, Any]) -> int:
-    """Values that a decode step multiplies with: all but the embedding, of which it looks rows up.
+    """Number of parameters that a decode step reads: all but the embedding, which is only a lookup.
 
     >>> [round(weights(SHAPES[m]) / 1e9, 2) for m in ("0.6b", "8b")]
     [0.6, 7.57]
@@ -134,7 +134,7 @@ def weights(config: dict[str, Any]) -> int:
 
 
 def prefill_flop(config: dict[str, Any], prompt: int) -> float:
-    """Of one prompt: products with the layers' weights, causal attention, and the head for the last token alone.
+    """FLOP of one prompt: products with the layers' weights, causal attention, and the head for the last token alone.
 
     >>> round(prefill_flop(SHAPES["0.6b"], 1024) / 1e12, 2)
     1.02
@@ -145,12 +145,12 @@ def prefill_flop(config: dict[str, Any], prompt: int) -> float:
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * VALUE_BYTES
 
 
 def floor_ms(config: dict[str, Any], batch: int, context: float) -> float:
-    """What a decode step takes if memory is read at full speed and all else is free.
+    """Milliseconds of a decode step if only memory reads at full bandwidth take time.
 
     >>> round(floor_ms(SHAPES["0.6b"], 256, 272), 2)
     2.13

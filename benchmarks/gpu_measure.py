@@ -1,12 +1,12 @@
-"""How every engine is measured by benchmarks/engine_gpu.py: one way for all, through `generate` alone.
+"""How benchmarks/engine_gpu.py measures engines: the same way for all, through `generate` alone.
 
-- decode: the same requests for SHORT and for LONG tokens; a step is the difference of the times over that of the
-  lengths. Their prompts were seen before, so that next to nothing of a prompt is computed in either;
-- everything else is timed as a whole, from the first request handed in to the last token handed out, with prompts that
-  the engine has not seen; only tokens that came out count, and all that were asked for must;
-- each after a warm-up of the same sizes; what takes a moment is timed twice, and the better time taken.
+- decode: the same requests with SHORT and with LONG tokens; the time of a step is the difference of the times divided
+  by the difference of the lengths. The prompts are in the prefix cache, so almost no prefill is included;
+- everything else is timed from the first request added to the last token returned, with prompts that the engine has not
+  seen; only returned tokens count, and all requested tokens must be returned;
+- each measurement follows a warm-up of the same sizes; short ones are timed twice, and the better time counts.
 
-Figures go to standard output, one JSON object per line. Imports nothing but the standard library.
+Figures are written to standard output, one JSON object per line. It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gpu_job import PEAK_FLOP_PER_S, Job, Work, alike, floor_ms, groups, prefill
 
 PROMPT, SHORT, LONG = 192, 16, 144
 STARTED = "ENGINE_GPU_STARTED"
-"""Environment variable: when the process was started, by time.time()."""
+"""Environment variable with the start time of the process, from time.time()."""
 
 
 class Generates(Protocol):
     def generate(self, work: Work) -> list[int]:
-        """How many tokens of each request came out."""
+        """Run all requests. Returns the number of tokens of each."""
         ...
 
     def warm(self, work: Work) -> None:
-        """Leave nothing to be made when work of these sizes comes."""
+        """Compile and capture everything that work of these sizes needs."""
         ...
 
 
@@ -42,7 +42,7 @@ class Figure:
     value: float
     unit: str
     share: float | None = None
-    """Of what the card allows."""
+    """Share of the GPU's limit."""
     note: str = ""
 
     def emit(self) -> None:
@@ -50,19 +50,19 @@ class Figure:
 
     @staticmethod
     def parse(line: str) -> Figure | None:
-        """None: the line is something else that the process had to say."""
+        """The figure in a line of output; None if the line is something else."""
         if not line.startswith('{"figure"'):
             return None
         return Figure(**json.loads(line)["figure"])
 
 
 def age_s() -> float:
-    """Since the process was started."""
+    """Seconds since the process was started."""
     return time.time() - float(os.environ.get(STARTED, time.time()))
 
 
 def measure(job: Job, engine: Generates) -> None:
-    seeds = itertools.count(1)  # prompts that nobody has seen
+    seeds = itertools.count(1)  # new prompts for every measurement
     if "rollout" in job.only:
         for count in job.rollouts:
             prompt, length = (16, 24) if job.tiny else (128, 256)
@@ -101,7 +101,7 @@ def rollout(engine: Generates, works: list[Work], what: str, case: str) -> None:
 
 
 def best_s(engine: Generates, works: list[Work]) -> float:
-    """The first is the warm-up."""
+    """Seconds of the fastest work. The first one is the warm-up."""
     engine.warm(works[0])
     return min(timed_s(engine, work) for work in works[1:])
 

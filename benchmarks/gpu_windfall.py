@@ -1,8 +1,8 @@
-"""windfall's side of benchmarks/engine_gpu.py: one model in a process of its own, random weights.
+"""windfall's process of benchmarks/engine_gpu.py: one model with random weights.
 
     python benchmarks/gpu_windfall.py JOB       a Job of gpu_job.py as JSON
 
-The engine is the one that a worker builds, and is driven by `add` and `step` alone (the warm-up also cancels).
+The engine is built like in a worker, and is driven by `add` and `step` alone (the warm-up also uses `cancel`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Windfall:
         return list(made.values())
 
     def warm(self, work: Work) -> None:
-        """A graph is captured when its kind of step is first met, and kept. Of uneven lengths all kinds are met only on
-        the whole way; of equal ones at the beginning."""
+        """A graph is captured when its key first occurs, and then kept. With uneven lengths, all keys occur only in a
+        complete run; with equal lengths, at the beginning."""
         if min(work.lengths) < max(work.lengths):
             self.generate(work)
             return
@@ -59,7 +59,7 @@ class Windfall:
 
 
 def engine_of(job: Job) -> tuple[Any, dict[str, float]]:
-    """The engine, and when each part of it was there."""
+    """The engine, and the age of the process in seconds when each part was ready."""
     import torch
 
     from windfall.link.messages import EngineSpec
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def memory(engine: Any) -> None:
-    """The KV pool given up for training on the same card, and taken back."""
+    """Free the KV pool, as for training on the same GPU, and allocate it again."""
     import torch
 
     before = torch.cuda.mem_get_info()[0]

@@ -1,14 +1,14 @@
-"""Print the table of model families: what windfall's self-test says of each, and whether that is so.
+"""Print the table of model families: the result of windfall's self-test for each, and whether it is correct.
 
-    python scripts/families.py                      # all of transformers' decoders, and variants; some ten minutes
-    python scripts/families.py gemma2 granite       # these families and their variants alone
-    python scripts/families.py --verify             # also a longer test of its own; ends with status 1 if it finds
-                                                    # a family that is accepted and wrong
-    python scripts/families.py --out docs/models.md # write the table into this file, between its two marks
+    python scripts/families.py                      # all decoders of transformers, and variants; about ten minutes
+    python scripts/families.py gemma2 granite       # only these families and their variants
+    python scripts/families.py --verify             # also run a longer, independent test; exit status 1 if a family
+                                                    # is accepted but wrong
+    python scripts/families.py --out docs/models.md # write the table into this file, between its two markers
 
-The self-test (windfall.selftest) draws one small model per family. `--verify` draws others and compares more slowly:
-greedy tokens with a full forward pass at every length, siblings, cut and preempted responses, and every weight's
-gradient with finite differences of the loss in float64.
+The self-test (windfall.selftest) uses one small random model per family. `--verify` uses others and compares more
+thoroughly: greedy tokens with a full forward pass at every length, siblings, cut and preempted responses, and every
+weight's gradient with finite differences of the loss in float64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.selftest import compare, determinism, judge
 from windfall.selftest.families import configuration, families
-from windfall.selftest.small_model import small
+from windfall.selftest.small_model import build_small_model
 from windfall.train.gradients import Gradients
 from windfall.train.logprobs import Learner
 from windfall.types import Request, Sampling
@@ -44,9 +44,9 @@ from windfall.types import Request, Sampling
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 NATS, GRADIENT, TIE = 1e-3, 3e-2, 1e-3
 ROUNDINGS = 4.0
-"""More than NATS is accepted where transformers itself rounds: up to this many times as much."""
+"""A difference above NATS is accepted up to this many times transformers' own rounding error."""
 STEPS = (1e-3, 1e-4, 1e-2)
-"""Of a finite difference. Norms round to float32 even in a float64 model, so smaller ones say nothing."""
+"""Step sizes of finite differences. Norms round to float32 even in a float64 model, so smaller steps are useless."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,42 +64,42 @@ class Row:
 
 
 def row_of(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
-    """By the very functions that commands call."""
+    """The results of the same functions that the commands call."""
     row = Row(name=name)
     try:
-        found = judge.trainer(configuration(kind, fields), device="cpu", longest=longest)
+        found = judge.judge_trainer(configuration(kind, fields), device="cpu", longest=longest)
         row.trainer, row.trainer_ok = f"{found.nats:.0e}, {found.gradient:.0e}", True
     except WindfallError as e:
-        row.trainer = said(e)
+        row.trainer = reason(e)
     try:
         config = configuration(kind, fields)
-        row.engine = f"{judge.engine(config, TorchEngine, device='cpu', longest=longest).nats:.0e}"
+        row.engine = f"{judge.judge_engine(config, TorchEngine, device='cpu', longest=longest).nats:.0e}"
         row.engine_ok = True
     except WindfallError as e:
-        row.engine = said(e)
+        row.engine = reason(e)
     return row
 
 
 def deterministic(made: Any, longest: int) -> str:
-    if determinism.depend_on_neighbors(made):
+    if determinism.neighbor_dependence(made):
         return "refused: experts"
-    same = determinism.same(made, partial(TorchEngine, deterministic=True), longest=longest)
+    same = determinism.batch_invariant(made, partial(TorchEngine, deterministic=True), longest=longest)
     return "yes" if same else "refused: bits differ"
 
 
-def said(e: WindfallError) -> str:
-    """The reason, short enough for a table."""
+def reason(e: WindfallError) -> str:
+    """The reason of a refusal, short enough for a table."""
     what = e.what.partition(" as transformers does: ")[2] or e.what.partition(": ")[2]
     return f"refused: {what.partition('; rounding')[0].partition(', which is not')[0][:100]}"
 
 
-# The longer test. It shares nothing with the self-test but the small configuration.
+# The longer test. It shares only the small configuration with the self-test.
 
 
 def verify(config: Any, row: Row, longest: int) -> str:
     try:
         wrong = faults(config, row, longest)
-    except Exception as e:  # fault boundary: a model's code; what cannot be verified is not called exact
+    except Exception as e:  # fault boundary: a model's code; a failure counts as wrong
         wrong = [f"{type(e).__name__}: {str(e).partition(chr(10))[0][:80]}"]
     return f"WRONG: {'; '.join(wrong)}" if wrong else "exact"
 
@@ -144,7 +144,7 @@ def engine_faults(plain: Any, ours: Any, longest: int) -> list[str]:
 
 
 def at_every_length(plain: Any, r: Request, tokens: list[int], logprobs: list[float], label: str) -> list[str]:
-    """What transformers says at each length, with nothing kept from the one before."""
+    """Compare with a full forward pass of transformers at each length, without a cache."""
     t = r.sampling.temperature or 1.0
     for n in range(0, len(tokens), 3):
         token, logprob = tokens[n], logprobs[n]
@@ -154,13 +154,13 @@ def at_every_length(plain: Any, r: Request, tokens: list[int], logprobs: list[fl
         if not off < NATS and not off < ROUNDINGS * rounding(plain, ids, theirs, t):
             return [f"{label}: token {n} of {len(ids[0])} off by {off:.2g} nats"]
         if r.sampling.temperature == 0.0 and float(theirs.max() - theirs[token]) > TIE:
-            return [f"{label}: token {n} is not the likeliest"]
+            return [f"{label}: token {n} is not the most likely one"]
     return []
 
 
 def rounding(plain: Any, ids: Any, theirs: Any, t: float) -> float:
-    """How far transformers' own float32 is from float64 here. Some configurations amplify the last bits: Granite's
-    default does not scale its attention down by the size of a head."""
+    """The difference between transformers' own float32 and float64 results. Some configurations amplify rounding: by
+    default, Granite does not scale its attention scores by the head size."""
     exact = copy.deepcopy(plain).double()
     logits = exact(input_ids=ids, use_cache=False).logits[0, -1].double()
     return float((torch.log_softmax(logits / t, -1) - theirs).abs().max())
@@ -179,9 +179,9 @@ def drain(engine: Any, asked: list[Request]) -> dict[str, tuple[list[int], list[
 
 
 def gradient_faults(plain: Any, ours: Any) -> list[str]:
-    """The trainer's gradient along a random direction in each weight, beside the loss's difference in float64."""
+    """Compare the trainer's gradient along a random direction in each weight with a finite difference in float64."""
     rng, vocabulary = np.random.default_rng(6), plain.get_input_embeddings().num_embeddings
-    samples = [compare._sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
+    samples = [compare.random_sample(rng, vocabulary, n, first) for n, first in ((28, 5), (14, 1))]
     weights = [rng.normal(size=len(s.targets)) for s in samples]
     gradients = Gradients(ours)
     learner = Learner(ours, gradients, say=lambda line: None)
@@ -189,7 +189,7 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
     learner.learn(samples, 1.0, lambda a, b, logp, entropy: np.concatenate(weights[a:b]))
     exact = plain.double()
     if hasattr(exact, "set_experts_implementation"):
-        exact.set_experts_implementation("eager")  # the others know no float64
+        exact.set_experts_implementation("eager")  # the others do not support float64
 
     @torch.no_grad()
     def loss() -> float:
@@ -209,7 +209,7 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
         along = g / g.norm() if float(g.norm()) > 1e-6 * whole else torch.randn_like(p)
         along = along + 0.5 * torch.randn_like(along) * float(along.norm()) / along.numel() ** 0.5
         mine, off = float((g * along).sum()), float("inf")
-        for step in STEPS:  # one that sends a token to another expert is no slope
+        for step in STEPS:  # a step that routes a token to another expert gives no slope
             p.data.add_(step * along)
             high = loss()
             p.data.sub_(2 * step * along)
@@ -227,7 +227,7 @@ def gradient_faults(plain: Any, ours: Any) -> list[str]:
 
 
 def some(model: Any) -> list[tuple[str, Any]]:
-    """Every kind of weight twice: of its first layer and of its last."""
+    """Every kind of weight twice: from its first layer and from its last."""
     kinds: dict[str, list[tuple[str, Any]]] = {}
     for name, p in model.named_parameters():
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append((name, p))
@@ -235,16 +235,17 @@ def some(model: Any) -> list[tuple[str, Any]]:
 
 
 def routes(model: Any) -> bool:
-    """Then the loss jumps where a token goes to another expert, and no difference need be a slope."""
+    """Whether the model routes tokens to experts. Then the loss jumps where a token changes its expert, and a finite
+    difference may not be the slope."""
     vocabulary = model.get_input_embeddings().num_embeddings
     return (
-        determinism.depend_on_neighbors(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
+        determinism.neighbor_dependence(cast(Any, SimpleNamespace(model=model, vocabulary=vocabulary, device="cpu")))
         is not None
     )
 
 
 def autograd_apart(exact: Any, samples: Any, weights: Any, grads: dict[str, Any], whole: float) -> tuple[float, str]:
-    """Each weight's gradient beside transformers' own in float64."""
+    """Compare each weight's gradient with transformers' own in float64."""
     exact.zero_grad()
     for s, w in zip(samples, weights, strict=True):
         at = torch.tensor(s.targets)
@@ -255,7 +256,7 @@ def autograd_apart(exact: Any, samples: Any, weights: Any, grads: dict[str, Any]
 
 
 def quiet() -> None:
-    """At the start of a process that tests families."""
+    """Set up a process that tests families."""
     warnings.filterwarnings("ignore")
     from transformers.utils import logging
 
@@ -264,12 +265,12 @@ def quiet() -> None:
 
 
 def one(case: tuple[str, str, dict[str, Any], int], *, verified: bool) -> tuple[Row, float]:
-    """The row of one family, and how long it took."""
+    """The row of one family, and the seconds it took."""
     name, kind, fields, longest = case
     began = time.monotonic()
     row = row_of(name, kind, fields, longest)
     if row.engine_ok or row.trainer_ok:
-        made = small(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
+        made = build_small_model(configuration(kind, fields), None, longest=longest, device="cpu", seed=0)
         row.deterministic = deterministic(made, longest) if row.engine_ok else ""
         row.verified = verify(made.config, row, longest) if verified else ""
     return row, time.monotonic() - began

@@ -1,10 +1,10 @@
-"""Make the tiny base model of the demo: `python scripts/make_tiny_model.py OUT_FOLDER`.
+"""Train the tiny base model of the demo: `python scripts/make_tiny_model.py OUT_FOLDER`.
 
-A Llama of 0.8 M parameters that reads one character at a time, trained from nothing on worked arithmetic chains of
-which a share of the steps is wrong. It has seen how the work is done, and slips as often as its teacher did: at
-temperature 1 it solves a minority of the tasks, and the right way is the likeliest one, so reinforcement learning has
-something to find. Minutes on a GPU, an hour on two CPU cores; the progress line shows loss and the share of tasks
-solved.
+It is a Llama of 0.8 M parameters with one token per character, trained from scratch on worked arithmetic chains, in
+which a share of the steps is wrong. So the model knows the method and makes as many mistakes as its training data: at
+temperature 1 it solves a minority of the tasks, but the correct step is the most likely one, so reinforcement learning
+can improve it. Training takes minutes on a GPU and an hour on two CPU cores; the progress line shows the loss and the
+share of tasks solved.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     start = time.time()
     for step in range(1, args.steps + 1):
         longest = min(2 + step * 24 // args.steps, 16)
-        slip = args.slip if step > args.steps * 0.7 else 0.02  # first learn how, then slip like the teacher
+        slip = args.slip if step > args.steps * 0.7 else 0.02  # first learn the method, then the mistakes
         ids, labels = (x.to(args.device) for x in batch(tok, rng, 128, longest, slip))
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()

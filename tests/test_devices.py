@@ -1,4 +1,4 @@
-"""Which library multiplies matrices on a CPU: measured at the start of a process, fixed in a deterministic run."""
+"""The matrix library of a CPU: measured at the start of a process, fixed in a deterministic run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_setting() -> Iterator[None]:
     before = torch.backends.mkldnn.enabled
     devices._onednn_is_faster.cache_clear()
     yield
@@ -35,7 +35,7 @@ def as_before() -> Iterator[None]:
 
 
 def slow_when(monkeypatch: pytest.MonkeyPatch, onednn: bool, seconds: float = 0.004) -> list[tuple[int, ...]]:
-    """Real products, one of the two kinds with a delay; the list fills with the shapes that were multiplied."""
+    """Real products, with a delay for one of the two libraries. The list collects the shapes that were multiplied."""
     real, seen = torch.nn.functional.linear, []
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,28 +52,26 @@ def slow_when(monkeypatch: pytest.MonkeyPatch, onednn: bool, seconds: float = 0.
 @pytest.mark.parametrize("onednn_is_slow", [True, False])
 def test_the_faster_library_is_used(monkeypatch: pytest.MonkeyPatch, onednn_is_slow: bool) -> None:
     seen = slow_when(monkeypatch, onednn_is_slow)
-    assert devices.choose_linear(Model(), deterministic=False) is not onednn_is_slow
+    assert devices.choose_matmul_library(Model(), deterministic=False) is not onednn_is_slow
     assert torch.backends.mkldnn.enabled is not onednn_is_slow
     assert set(seen) == {(64, 48)}
     count = len(seen)
-    devices.choose_linear(Model(), deterministic=False)
-    assert len(seen) == count, "it was measured again"
+    devices.choose_matmul_library(Model(), deterministic=False)
+    assert len(seen) == count, "the measurement was not cached"
 
 
 @needs_onednn
 @pytest.mark.parametrize("onednn_is_slow", [True, False])
-def test_a_deterministic_run_does_not_depend_on_a_measurement(
-    monkeypatch: pytest.MonkeyPatch, onednn_is_slow: bool
-) -> None:
+def test_deterministic_run_does_not_measure(monkeypatch: pytest.MonkeyPatch, onednn_is_slow: bool) -> None:
     seen = slow_when(monkeypatch, onednn_is_slow)
     torch.backends.mkldnn.enabled = onednn_is_slow  # pyright: ignore[reportAttributeAccessIssue]
-    used = devices.choose_linear(Model(), deterministic=True)
+    used = devices.choose_matmul_library(Model(), deterministic=True)
     assert used is torch.backends.mkldnn.enabled is (platform.machine() not in ("aarch64", "arm64"))
     assert seen == []
 
 
 @needs_onednn
-def test_an_engine_is_built_with_the_choice_made() -> None:
+def test_building_an_engine_sets_the_library() -> None:
     fixed = platform.machine() not in ("aarch64", "arm64")
     torch.backends.mkldnn.enabled = not fixed  # pyright: ignore[reportAttributeAccessIssue]
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

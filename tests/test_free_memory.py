@@ -1,4 +1,4 @@
-"""What a container leaves is what counts: figures of control groups, made up in a folder, and a real one."""
+"""Free memory respects the limits of a container: control groups simulated in a folder, and a real one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from windfall import devices, free_memory
+from windfall import free_memory
 from windfall.free_memory import free_bytes, group_bytes
-from windfall.weights import buffers
 
 GIB = 1 << 30
 
@@ -36,8 +35,8 @@ class Machine:
         self, path: str, *, limit: str | int = "max", high: str | int = "max", used: int = 0, stat: str = ""
     ) -> None:
         """Files of one group."""
-        for name, said in {"max": limit, "high": high, "current": used, "stat": stat}.items():
-            self.write(f"sys/fs/cgroup/{path}/memory.{name}", said)
+        for name, content in {"max": limit, "high": high, "current": used, "stat": stat}.items():
+            self.write(f"sys/fs/cgroup/{path}/memory.{name}", content)
 
 
 UNIFIED = "30 22 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
@@ -48,46 +47,46 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_no_group_is_no_limit(machine: Machine) -> None:
-    assert free_bytes(machine.root) == 64 * GIB
+def test_without_a_limit_the_machine_counts(machine: Machine) -> None:
+    assert free_bytes(root=machine.root) == 64 * GIB
     machine.is_in("0::/user.slice", mounts=UNIFIED)
     machine.v2("user.slice", used=3 * GIB)
-    assert free_bytes(machine.root) == 64 * GIB
+    assert free_bytes(root=machine.root) == 64 * GIB
 
 
-def test_a_container_of_its_own_namespace(machine: Machine) -> None:
+def test_container_with_its_own_namespace(machine: Machine) -> None:
     machine.is_in("0::/", mounts=UNIFIED)
     machine.v2(".", limit=8 * GIB, used=3 * GIB)
-    assert free_bytes(machine.root) == 5 * GIB
+    assert free_bytes(root=machine.root) == 5 * GIB
     machine.v2(".", limit=8 * GIB, high=6 * GIB, used=3 * GIB)
-    assert free_bytes(machine.root) == 3 * GIB, "above memory.high it would be slowed down to a stand-still"
+    assert free_bytes(root=machine.root) == 3 * GIB, "above memory.high the kernel would throttle the process"
 
 
-def test_cached_files_are_given_up_before_anyone_is_killed(machine: Machine) -> None:
+def test_cached_files_count_as_free(machine: Machine) -> None:
     machine.is_in("0::/", mounts=UNIFIED)
     stat = f"anon {GIB}\nfile {4 * GIB}\nshmem {GIB}\ninactive_file {2 * GIB}\nactive_file {GIB}\n"
     machine.v2(".", limit=8 * GIB, used=6 * GIB, stat=stat + f"slab_reclaimable {GIB // 2}")
-    assert free_bytes(machine.root) == 2 * GIB + 3 * GIB + GIB // 2, "memory files (shmem) are not cache"
+    assert free_bytes(root=machine.root) == 2 * GIB + 3 * GIB + GIB // 2, "memory files (shmem) are not cache"
 
 
-def test_a_group_above_may_be_tighter(machine: Machine) -> None:
+def test_an_ancestor_group_may_be_tighter(machine: Machine) -> None:
     machine.is_in("0::/kubepods/pod7/main", mounts=UNIFIED)
     machine.v2("kubepods/pod7/main", limit=32 * GIB, used=GIB)
     machine.v2("kubepods/pod7", limit=4 * GIB, used=3 * GIB)
     machine.v2("kubepods")
-    assert free_bytes(machine.root) == GIB
+    assert free_bytes(root=machine.root) == GIB
 
 
-def test_a_path_of_the_host_that_the_container_cannot_see(machine: Machine) -> None:
+def test_host_path_that_the_container_cannot_see(machine: Machine) -> None:
     machine.is_in("0::/../../docker/abc", mounts=UNIFIED)
     machine.v2(".", limit=2 * GIB, used=GIB)
-    assert free_bytes(machine.root) == GIB
+    assert free_bytes(root=machine.root) == GIB
     machine.is_in("0::/docker/abc", mounts=UNIFIED.replace(" / /sys", " /docker/abc /sys"))
-    assert free_bytes(machine.root) == GIB
+    assert free_bytes(root=machine.root) == GIB
 
 
 @pytest.mark.parametrize("root", ["/", "/docker/abc"])
-def test_version_1(machine: Machine, root: str) -> None:
+def test_cgroup_version_1(machine: Machine, root: str) -> None:
     hybrid = UNIFIED.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
     mounts = f"34 33 0:31 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n{hybrid}"
     machine.is_in("4:memory:/docker/abc", "3:cpu,cpuacct:/docker/abc", "0::/docker/abc", mounts=mounts)
@@ -99,41 +98,31 @@ def test_version_1(machine: Machine, root: str) -> None:
     machine.write(f"{folder}/memory.usage_in_bytes", 5 * GIB)
     machine.write(f"{folder}/memory.stat", f"cache {3 * GIB}\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}")
     assert group_bytes(machine.root) == [3 * GIB]
-    assert free_bytes(machine.root) == 3 * GIB
+    assert free_bytes(root=machine.root) == 3 * GIB
 
 
-def test_more_than_the_limit_is_in_use(machine: Machine) -> None:
+def test_usage_above_the_limit_leaves_nothing(machine: Machine) -> None:
     """A limit may be lowered below what is used."""
     machine.is_in("0::/", mounts=UNIFIED)
     machine.v2(".", limit=2 * GIB, used=3 * GIB)
-    assert free_bytes(machine.root) == 0
+    assert free_bytes(root=machine.root) == 0
 
 
-def test_files_that_say_nothing_useful(machine: Machine) -> None:
+def test_unreadable_files_are_ignored(machine: Machine) -> None:
     machine.is_in("0::/", "garbage", "4:memory", mounts=UNIFIED + "\nshort line\n - \n")
     machine.write("sys/fs/cgroup/memory.max", "what?")
-    assert free_bytes(machine.root) == 64 * GIB
-
-
-def test_everyone_asks_the_same_place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KV cache of a worker, the buffers of the weights, and the trainer's activations."""
-    machine.is_in("0::/", mounts=UNIFIED)
-    machine.v2(".", limit=3 * GIB, used=GIB)
-    real = free_memory.free_bytes
-    monkeypatch.setattr(free_memory, "free_bytes", lambda: real(machine.root))
-    assert devices.free_bytes("cpu") == 2 * GIB
-    assert buffers.free_bytes is real
+    assert free_bytes(root=machine.root) == 64 * GIB
 
 
 def own_group() -> Path | None:
-    """The version 1 group of this process, if another can be made below it."""
+    """The version 1 group of this process, if a child group can be created in it."""
     found = [folder for files, folder in free_memory._groups(Path("/")) if files is free_memory.V1]
     return found[0] if found and os.access(found[0], os.W_OK) else None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(own_group() is None, reason="no control group that a test could make another one in")
-def test_a_real_group() -> None:
+@pytest.mark.skipif(own_group() is None, reason="no control group in which a test could create another one")
+def test_real_control_group() -> None:
     above = own_group()
     assert above is not None
     group = above / f"windfall-test-{os.getpid()}"
@@ -141,7 +130,7 @@ def test_a_real_group() -> None:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(512 << 20))
     except OSError as e:
-        pytest.skip(f"no control group can be made: {e}")
+        pytest.skip(f"no control group can be created: {e}")
     code = (
         f"open('{group}/cgroup.procs', 'w').write('0')\n"
         "from windfall.free_memory import free_bytes\n"

@@ -1,5 +1,5 @@
-"""Which device and which numbers a process works with, how much memory is free, and whose turn it is to take some.
-Imports torch when called."""
+"""Which device, dtype and matrix library a process uses, and a lock for allocating GPU memory. The functions import
+torch when they are called."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from windfall import free_memory
 from windfall.errors import WindfallError
 
-TURN_S = 120.0
-"""Others have so long to take their memory; then this process goes on all the same."""
+LOCK_TIMEOUT_S = 120.0
+"""Seconds to wait until other processes have allocated their memory; then this process continues without the lock."""
 DECODE_ROWS = 32
-"""Rows of a matrix product that is measured: about what a small engine decodes at once."""
-LARGEST_SIDE = 512
-"""Larger matrices are measured at this size, so that measuring takes milliseconds whatever the model."""
+"""Rows of the measured matrix products: about the batch size of a small engine."""
+MAX_MEASURED_SIZE = 512
+"""Larger matrices are measured at this size, so that the measurement takes milliseconds for every model."""
 MARGIN = 1.1
-"""oneDNN is turned off if it takes this much longer: it is torch's default, and a measurement is never exact."""
+"""oneDNN is turned off if it takes this many times as long as BLAS: it is the default, and measurements are noisy."""
 
 
-def place(device: str, dtype: str, threads: int) -> tuple[str, str]:
-    """Device and dtype where "auto" was asked for; the number of threads is set (0: left as it is)."""
+def resolve(device: str, dtype: str, threads: int) -> tuple[str, str]:
+    """The device and the dtype, with "auto" replaced. Also sets the number of threads (0: unchanged)."""
     import torch
 
     if threads:
@@ -39,17 +38,17 @@ def place(device: str, dtype: str, threads: int) -> tuple[str, str]:
     if device == "cuda" and not torch.cuda.is_available():
         raise WindfallError("no CUDA device can be used", where="run.device", fix="Set it to 'cpu' or 'auto'.")
     if device == "cuda":
-        # cuDNN's attention plans anew for every shape; continuous batching has a new shape at almost every step.
+        # cuDNN's attention builds a new plan for every shape; continuous batching has a new shape at almost every step.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device, ("bfloat16" if device == "cuda" else "float32") if dtype == "auto" else dtype
 
 
-def choose_linear(model: Any, *, deterministic: bool) -> bool:
+def choose_matmul_library(model: Any, *, deterministic: bool) -> bool:
     """Let torch multiply matrices on this CPU with oneDNN or, where that is faster, with its BLAS library. Returns
-    whether oneDNN is used. It is a setting of the whole process, for engine and trainer alike.
+    whether oneDNN is used. The setting applies to the whole process, to the engine and the trainer.
 
-    The two round differently. So a deterministic run does not measure: its workers must agree, bit for bit. It takes
-    what is faster on every machine of the architecture that was measured (docs/engine.md)."""
+    The two libraries round differently. So a deterministic run does not measure, because its workers must agree bit for
+    bit. It uses the library that was faster on every measured machine of this architecture (docs/engine.md)."""
     import torch
 
     if not torch.backends.mkldnn.is_available():
@@ -57,20 +56,20 @@ def choose_linear(model: Any, *, deterministic: bool) -> bool:
     if deterministic:
         used = platform.machine() not in ("aarch64", "arm64")
     else:
-        sides = {m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)}
-        smaller = {(min(a, LARGEST_SIDE), min(b, LARGEST_SIDE)) for a, b in sides}
-        used = _onednn_is_faster(frozenset(smaller), model.dtype, torch.get_num_threads())
+        shapes = {m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Linear)}
+        measured = {(min(a, MAX_MEASURED_SIZE), min(b, MAX_MEASURED_SIZE)) for a, b in shapes}
+        used = _onednn_is_faster(frozenset(measured), model.dtype, torch.get_num_threads())
     torch.backends.mkldnn.enabled = used  # pyright: ignore[reportAttributeAccessIssue]
     return used
 
 
 @cache
-def _onednn_is_faster(sides: frozenset[tuple[int, int]], dtype: Any, threads: int) -> bool:
-    """For one linear layer of each (outputs, inputs). `threads` is what torch is set to."""
+def _onednn_is_faster(shapes: frozenset[tuple[int, int]], dtype: Any, threads: int) -> bool:
+    """Measure one linear layer of each shape (outputs, inputs). `threads` only identifies the cached result."""
     import torch
 
     del threads
-    layers = [(torch.ones(DECODE_ROWS, b, dtype=dtype), torch.ones(a, b, dtype=dtype)) for a, b in sides]
+    layers = [(torch.ones(DECODE_ROWS, b, dtype=dtype), torch.ones(a, b, dtype=dtype)) for a, b in shapes]
     took_s = {True: float("inf"), False: float("inf")}
     with torch.inference_mode():
         for attempt in range(4):
@@ -79,13 +78,13 @@ def _onednn_is_faster(sides: frozenset[tuple[int, int]], dtype: Any, threads: in
                 began_s = time.perf_counter()
                 for x, weight in layers:
                     torch.nn.functional.linear(x, weight)
-                if attempt:  # the first call of each also prepares
+                if attempt:  # the first call of each library includes its initialization
                     took_s[used] = min(took_s[used], time.perf_counter() - began_s)
     return took_s[True] <= MARGIN * took_s[False]
 
 
 def describe(device: str) -> str:
-    """What a person calls it."""
+    """The name of the device for people, for example "NVIDIA H200"."""
     if device == "cuda":
         import torch
 
@@ -93,21 +92,10 @@ def describe(device: str) -> str:
     return device
 
 
-def free_bytes(device: Any) -> int:
-    """Memory that this process may still take on a device ("cpu", "cuda" or a torch.device). Of a GPU: what its driver
-    has left, and what this process holds there and does not use. Else see free_memory.py."""
-    if str(device).startswith("cuda"):
-        import torch
-
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return free_memory.free_bytes()
-
-
 @contextlib.contextmanager
-def turn(device: str, timeout_s: float = TURN_S) -> Iterator[None]:
-    """While in it, no other process of this user on this machine is, for the same GPU: several that look at once how
-    much is free would each take their part of the same memory. On a CPU: nothing."""
+def gpu_memory_lock(device: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Exclude other processes of this user on this machine from the same section for the same GPU. Without the lock,
+    several processes could measure the same free memory and each allocate a share of it. On a CPU this does nothing."""
     if device != "cuda":
         yield
         return
@@ -116,15 +104,15 @@ def turn(device: str, timeout_s: float = TURN_S) -> Iterator[None]:
     card = getattr(torch.cuda.get_device_properties(0), "uuid", 0)
     path = Path(tempfile.gettempdir()) / f"windfall-{os.getuid()}-{card}.lock"
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+") as file:
-        late_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > late_s:
-                    said = f"waited {timeout_s:g} s for another worker to take its memory ({path}); going on"
-                    print(said, file=sys.stderr, flush=True)
+                if time.monotonic() > deadline_s:
+                    waited = f"waited {timeout_s:g} s for another worker to allocate its GPU memory ({path})"
+                    print(f"{waited}; continuing without the lock", file=sys.stderr, flush=True)
                     break
                 time.sleep(0.05)
         yield

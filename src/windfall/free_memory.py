@@ -1,13 +1,15 @@
-"""How much main memory this process may still take: the machine's figure, or what its control groups leave if less.
+"""How much memory this process can still allocate, on a GPU or in main memory.
 
-A container's limit is that of a control group (cgroup), its own or one above it; /proc/meminfo knows only the machine.
-Whoever takes more than the group leaves is killed, without a word. Files are read when asked: a limit may change.
+For main memory it is the available memory of the machine, or what the process's control groups (cgroups) allow if that
+is less. A container is limited by its control group or by one of the group's ancestors; /proc/meminfo knows only the
+machine. The kernel kills a process that allocates more than its group allows. All files are read on every call, because
+a limit may change.
 
-    /proc/self/cgroup     which groups this process is in, by hierarchy: version 2 has one, version 1 one for memory
-    /proc/self/mountinfo  where they are mounted, and from which group on (a container sees only its own part)
-    limit, use, stat      of the group and of every one above it that can be seen
+    /proc/self/cgroup     the groups of this process, by hierarchy: version 2 has one, version 1 has one for memory
+    /proc/self/mountinfo  where the groups are mounted, and which group is the root (a container sees only its own part)
+    limit, usage, stat    of the group and of every visible ancestor
 
-Cached files count as used, but the kernel gives them up before it kills anyone: they count as free here.
+Cached files count as used, but the kernel reclaims them before it kills a process: here they count as free.
 """
 
 from __future__ import annotations
@@ -16,19 +18,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 NO_LIMIT = 1 << 60
-"""Version 1 says "no limit" with a number near 2**63."""
+"""Version 1 writes a number near 2**63 for "no limit"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Files:
-    """The names of a version."""
+    """File names of a cgroup version."""
 
     limits: tuple[str, ...]
     used: str
     reclaimable: tuple[str, ...]
-    """Lines of memory.stat, of the group and all below it."""
+    """Lines of memory.stat with reclaimable memory of the group and its descendants."""
 
 
 V2 = _Files(
@@ -41,13 +44,19 @@ V1 = _Files(
 )  # fmt: skip
 
 
-def free_bytes(root: Path = Path("/")) -> int:
-    """`root`: where /proc and the control groups are found."""
+def free_bytes(device: Any = "cpu", root: Path = Path("/")) -> int:
+    """Bytes that this process can still allocate on a device ("cpu", "cuda" or a torch.device). On a GPU: the driver's
+    free memory, plus what torch's allocator has reserved and does not use. `root`: the folder of /proc and /sys."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     return min([machine_bytes(root), *group_bytes(root)])
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """What Linux says is available; elsewhere, half of what there is."""
+    """The available memory on Linux; on other systems, half of the physical memory."""
     available = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if available is not None:
         return available * 1024
@@ -55,10 +64,10 @@ def machine_bytes(root: Path = Path("/")) -> int:
 
 
 def group_bytes(root: Path = Path("/")) -> list[int]:
-    """What every control group that limits this process leaves; empty: none does."""
+    """Free bytes of every control group that limits this process; empty if there is no limit."""
     out = []
     for files, folder in _groups(root):
-        limit = min((found for name in files.limits if (found := _number(folder / name)) is not None), default=NO_LIMIT)
+        limit = min((n for name in files.limits if (n := _number(folder / name)) is not None), default=NO_LIMIT)
         used = _number(folder / files.used)
         if limit < NO_LIMIT and used is not None:
             stat = _numbers(folder / "memory.stat")
@@ -68,7 +77,7 @@ def group_bytes(root: Path = Path("/")) -> list[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[_Files, Path]]:
-    """The control groups of this process that account for memory, from its own upwards."""
+    """The memory control groups of this process: its own group, then the ancestors."""
     mounts = list(_mounts(root))
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
@@ -81,14 +90,14 @@ def _groups(root: Path) -> Iterator[tuple[_Files, Path]]:
                 own = PurePosixPath(path)
                 below = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
                 folder = root / mounted.lstrip("/") / below
-                if not folder.is_dir():  # a path of another namespace: what can be seen is our own
+                if not folder.is_dir():  # the path is of another namespace: the mounted folder is our own group
                     folder, below = root / mounted.lstrip("/"), PurePosixPath()
                 yield files, folder
                 yield from ((files, above) for above in list(folder.parents)[: len(below.parts)])
 
 
 def _mounts(root: Path) -> Iterator[tuple[_Files, str, str]]:
-    """(version, the group that is at its top, where it is mounted)."""
+    """(version, group at the root of the mount, folder where it is mounted)."""
     for line in _lines(root / "proc/self/mountinfo"):
         # 34 33 0:31 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory
         before, _, after = line.partition(" - ")
@@ -104,17 +113,17 @@ def _mounts(root: Path) -> Iterator[tuple[_Files, str, str]]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # no Linux, or none of this version
+    except OSError:  # not Linux, or not this cgroup version
         return []
 
 
 def _number(path: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
-    said = "".join(_lines(path)).strip()
-    return int(said) if said.isdigit() else None
+    """The number in a file; None if there is no such file or its content is "max"."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """The numbers of a file of lines "name number", by name."""
     rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

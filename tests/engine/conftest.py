@@ -1,4 +1,4 @@
-"""The models that the engine's tests run over, as an oracle and behind windfall's attention."""
+"""The models of the engine's tests: as an oracle, and with windfall's attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from windfall.engine.torch import attention
 def plain(request: pytest.FixtureRequest) -> Any:
     """The model as transformers runs it: the oracle."""
     torch.set_num_threads(1)
-    devices.choose_linear(None, deterministic=True)  # as a worker of a deterministic run does
+    devices.choose_matmul_library(None, deterministic=True)  # like a worker of a deterministic run
     return build(request.param)
 
 
 @pytest.fixture(scope="session")
 def model(plain: Any) -> Any:
-    """The same weights behind windfall's attention."""
+    """The same weights with windfall's attention."""
     twin = type(plain)(copy.deepcopy(plain.config)).eval()  # the attention is named in the config
     twin.load_state_dict(plain.state_dict())
     twin.set_attn_implementation(attention.NAME)

@@ -1,7 +1,7 @@
-"""What tests of the GPU engine stand on: models in one place each, their oracle, and what counts as the same answer.
+"""Common parts of the GPU engine's tests: models on a device, their oracle, and which results count as equal.
 
-What is compared: the oracle is transformers in float32 on the CPU with the very same (rounded) weights. `CLOSE` says by
-how much log-probs and logits may differ; tokens must be equal on the CPU, and elsewhere within that of a tie.
+The oracle is transformers in float32 on the CPU with the same (rounded) weights. `CLOSE` limits the difference of
+log-probs and logits; tokens must be equal on the CPU, and on a GPU up to ties within that limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from small_models import MODELS, SHAPE, build, logprobs, tokens
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.torch import sampler
 from windfall.types import Chunk, Request
 
@@ -38,7 +38,7 @@ MORE: dict[str, Any] = {
     ),
 }  # fmt: skip
 CLOSE = {("cpu", torch.float32): 1e-4, ("cuda", torch.float32): 2e-3, ("cuda", torch.bfloat16): 0.3}
-EAGER, NEVER = Sharing(rows=8, least_tokens=8, worth_tokens=1), Sharing(rows=0)
+EAGER, NEVER = PrefixSharing(max_rows=8, min_tokens=8, min_saved_tokens=1), PrefixSharing(max_rows=0)
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -53,7 +53,7 @@ def cases(names: Iterable[str]) -> list[Any]:
 
 
 class Case:
-    """A model in one place, and the same weights as the oracle has them."""
+    """A model on a device in a dtype, and the oracle with the same weights."""
 
     def __init__(self, name: str, device: str, dtype: torch.dtype) -> None:
         torch.set_num_threads(1)
@@ -79,8 +79,8 @@ class Case:
         return self.plain(torch.tensor([[*request.prompt, *said]])).logits[0, len(request.prompt) - 1 : -1]
 
     def same(self, request: Request, one: Iterable[Chunk], two: Iterable[Chunk], plain: Any = None) -> None:
-        """Both said the same, until, at most and not on the CPU, a tie: where they part, each took a token that the
-        oracle (`plain`, if not the case's own) would have taken with a number next to the one that was drawn."""
+        """Assert that both results are equal. On a GPU they may differ from a tie on: there, each result must have a
+        token that the oracle (`plain` or the case's own) would sample with almost the same random number."""
         a, b = tokens(one), tokens(two)
         assert len(a) == len(b) or request.stop
         n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -99,7 +99,7 @@ class Case:
         if how.temperature == 0:
             assert logits[token] >= logits.max() - 2 * self.close
             return
-        kept = sampler._cut(torch.log_softmax(logits / how.temperature, -1)[None], [how])[0].double()
+        kept = sampler._truncate(torch.log_softmax(logits / how.temperature, -1)[None], [how])[0].double()
         upto = (kept / kept.sum()).cumsum(0)
         drawn = float(sampler.uniform([request.seed], [request.position + n])[0])
         low, high = float(upto[token - 1]) if token else 0.0, float(upto[token])

@@ -1,4 +1,4 @@
-"""Small random models of the shapes that matter, and a few verbs over an engine."""
+"""Small random models of the important shapes, and helpers to run an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(
         Qwen3Config(**SHAPE, num_attention_heads=6, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False)
     ),
-    # every head has its own keys, and attention looks back 24 tokens only
+    # every head has its own keys, and attention has a window of 24 tokens
     "mistral-window": lambda: MistralForCausalLM(
         MistralConfig(
             **SHAPE, num_attention_heads=4, num_key_value_heads=4, sliding_window=24, tie_word_embeddings=False
@@ -42,7 +42,7 @@ def build(name: str) -> Any:
 
 
 def requests(count: int, *, temperature: float = 1.0, seed: int = 0, longest: int = 40) -> list[Request]:
-    """Uneven prompts and lengths; every third shares its prompt with the one before, as siblings do."""
+    """Requests with uneven prompts and lengths; every third one is a sibling: it has the prompt of the one before."""
     rng = random.Random(seed)
     out: list[Request] = []
     for i in range(count):
@@ -61,7 +61,7 @@ def engine(model: Any, **options: Any) -> TorchEngine:
 
 
 def drain(e: Any, asked: Iterable[Request] = ()) -> dict[str, list[Chunk]]:
-    """Add, then step to the end, checking the rules after every step."""
+    """Add the requests and step until all have finished, with a check of the rules after every step."""
     out: dict[str, list[Chunk]] = {}
     for r in asked:
         e.add(r)
@@ -71,7 +71,7 @@ def drain(e: Any, asked: Iterable[Request] = ()) -> dict[str, list[Chunk]]:
         for chunk in e.step():
             out.setdefault(chunk.id, []).append(chunk)
         e.check()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine does not finish")
 
 
 def tokens(chunks: Iterable[Chunk]) -> list[int]:

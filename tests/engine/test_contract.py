@@ -42,12 +42,12 @@ def test_logprobs_agree_with_transformers(plain: Any, model: Any, deterministic:
         assert torch.allclose(torch.tensor(logprobs(made[r.id])), oracle, atol=1e-4, rtol=0)
 
 
-def test_deterministic_is_the_same_alone_in_any_batch_and_in_any_order(model: Any) -> None:
+def test_deterministic_results_do_not_depend_on_batch_or_order(model: Any) -> None:
     asked = requests(14)
     together = drain(engine(model, deterministic=True), asked)
     shuffled = list(asked)
     random.Random(1).shuffle(shuffled)
-    # Fewer at once, smaller steps, other pages, hence other chunks, other neighbours and other tiles.
+    # Fewer at once, smaller steps and other pages give other chunks, neighbors and tiles.
     otherwise = drain(engine(model, deterministic=True, max_running=5, max_rows=23, page_size=16), shuffled)
     for r in asked:
         alone = drain(engine(model, deterministic=True), [r])[r.id]
@@ -56,21 +56,21 @@ def test_deterministic_is_the_same_alone_in_any_batch_and_in_any_order(model: An
             assert logprobs(other) == logprobs(alone)  # bit for bit
 
 
-def test_deterministic_survives_a_cut_at_any_token(model: Any) -> None:
+def test_deterministic_response_resumes_from_any_token_bit_for_bit(model: Any) -> None:
     request = replace(requests(1, seed=4)[0], max_tokens=36)
     whole = drain(engine(model, deterministic=True), [request])[request.id]
     for cut in range(1, 36):
         so_far = tuple(tokens(whole)[:cut])
         rest = replace(request, prompt=request.prompt + so_far, position=cut, max_tokens=36 - cut)
-        neighbours = [replace(r, id=f"n{r.id}") for r in requests(cut % 5, seed=cut)]
-        resumed = drain(engine(model, deterministic=True), [*neighbours, rest])[request.id]
+        neighbors = [replace(r, id=f"n{r.id}") for r in requests(cut % 5, seed=cut)]
+        resumed = drain(engine(model, deterministic=True), [*neighbors, rest])[request.id]
         assert resumed[0].position == cut
         assert tokens(resumed) == tokens(whole)[cut:]
         assert logprobs(resumed) == logprobs(whole)[cut:]
 
 
-def test_fast_mode_differs_in_the_last_bits_at_most(model: Any, record_property: Any) -> None:
-    """A token may only change where two candidates are within rounding of the drawn number: rare, and counted."""
+def test_fast_mode_differs_only_by_rounding(model: Any, record_property: Any) -> None:
+    """A token may change only where the random number is within rounding of a boundary: rare, and counted."""
     asked = requests(14)
     together = drain(engine(model), asked)
     changed = total = 0
@@ -87,7 +87,7 @@ def test_fast_mode_differs_in_the_last_bits_at_most(model: Any, record_property:
 
 
 @MODES
-def test_preempted_requests_compute_again_and_say_the_same(model: Any, deterministic: bool) -> None:
+def test_preempted_requests_generate_the_same_tokens(model: Any, deterministic: bool) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(engine(model, deterministic=deterministic), asked)
     tight = engine(model, deterministic=deterministic, kv_tokens=224, max_rows=40)
@@ -108,7 +108,7 @@ def test_siblings_share_the_pages_of_their_prompt(model: Any) -> None:
 
 
 @MODES
-def test_cancel_at_any_token_frees_its_pages_and_leaves_others_alone(model: Any, deterministic: bool) -> None:
+def test_cancel_at_any_token_frees_pages_and_does_not_affect_others(model: Any, deterministic: bool) -> None:
     first, second = requests(2, seed=9)
     first, second = replace(first, max_tokens=20), replace(second, max_tokens=20)
     oracle = tokens(drain(engine(model, deterministic=deterministic), [second])[second.id])
@@ -127,7 +127,7 @@ def test_cancel_at_any_token_frees_its_pages_and_leaves_others_alone(model: Any,
 
 
 def test_swap_between_two_steps(plain: Any, model: Any) -> None:
-    """Running responses keep their tokens and go on under the new weights, as a fresh engine with them would."""
+    """Running responses keep their tokens and continue with the new weights like a new engine."""
     other = type(plain)(copy.deepcopy(plain.config)).eval()
     torch.manual_seed(11)
     new = {k: v + 0.05 * torch.randn_like(v) for k, v in plain.state_dict().items()}
@@ -153,12 +153,12 @@ def test_swap_between_two_steps(plain: Any, model: Any) -> None:
         e.swap(4, {"no.such.weight": torch.zeros(1)})
     held = {k: v.clone() for k, v in mine.state_dict().items()}
     misshapen = {**new, "model.norm.weight": torch.zeros(1)}
-    with pytest.raises(WindfallError, match="another shape"):
+    with pytest.raises(WindfallError, match="wrong shape"):
         e.swap(4, misshapen)
-    assert all(torch.equal(v, held[k]) for k, v in mine.state_dict().items())  # nothing was taken
+    assert all(torch.equal(v, held[k]) for k, v in mine.state_dict().items())  # nothing was copied
 
 
-def test_stop_ids_end_a_response_with_the_stop_token_in_it(model: Any) -> None:
+def test_response_ends_with_its_stop_token(model: Any) -> None:
     request = replace(requests(1, temperature=0.0)[0], max_tokens=30)
     whole = tokens(drain(engine(model), [request])[request.id])
     stop = whole[7]
@@ -181,7 +181,7 @@ def test_stop_ids_end_a_response_with_the_stop_token_in_it(model: Any) -> None:
         ({"position": -1}, "position"),
     ],
 )
-def test_bad_requests_are_refused_and_hurt_nothing(model: Any, change: dict[str, Any], why: str) -> None:
+def test_bad_requests_are_rejected_without_side_effects(model: Any, change: dict[str, Any], why: str) -> None:
     good = requests(1)[0]
     e = engine(model)
     e.add(good)

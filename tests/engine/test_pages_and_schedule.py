@@ -1,4 +1,4 @@
-"""Random schedules against the rules: no page leaks, none is handed out twice, every token is computed."""
+"""Random schedules keep the rules: no page leaks, none is allocated twice, every token is computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 4, 9, 17)] + [(9,) * 12]
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), pages=st.integers(8, 20), running=st.integers(1, 6), rows=st.integers(1, 30))
-def test_random_life_of_a_schedule(data: st.DataObject, pages: int, running: int, rows: int) -> None:
+def test_random_schedules_keep_the_rules(data: st.DataObject, pages: int, running: int, rows: int) -> None:
     size = 4
     s = Scheduler(Pages(pages, size), max_running=running, max_rows=rows)
     live: list[Sequence] = []
@@ -35,7 +35,7 @@ def test_random_life_of_a_schedule(data: st.DataObject, pages: int, running: int
             s.restart_all()
         finished += one_step(s, live)
         s.check()
-    for _ in range(10_000):  # whatever was left must come to its end
+    for _ in range(10_000):  # all remaining sequences must finish
         if not live:
             break
         finished += one_step(s, live)
@@ -49,40 +49,40 @@ def one_step(s: Scheduler, live: list[Sequence]) -> int:
     planned = s.plan()
     assert sum(r.stop - r.start for r in planned) <= s.max_rows
     assert len({id(r.sequence) for r in planned}) == len(planned)
-    assert planned or not len(s), "there is work and nothing was planned"
+    assert planned or not len(s), "there is work but nothing was planned"
     s_running = len(s.running)
     assert s_running <= s.max_running
     for r in planned:
         assert r.start == r.sequence.computed
         assert len(r.sequence.pages) * s.pages.size >= r.stop
         assert r.samples == (r.stop == len(r.sequence.tokens))
-    s.done(planned)
+    s.complete(planned)
     ended = 0
     for r in planned:
         if r.samples:
             r.sequence.tokens.append(len(r.sequence.tokens) % 50)
-            r.sequence.made += 1
-            if r.sequence.made == r.sequence.request.max_tokens:
+            r.sequence.generated += 1
+            if r.sequence.generated == r.sequence.request.max_tokens:
                 s.remove(r.sequence)
                 live.remove(r.sequence)
                 ended += 1
     return ended
 
 
-def test_a_freed_page_is_found_again_until_it_is_needed() -> None:
+def test_freed_page_stays_cached_until_it_is_allocated() -> None:
     pages = Pages(2, 4)
     key = key_of(ROOT, [1, 2, 3, 4])
-    page = pages.take()
+    page = pages.allocate()
     assert page is not None
-    pages.name(page, key)
+    pages.register(page, key)
     pages.release([page])
     assert pages.find(key) == page
     pages.release([page])
-    assert [pages.take(), pages.take()] != [None, None]
+    assert [pages.allocate(), pages.allocate()] != [None, None]
     assert pages.find(key) is None
-    assert pages.take() is None
+    assert pages.allocate() is None
 
 
-def test_keys_depend_on_everything_before() -> None:
+def test_keys_depend_on_all_previous_tokens() -> None:
     assert key_of(key_of(ROOT, [1]), [2]) != key_of(key_of(ROOT, [3]), [2])
     assert key_of(ROOT, [1, 2]) != key_of(ROOT, [2, 1])

@@ -1,7 +1,7 @@
-"""Models that windfall must compute exactly as transformers does, or refuse: small ones of hostile architectures.
+"""Small models of hostile architectures, which windfall must compute exactly like transformers, or refuse.
 
-`ARCHITECTURES` says of each what the self-test must find. `folder` saves one as a user would have it on disk;
-`edited` saves one whose files are not what they should be.
+`ARCHITECTURES` has the expected result of the self-test for each. `folder` saves one to disk like a user's model;
+`edited` saves the demo's model with changed files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from windfall.selftest.families import LONGROPE, configuration
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """`engine` and `trainer`: what the refusal must say; None: it is computed right."""
+    """`engine` and `trainer`: expected text of the refusal; None if the model is computed correctly."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)

@@ -52,15 +52,15 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_either_name_of_a_tied_weight_is_enough(tmp_path: Path, kept: str) -> None:
-    """Rotary frequencies, which are buffers and not in the files, are no reason to refuse it either."""
+def test_one_name_of_a_tied_weight_is_enough(tmp_path: Path, kept: str) -> None:
+    """Rotary frequencies are buffers and not in the files; they do not count as missing."""
     folder = edited(tmp_path / "m", lambda t: t.update({kept: t.pop("model.embed_tokens.weight")}))
     ours, whole = load(folder).state_dict(), load(models.TINY).state_dict()
     assert ours.keys() == whole.keys()
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
 
 
-def test_generate_refuses_it_before_any_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_refuses_missing_weights_before_any_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = edited(tmp_path / "m", lambda tensors: tensors.pop(UP))
     with pytest.raises(WindfallError, match=UP):
         offline.generate(str(folder), ["1+1="], n=1, max_tokens=2, sampling=Sampling(), seed=0)

@@ -1,7 +1,7 @@
-"""Words to ids: what the engine is fed is what the chat template would give for the whole conversation.
+"""Text to ids: the engine's input equals the chat template's ids for the whole conversation.
 
-Not covered: a reply whose first characters a tokenizer would merge with the end of the cue; the policy's own tokens are
-kept as it made them, so there is nothing to compare.
+Not covered: a reply whose first characters a tokenizer would merge with the end of the prompt; the policy's tokens are
+kept as generated, so there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPECIAL = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
 
 
 def tokenizer(template: str | None, eos: str | None, *, adds_bos: bool = False) -> Any:
-    """Byte-level BPE with enough merges that words are cut differently beside one another than alone."""
+    """Byte-level BPE with enough merges that words are tokenized differently in a text than alone."""
     t = Tokenizer(models.BPE())
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     t.decoder = decoders.ByteLevel()  # pyright: ignore
@@ -59,7 +59,7 @@ words = st.text("abc 12\n.é", min_size=1).filter(lambda s: s.strip() == s)
 @pytest.mark.parametrize("name", list(CHATS))
 @settings(deadline=None, max_examples=30)
 @given(said=st.lists(words, min_size=1, max_size=7))
-def test_conversation_is_what_the_template_gives(name: str, said: list[str]) -> None:
+def test_conversation_equals_the_rendered_template(name: str, said: list[str]) -> None:
     tok, extra, end = CHATS[name]
     text = Text(tok, tok.convert_tokens_to_ids(list(extra)))
     said = said if len(said) % 2 else said[:-1]  # the environment speaks first and last
@@ -73,7 +73,7 @@ def test_conversation_is_what_the_template_gives(name: str, said: list[str]) -> 
     assert ids == tok.encode(whole, add_special_tokens=False)
 
 
-def test_prompt_ends_where_the_policy_speaks() -> None:
+def test_prompt_ends_at_the_start_of_the_answer() -> None:
     tok = CHATS["chatml"][0]
     assert tok.decode(Text(tok).prompt("12")).endswith("12<|im_end|>\n<|im_start|>assistant\n")
     assert (
@@ -81,21 +81,21 @@ def test_prompt_ends_where_the_policy_speaks() -> None:
     )
 
 
-def test_plain_text_is_only_the_words() -> None:
+def test_plain_text_has_no_template() -> None:
     tok = tokenizer(None, "<eos>")
     text = Text(tok)
     assert tok.decode(text.prompt("12 [/INST]")) == "12 [/INST]"
     assert tok.decode(text.observation("\nhigher\n")) == "\nhigher\n"
 
 
-def test_plain_text_begins_once() -> None:
+def test_plain_text_has_one_bos_token() -> None:
     tok = tokenizer(None, "<eos>", adds_bos=True)
     text = Text(tok)
     assert text.prompt("12")[0] == tok.bos_token_id
     assert tok.bos_token_id not in text.observation("12")
 
 
-def test_decode_leaves_out_what_is_not_said() -> None:
+def test_decode_skips_special_tokens() -> None:
     tok = CHATS["chatml"][0]
     assert Text(tok).decode(tok.encode("<|im_start|>higher é<|im_end|>")) == "higher é"
 
@@ -115,12 +115,12 @@ def test_stop_ids(eos: str | None, extra: list[str], stop: set[str]) -> None:
 
 
 @pytest.mark.parametrize(("configured", "stop"), [(None, {2}), (2, {2}), (7, {2, 7}), ([7, 8], {2, 7, 8})])
-def test_stop_ids_of_the_model_count_too(configured: Any, stop: set[int]) -> None:
+def test_stop_ids_include_those_of_the_model(configured: Any, stop: set[int]) -> None:
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=configured))
     assert text_for(load_tokenizer("tiny"), model).stop == stop
 
 
-def test_a_list_of_messages_goes_through_the_chat_template() -> None:
+def test_list_of_messages_uses_the_chat_template() -> None:
     tok = CHATS["chatml"][0]
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12"}]
     whole = tok.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
@@ -128,10 +128,12 @@ def test_a_list_of_messages_goes_through_the_chat_template() -> None:
     assert Text(tok).prompt(said[1:]) == Text(tok).prompt("12")
 
 
-def test_messages_that_a_model_cannot_take_are_refused() -> None:
+def test_messages_that_the_template_rejects_raise_an_error() -> None:
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12"}]
     with pytest.raises(WindfallError, match="no chat template"):
         Text(tokenizer(None, "<eos>")).prompt(said)
     picky = tokenizer("{{ raise_exception('no system role') if messages[0].role == 'system' }}", "<eos>")
-    with pytest.raises(WindfallError, match=r"cannot render these messages: no system role\nRoles were: system, user"):
+    with pytest.raises(
+        WindfallError, match=r"cannot render these messages: no system role\nThe roles were: system, user"
+    ):
         Text(picky).prompt(said)

@@ -1,6 +1,6 @@
-"""The light tokenizer against transformers' own: the same folder gives the same ids, words and prompts.
+"""The light tokenizer against transformers' own: the same folder gives the same ids, text and prompts.
 
-Not covered: tokenizer classes of transformers that build their parts anew instead of taking tokenizer.json as it is;
+Not covered: tokenizer classes of transformers that rebuild their parts instead of using tokenizer.json unchanged;
 templates that call tools.
 """
 
@@ -127,7 +127,7 @@ def same(folder: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("folder", THERE, ids=lambda f: f.name)
-def test_shipped_models_give_the_same(folder: Path) -> None:
+def test_shipped_models_equal_transformers(folder: Path) -> None:
     same(folder, TEXTS)
     assert bool(light(folder).chat_template) == bool(theirs(folder).chat_template)
     for turns in MESSAGES if light(folder).chat_template else []:
@@ -141,7 +141,7 @@ def test_shipped_models_give_the_same(folder: Path) -> None:
 @pytest.mark.parametrize("folder", THERE, ids=lambda f: f.name)
 @settings(deadline=None, max_examples=150)
 @given(words=st.text() | st.text("<|im_starend>/ \n0123+=é"), ids=st.lists(st.integers(0, 60_000)))
-def test_any_words_and_ids_give_the_same(folder: Path, words: str, ids: list[int]) -> None:
+def test_any_text_and_ids_equal_transformers(folder: Path, words: str, ids: list[int]) -> None:
     for add in (True, False):
         assert light(folder).encode(words, add_special_tokens=add) == theirs(folder).encode(
             words, add_special_tokens=add
@@ -151,7 +151,7 @@ def test_any_words_and_ids_give_the_same(folder: Path, words: str, ids: list[int
 
 
 @pytest.mark.parametrize("folder", THERE, ids=lambda f: f.name)
-def test_text_is_the_same_with_either(folder: Path) -> None:
+def test_text_is_the_same_with_both_tokenizers(folder: Path) -> None:
     mine, other = Text(light(folder), [7]), Text(theirs(folder), [7])
     assert mine.stop == other.stop
     for words in TEXTS:
@@ -160,7 +160,7 @@ def test_text_is_the_same_with_either(folder: Path) -> None:
         assert mine.decode(mine.prompt(words)) == other.decode(other.prompt(words))
 
 
-def test_tokenizer_json_decides_and_nothing_is_padded_or_cut(small: Path) -> None:
+def test_nothing_is_padded_or_truncated(small: Path) -> None:
     same(small, TEXTS)
     assert len(light(small).encode("qwertzuiop")) > 8
     assert light(small).encode("1")[0] == 0
@@ -192,7 +192,7 @@ def test_special_tokens_are_found_where_transformers_finds_them(small: Path, tmp
 
 
 @pytest.mark.parametrize("decoder", [False, True])
-def test_special_tokens_map_is_read_where_transformers_reads_it(small: Path, tmp_path: Path, decoder: bool) -> None:
+def test_special_tokens_map_is_used_like_in_transformers(small: Path, tmp_path: Path, decoder: bool) -> None:
     config = SPECIALS["decoder"] if decoder else {"eos_token": "<pad>", "bos_token": "<bos>"}
     folder = variant(small, tmp_path, **config)
     tokens = {"eos_token": {"content": "<eos>", "lstrip": False, "normalized": False}, "bos_token": "<|im_start|>"}
@@ -215,7 +215,7 @@ def test_templates_render_the_same(small: Path, tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("beside", [False, True])
-def test_which_template_is_taken(small: Path, tmp_path: Path, several: bool, beside: bool) -> None:
+def test_choice_of_template(small: Path, tmp_path: Path, several: bool, beside: bool) -> None:
     templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     folder = variant(small, tmp_path, chat_template=templates if several else "D")
     if beside:
@@ -239,9 +239,7 @@ def test_which_template_is_taken(small: Path, tmp_path: Path, several: bool, bes
         (None, "no chat template"),
     ],
 )
-def test_a_template_that_fails_is_an_error_a_person_can_read(
-    small: Path, tmp_path: Path, template: str | None, says: str
-) -> None:
+def test_failing_template_raises_a_readable_error(small: Path, tmp_path: Path, template: str | None, says: str) -> None:
     loaded = tokenizer.load(variant(small, tmp_path, chat_template=template))
     with pytest.raises(WindfallError, match=says) as e:
         loaded.apply_chat_template(chat(MESSAGES[0]))
@@ -264,7 +262,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("file", "content"), [(f, c) for f, cs in BAD.items() for c in cs])
-def test_what_cannot_be_read_is_refused(small: Path, tmp_path: Path, file: str, content: str) -> None:
+def test_unreadable_file_is_rejected(small: Path, tmp_path: Path, file: str, content: str) -> None:
     folder = variant(small, tmp_path)
     (folder / file).write_text(content)
     with pytest.raises(WindfallError) as e:
@@ -273,7 +271,7 @@ def test_what_cannot_be_read_is_refused(small: Path, tmp_path: Path, file: str, 
     assert e.value.fix
 
 
-def test_bytes_that_are_no_text_are_refused(small: Path, tmp_path: Path) -> None:
+def test_file_that_is_not_utf8_is_rejected(small: Path, tmp_path: Path) -> None:
     for file in ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"):
         folder = variant(small, tmp_path / file)
         (folder / file).write_bytes(b"\xff\xfe{}")
@@ -281,7 +279,7 @@ def test_bytes_that_are_no_text_are_refused(small: Path, tmp_path: Path) -> None
             tokenizer.load(folder)
 
 
-def test_a_folder_without_tokenizer_json_is_refused(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_json_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match=r"no tokenizer\.json"):
         tokenizer.load(tmp_path)
 
@@ -300,7 +298,8 @@ def test_stop_ids(tmp_path: Path) -> None:
 
 def test_loading_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from pathlib import Path; from windfall import tokenizer; from windfall.models.text import Text\n"
+        "import sys; from pathlib import Path; from windfall.models import tokenizer\n"
+        "from windfall.models.text import Text\n"
         f"Text(tokenizer.load(Path({str(THERE[-1])!r})), tokenizer.stop_ids(Path({str(TINY)!r}))).prompt('1')\n"
         "print(sorted({'jinja2', 'tokenizers', 'torch', 'transformers'} & set(sys.modules)))"
     )

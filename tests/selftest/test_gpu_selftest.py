@@ -1,4 +1,4 @@
-"""The self-test through the engine and the trainer that a GPU runs. Needs a GPU; run on a CPU machine, it skips."""
+"""The self-test with the engine and the trainer of a GPU. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GRAPHS = {
 
 
 def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of engine that were tested."""
-    monkeypatch.setattr(verdict, "_once", lambda key, checked, test: test() and key)
+    """Run the check. Returns the class names of the tested engines."""
+    monkeypatch.setattr(verdict, "_run_once", lambda key, checked, test: test() and key)
     spec = trainer.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
-    model, kinds = engine_factory.whole(_fields(a), "bfloat16", "cuda"), []
-    real = judge.engine
+    model, kinds = engine_factory.whole(_shrink_fields(a), "bfloat16", "cuda"), []
+    real = judge.judge_engine
 
     def watched(config: Any, make: Any, **how: Any) -> Any:
         def noted(model: Any, **options: Any) -> Any:
@@ -40,28 +40,28 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
 
         return real(config, noted, **how)
 
-    monkeypatch.setattr(judge, "engine", watched)
+    monkeypatch.setattr(judge, "judge_engine", watched)
     engine_factory.check(spec, "cuda", model)
     return kinds
 
 
-def _fields(a: hostile.Architecture) -> dict[str, Any]:
+def _shrink_fields(a: hostile.Architecture) -> dict[str, Any]:
     import json
 
     return json.loads(a.config().to_json_string(use_diff=False))
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_engine_of_the_llama_family_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_engine_equals_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(check(GRAPHS[name], monkeypatch)) == {"GraphEngine"}
 
 
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)
-def test_right_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_architecture_is_computed_exactly_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = hostile.ARCHITECTURES[name]
     for judged, refusal in (
         (lambda: check(a, monkeypatch), a.engine),
-        (lambda: judge.trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
+        (lambda: judge.judge_trainer(a.config(), device="cuda", longest=a.longest), a.trainer),
     ):
         if refusal is None:
             judged()

@@ -1,4 +1,4 @@
-"""No architecture may be silently wrong: hostile ones are computed as transformers does, or refused with a figure, by
+"""No architecture may be silently wrong: hostile ones are computed like in transformers, or refused with a figure, by
 every command that loads a model. Not covered here: a GPU (test_gpu_selftest.py), all families (marker slow)."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", hostile.ARCHITECTURES)
-def test_right_or_refused(name: str) -> None:
+def test_architecture_is_computed_exactly_or_refused(name: str) -> None:
     a = hostile.ARCHITECTURES[name]
     for judged, refusal, most in (
-        (lambda: judge.engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
-        (lambda: judge.trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
+        (lambda: judge.judge_engine(a.config(), TorchEngine, longest=a.longest, **ON_CPU), a.engine, 5e-4),
+        (lambda: judge.judge_trainer(a.config(), longest=a.longest, **ON_CPU), a.trainer, 5e-4),
     ):
         if refusal is None:
             found = judged()
@@ -53,33 +53,33 @@ def test_right_or_refused(name: str) -> None:
             assert (e.value.where, e.value.fix) == ("model.path", judge.FIX)
 
 
-def test_a_cap_and_a_scale_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The self-test can fail: with the head as it was, one linear map, these were accepted."""
+def test_missing_cap_and_missing_scale_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test can fail: with a plain linear head, as in an earlier version, these models would be accepted."""
     from windfall.train import logprobs
 
     monkeypatch.setattr(logprobs, "own_head", lambda model: None)
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
-            judge.trainer(a.config(), longest=100, **ON_CPU)
+            judge.judge_trainer(a.config(), longest=100, **ON_CPU)
 
 
-def test_a_router_in_training_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the trainer was: only the gradients of some weights are wrong, and each is compared by itself."""
+def test_router_in_training_mode_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the gradients of some weights are wrong, as in an earlier trainer; each weight is compared separately."""
     from windfall.train.logprobs import Autograd
 
     monkeypatch.setattr(Autograd, "_learning", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     with pytest.raises(WindfallError, match="gradient differs"):
-        judge.trainer(a.config(), longest=100, **ON_CPU)
+        judge.judge_trainer(a.config(), longest=100, **ON_CPU)
 
 
-def test_a_window_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_window_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = Paged.attend
     monkeypatch.setattr(Paged, "attend", lambda self, q, k, v, scale, window: attend(self, q, k, v, scale, None))
     windowed = hostile.Architecture(kind="mixtral", fields={"sliding_window": 4096})
     with pytest.raises(WindfallError, match="nats"):
-        judge.engine(windowed.config(), TorchEngine, longest=100, **ON_CPU)
+        judge.judge_engine(windowed.config(), TorchEngine, longest=100, **ON_CPU)
 
 
 def test_deterministic_experts_are_refused() -> None:
@@ -87,12 +87,12 @@ def test_deterministic_experts_are_refused() -> None:
         return TorchEngine(model, **how, deterministic=True)
 
     how = {"longest": 100, "deterministic": True, **ON_CPU}
-    judge.engine(hostile.ARCHITECTURES["llama"].config(), make, **how)
+    judge.judge_engine(hostile.ARCHITECTURES["llama"].config(), make, **how)
     with pytest.raises(WindfallError, match=r"run.deterministic cannot hold .* experts"):
-        judge.engine(hostile.Architecture(kind="mixtral").config(), make, **how)
+        judge.judge_engine(hostile.Architecture(kind="mixtral").config(), make, **how)
 
 
-def test_a_pool_of_another_shape_is_refused() -> None:
+def test_kv_pool_of_wrong_shape_is_rejected() -> None:
     pool = (torch.zeros(2, 16, 2, 24), torch.zeros(2, 16, 2, 24))
     k = torch.zeros(1, 3, 16)
     with pytest.raises(WindfallError, match="KV cache has"):
@@ -105,13 +105,13 @@ def test_small_models_keep_every_kind_of_layer() -> None:
     from transformers import Gemma3TextConfig
 
     config_ = Gemma3TextConfig()
-    fields = next(shrink.shrunk(config_, longest=100))
+    fields = next(shrink.small_configs(config_, longest=100))
     assert set(fields["layer_types"]) == set(config_.layer_types or ())
     assert fields["num_hidden_layers"] == 6
     assert fields["sliding_window"] == shrink.WINDOW
     assert fields["head_dim"] == 256
-    assert shrink.same_parts(["h.0.q", "h.1.moe.w"], ["h.3.q", "h.0.moe.w"])
-    assert not shrink.same_parts(["h.0.q", "h.1.moe.w"], ["h.0.q"])
+    assert shrink.same_weight_kinds(["h.0.q", "h.1.moe.w"], ["h.3.q", "h.0.moe.w"])
+    assert not shrink.same_weight_kinds(["h.0.q", "h.1.moe.w"], ["h.0.q"])
 
 
 # every command that loads a model
@@ -133,14 +133,14 @@ def test_commands_refuse(bloom: Path, here: Path, windfall: Callable[..., tuple[
     assert not out
 
 
-def test_a_model_that_knows_its_own_attention_only_is_refused(tmp_path: Path, windfall: Any) -> None:
+def test_model_with_only_its_own_attention_is_refused(tmp_path: Path, windfall: Any) -> None:
     code, _, err = windfall("generate", str(hostile.folder("gptj", tmp_path / "gptj")), "--prompt", "1+1=")
     assert code == 2
     assert "cannot build this model with windfall's attention" in err
     assert "Traceback" not in err
 
 
-def test_a_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> None:
+def test_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -> None:
     from windfall import run_folder as folders
 
     (here / "run").mkdir()
@@ -153,8 +153,8 @@ def test_a_trainer_refuses_before_anything_is_started(bloom: Path, here: Path) -
 
 
 @pytest.mark.parametrize(("kind", "said"), [("bloom", "log-probs differ by"), ("mixtral", "run.deterministic cannot")])
-def test_a_worker_refuses_what_its_engine_would_compute_wrongly(kind: str, said: str) -> None:
-    """By its own measurement: nobody has told it what the trainer found."""
+def test_worker_refuses_a_model_that_its_engine_computes_wrongly(kind: str, said: str) -> None:
+    """The worker measures itself: it was sent no passed checks of the trainer."""
     recipe = config.parse({"engine": {"kv_tokens": 512}, "run": {"deterministic": kind == "mixtral"}}, where="here")
     spec = trainer.spec(recipe, hostile.Architecture(kind=kind).config(), "float32", 100)
     assert not spec.checked
@@ -169,12 +169,12 @@ def test_the_self_test_takes_two_seconds_and_is_bounded_for_large_models() -> No
 
     def test_s(tested: Any) -> float:
         began = time.process_time()
-        judge.trainer(tested, longest=100, **ON_CPU)
-        judge.engine(tested, TorchEngine, longest=100, **ON_CPU)
+        judge.judge_trainer(tested, longest=100, **ON_CPU)
+        judge.judge_engine(tested, TorchEngine, longest=100, **ON_CPU)
         return time.process_time() - began
 
     demo = load.load("tiny", dtype="float32", device="cpu").config
-    assert min(test_s(demo) for _ in range(2)) < 2.0, "the first one imports, too"
+    assert min(test_s(demo) for _ in range(2)) < 2.0, "the first run includes imports"
     assert test_s(hostile.Architecture(kind="llama", fields=large).config()) < 10.0
 
 
@@ -186,14 +186,14 @@ def test_damaged_weights_are_refused() -> None:
         verdict.check_weights(model)
 
 
-def test_a_verdict_is_found_once_and_travels(tmp_path: Path) -> None:
+def test_passed_check_is_remembered_and_sent_to_workers(tmp_path: Path) -> None:
     model = load.load("tiny", dtype="float32", device="cpu")
     recipe = config.parse({}, where="here")
     engine = trainer.checked(trainer.spec(recipe, model.config, "float32", 100), "cpu", model)
     assert trainer.fingerprint(engine) == trainer.fingerprint(trainer.spec(recipe, model.config, "float32", 100))
 
     def never(*_: object, **__: object) -> Any:
-        raise AssertionError("the test was made again")
+        raise AssertionError("the test was repeated")
 
     fields = json.loads(engine.model_config)
     how: dict[str, Any] = {"longest": 100, **ON_CPU}
@@ -205,11 +205,11 @@ def test_a_verdict_is_found_once_and_travels(tmp_path: Path) -> None:
         file.unlink()
     verdict.check_engine(fields, never, checked=engine.checked, **how)  # by a worker elsewhere
     verdict._passed.clear()
-    with pytest.raises(WindfallError, match="AssertionError: the test was made again"):
+    with pytest.raises(WindfallError, match="AssertionError: the test was repeated"):
         verdict.check_engine({**fields, "rms_norm_eps": 0.5}, never, checked=engine.checked, **how)
 
 
-def test_longrope_engines_take_nothing_beyond_the_change() -> None:
+def test_longrope_engine_is_limited_to_the_tested_length() -> None:
     a = hostile.Architecture(kind="phi3", fields=hostile.LONG)
     recipe = config.parse({"engine": {"kv_tokens": 8192}}, where="here")
     engine, _ = engine_factory.engine_for(trainer.spec(recipe, a.config(), "float32", 100), "cpu")

@@ -26,10 +26,11 @@ from transformers import (
 )
 
 from windfall import algorithms, config
+from windfall.engine.joined_weights import adjacent
 from windfall.engine.torch import attention
 from windfall.train import activation_memory, layers, llama
 from windfall.train.activation_memory import ALL, LEAST, LIGHT
-from windfall.train.gradients import Gradients, adjacent
+from windfall.train.gradients import Gradients
 from windfall.train.llama import Blocks, Unfit
 from windfall.train.logprobs import Autograd, Learner, compare, lay
 from windfall.train.sample import Sample, packs

@@ -80,12 +80,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_at_a_time_takes_memory(card: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with devices.turn("cuda"), open(card) as other, pytest.raises(BlockingIOError):
+    with devices.gpu_memory_lock("cuda"), open(card) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(card) as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
-        with devices.turn("cuda", timeout_s=0.2):
-            assert "waited 0.2 s for another worker to take its memory" in capfd.readouterr().err
+        with devices.gpu_memory_lock("cuda", timeout_s=0.2):
+            assert "waited 0.2 s for another worker to allocate its GPU memory" in capfd.readouterr().err
     card.unlink()
 
 

@@ -193,7 +193,7 @@ def test_a_glance_at_this_machine_agrees_with_torch() -> None:
 
     glanced = startup.glance("auto")
     if glanced is not None:
-        found, _ = devices.place("auto", "auto", 0)
+        found, _ = devices.resolve("auto", "auto", 0)
         assert glanced == (found, devices.describe(found))
     assert startup.card("no-such-driver.so") is None
     assert (startup.card() is None) == (not torch.cuda.is_available())

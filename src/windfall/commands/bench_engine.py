@@ -21,7 +21,7 @@ PROMPT_TOKENS = 24
 
 
 def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
-    device, dtype = devices.place("auto", "auto", threads)
+    device, dtype = devices.resolve("auto", "auto", threads)
     model = load.load(name, dtype=dtype, device=device)
     context = getattr(model.config, "max_position_embeddings", None)
     if context and PROMPT_TOKENS + max_tokens > context:

@@ -65,7 +65,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     lengths: list[int] = []
 
     async def run() -> Rollout:
-        device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+        device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
         async with hosted(recipe.env, recipe.run.seed) as env:
             await env.ready()  # before the model, which may take long to load
             model = load.load(model_path, dtype=dtype, device=device)
@@ -113,7 +113,7 @@ def generate(
     model_path: str, prompts: Sequence[str], *, n: int, max_tokens: int, sampling: Sampling, seed: int
 ) -> None:
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
-    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
+    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
     text = text_for(load.load_tokenizer(model_path), model)
     ids = [text.prompt(p) for p in prompts]

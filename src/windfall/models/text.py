@@ -1,4 +1,5 @@
-"""Between an environment's words and token ids: chat template where the tokenizer has one, plain text where not."""
+"""Converts an environment's text to token ids and back: with the tokenizer's chat template if it has one, otherwise as
+plain text."""
 
 from __future__ import annotations
 
@@ -21,26 +22,27 @@ class Text:
         self.stop: frozenset[int] = frozenset([*([] if eos is None else [eos]), *extra_stops])
 
     def prompt(self, prompt: Prompt) -> tuple[int, ...]:
-        """The ids of a task's prompt, up to where the policy begins to speak. Text is a user's only message."""
+        """The ids of a task's prompt, up to the start of the policy's answer. A plain string is one user message."""
         if not isinstance(prompt, str):
             if not self._chat:
                 raise WindfallError(
-                    "a prompt is a list of messages, and the model's tokenizer has no chat template",
+                    "a prompt is a list of messages, but the model's tokenizer has no chat template",
                     where="env",
-                    fix="Use a model with a chat template, or make every prompt one text.",
+                    fix="Use a model with a chat template, or make every prompt a string.",
                 )
             return self._encode(self._render(prompt))
         if not self._chat:
             return tuple(self._tokenizer.encode(prompt))
         return self._encode(self._render([_message("user", prompt)]))
 
-    def observation(self, words: str) -> tuple[int, ...]:
-        """The ids that follow a turn which ended with a stop token: the environment's words, then the policy's cue."""
+    def observation(self, text: str) -> tuple[int, ...]:
+        """The ids after a turn that ended with a stop token: the environment's text, then the start of the next
+        turn."""
         if not self._chat:
-            return self._encode(words)
-        whole = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", words)])
-        ids = self._encode(whole.rpartition(_MARK)[2])
-        # The template closes the turn with a stop token, which the turn has already.
+            return self._encode(text)
+        rendered = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", text)])
+        ids = self._encode(rendered.rpartition(_MARK)[2])
+        # The template ends the turn with a stop token, which the turn has already.
         return ids[1:] if ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -54,11 +56,11 @@ class Text:
         except TemplateError as e:
             roles = ", ".join(message["role"] for message in messages)
             raise WindfallError(
-                f"the chat template cannot render these messages: {e}", where="env", fix=f"Roles were: {roles}."
+                f"the chat template cannot render these messages: {e}", where="env", fix=f"The roles were: {roles}."
             ) from e
 
-    def _encode(self, words: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(words, add_special_tokens=False))
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -1,15 +1,15 @@
-"""A tokenizer read from a folder in Hugging Face format without torch or transformers: tokenizers and jinja2 alone.
+"""A tokenizer loaded from a folder in Hugging Face format without torch or transformers: only tokenizers and jinja2.
 
-It has exactly what `text.Text` asks of a tokenizer, under transformers' names and with transformers' defaults, so that
-either may stand for the other. The rules it keeps:
+It has exactly the methods that `text.Text` uses, with transformers' names and defaults, so the two are interchangeable.
+Its rules:
 
-    ids       tokenizer.json decides, its post-processor included; nothing is padded or cut
-    specials  named and extra special tokens of tokenizer_config.json (special_tokens_map.json over it, unless the
-              former lists `added_tokens_decoder`) are added where tokenizer.json lacks them
-    template  chat_template.jinja, else the one in tokenizer_config.json (of several, `default`); it is run in a sandbox
-              in which it can change nothing
+    ids       tokenizer.json determines them, including its post-processor; nothing is padded or truncated
+    specials  named and extra special tokens of tokenizer_config.json are added if tokenizer.json lacks them;
+              special_tokens_map.json overrides that file unless it has `added_tokens_decoder`
+    template  chat_template.jinja, otherwise the one in tokenizer_config.json (`default` if there are several); it runs
+              in a sandbox in which it cannot change anything
 
-Not read: sentencepiece or tiktoken files, Python code in the folder, templates for tools.
+Not supported: sentencepiece or tiktoken files, Python code in the folder, templates for tools.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tokenizers import Tokenizer as Backend
 from windfall.errors import WindfallError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What a template can run into: its own refusal, and whatever its expressions raise on messages it did not expect.
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# What a template can raise: its own errors, and any error of its expressions on messages that it did not expect.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Tokenizer:
@@ -44,8 +44,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self._template = None if chat_template is None else _compile(chat_template, where)
 
-    def encode(self, words: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(words, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
         self,
@@ -53,7 +53,7 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: Literal[False] = False,
     ) -> str:
-        assert not clean_up_tokenization_spaces, "changes what was said; not offered"
+        assert not clean_up_tokenization_spaces, "not supported, because it changes the text"
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -63,7 +63,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as one string, for `encode(..., add_special_tokens=False)`."""
-        assert not tokenize, "render here, then encode"
+        assert not tokenize, "not supported: render first, then encode"
         if self._template is None:
             raise WindfallError("this tokenizer has no chat template", where=self._where, fix="Encode plain text.")
         try:
@@ -74,27 +74,27 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self._specials,
             )
-        except _REFUSALS as e:
+        except _TEMPLATE_ERRORS as e:
             raise WindfallError(
                 f"the chat template cannot render these messages: {e}",
                 where=self._where,
-                fix=f"Roles were: {', '.join(str(m.get('role')) for m in messages) or 'none'}.",
+                fix=f"The roles were: {', '.join(str(m.get('role')) for m in messages) or 'none'}.",
             ) from e
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder. What cannot be read here is refused with the file's name."""
+    """The tokenizer of a model's folder. Raises WindfallError with the file's name if it cannot be loaded."""
     folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise WindfallError(
             "no tokenizer.json in this folder",
             where=str(folder),
-            fix="Write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
+            fix="Create one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
         )
     try:
         backend = Backend.from_file(str(file))
-    except Exception as e:  # the package raises nothing narrower for a file it cannot read
+    except Exception as e:  # the package raises no more specific error for a file that it cannot read
         raise WindfallError(f"cannot read the tokenizer: {e}", where=str(file), fix="Fetch the file again.") from e
     padding = backend.padding
     backend.no_padding()
@@ -103,7 +103,7 @@ def load(folder: Path) -> Tokenizer:
     if "added_tokens_decoder" not in config:
         config |= _json(folder / "special_tokens_map.json")
     if padding:
-        config.setdefault("pad_token", padding["pad_token"])  # a template may ask for it
+        config.setdefault("pad_token", padding["pad_token"])  # a template may use it
     where = str(folder / "tokenizer_config.json")
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     specials, extra = _special_tokens(config, where)
@@ -112,12 +112,12 @@ def load(folder: Path) -> Tokenizer:
 
 
 def stop_ids(folder: Path) -> list[int]:
-    """The ids that end a response by generation_config.json; none where it does not say."""
+    """The ids of the stop tokens in generation_config.json; empty if it has none."""
     file = Path(folder) / "generation_config.json"
     stops = _json(file).get("eos_token_id")
     ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(type(i) is int and i >= 0 for i in ids):
-        raise WindfallError(f"eos_token_id is {stops!r}", where=str(file), fix="Make it an id or a list of ids.")
+        raise WindfallError(f"eos_token_id is {stops!r}", where=str(file), fix="Set it to an id or a list of ids.")
     return ids
 
 
@@ -125,45 +125,47 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise WindfallError(f"cannot be read: {e}", where=str(file), fix="Fetch the file again.") from e
+        raise WindfallError(f"cannot read the file: {e}", where=str(file), fix="Download the file again.") from e
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where there is no file."""
+    """The JSON object in a file; empty if there is no file."""
     if not file.is_file():
         return {}
     try:
-        found = json.loads(_read(file))
+        content = json.loads(_read(file))
     except ValueError as e:
-        raise WindfallError(f"is not JSON: {e}", where=str(file), fix="Fetch the file again.") from e
-    if not isinstance(found, dict):
-        raise WindfallError("holds no JSON object", where=str(file), fix="Fetch the file again.")
-    return found
+        raise WindfallError(f"the file is not JSON: {e}", where=str(file), fix="Download the file again.") from e
+    if not isinstance(content, dict):
+        raise WindfallError("the file has no JSON object", where=str(file), fix="Download the file again.")
+    return content
 
 
 def _special_tokens(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], list[str]]:
-    """By name, as templates see them, and those without a name. A model may name more than the usual seven."""
+    """The named special tokens, which templates can use, and those without a name. A model may have more than the usual
+    seven names."""
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and isinstance(v, str))}
     if isinstance(more, dict):
         named |= more
         more = []
     if not isinstance(more, list):
-        raise WindfallError(f"extra_special_tokens is {more!r}", where=where, fix="Make it a list of tokens.")
+        raise WindfallError(f"extra_special_tokens is {more!r}", where=where, fix="Set it to a list of tokens.")
     specials = {name: _content(name, token, where) for name, token in named.items() if token is not None}
     return specials, [_content("extra_special_tokens", token, where) for token in more]
 
 
 def _content(name: str, token: Any, where: str) -> str:
-    """A token is written as its text, or as an object with its text as `content`."""
+    """The text of a token. In the file it is a string, or an object with the text as `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise WindfallError(f"{name} is {token!r}", where=where, fix="Make it a string.")
+        raise WindfallError(f"{name} is {token!r}", where=where, fix="Set it to a string.")
     return text
 
 
 def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence[str], where: str) -> None:
-    """In the order of their ids, then of their names: a token new to the vocabulary gets the next free id."""
+    """Add the listed tokens in the order of their ids, then the missing special tokens by name. A token that is new to
+    the vocabulary gets the next free id."""
     try:
         fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
         tokens = [
@@ -171,7 +173,7 @@ def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence
             for _, token in sorted(listed.items(), key=lambda item: int(item[0]))
         ]
     except (AttributeError, TypeError, ValueError) as e:
-        raise WindfallError(f"added_tokens_decoder: {e}", where=where, fix="Fetch the file again.") from e
+        raise WindfallError(f"added_tokens_decoder: {e}", where=where, fix="Download the file again.") from e
     known = {t.content for t in backend.get_added_tokens_decoder().values()} | {t.content for t in tokens}
     missing = dict.fromkeys(s for s in specials if s not in known)
     backend.add_tokens([*tokens, *(AddedToken(s, special=True) for s in missing)])
@@ -179,7 +181,7 @@ def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file, where = folder / "chat_template.jinja", str(folder / "tokenizer_config.json")
-    fix = f"Write the one to use into {file.name}."
+    fix = f"Write the template to use into {file.name}."
     if file.is_file():
         return _read(file)
     template = config.get("chat_template")
@@ -187,7 +189,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     if isinstance(template, dict):
         if "default" not in template:
-            raise WindfallError(f"chat templates {list(template)} and none called default", where=where, fix=fix)
+            raise WindfallError(f"chat templates {list(template)}, but no default", where=where, fix=fix)
         template = template["default"]
     if template is not None and not isinstance(template, str):
         raise WindfallError(f"the chat template is a {type(template).__name__}, not text", where=where, fix=fix)
@@ -195,7 +197,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the policy said. Here it is a scope like any other."""
+    """`{% generation %}` marks the policy's text. Here it is an ordinary scope."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own annotation
 
@@ -206,7 +208,7 @@ class _Generation(Extension):
 
 
 def _compile(template: str, where: str) -> Template:
-    """With the settings and names that templates are written for: those of transformers."""
+    """Compile with transformers' settings and names, which templates expect."""
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -219,7 +221,7 @@ def _compile(template: str, where: str) -> Template:
         raise WindfallError(
             f"the chat template is not valid: line {e.lineno}: {e.message}",
             where=where,
-            fix="Write a correct one into chat_template.jinja.",
+            fix="Write a valid template into chat_template.jinja.",
         ) from e
 
 
@@ -230,7 +232,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own escapes for HTML; a prompt is no page."""
+    """Like jinja2's filter, but without escapes for HTML, because a prompt is not a web page."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Whether a response can be the same to the last bit whatever runs beside it: what `run.deterministic` promises."""
+"""Whether a response has the same bits whatever else is in the batch: what `run.deterministic` promises."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windfall.engine.torch.packed import Packed
-from windfall.selftest.compare import ROOMY, Make, drain
-from windfall.selftest.small_model import Small
+from windfall.selftest.compare import ROOMY, EngineFactory, drain
+from windfall.selftest.small_model import SmallModel
 from windfall.types import Request
 
 
-def same(small: Small, make: Make, *, longest: int) -> bool:
-    """Whether a response has the same log-probs, to the last bit, alone and among others."""
+def batch_invariant(small: SmallModel, make: EngineFactory, *, longest: int) -> bool:
+    """Whether a response has the same log-probs, bit for bit, alone and in a batch with others."""
     ids = tuple(range(3, 15))
     one = Request(id="one", prompt=ids, seed=1, max_tokens=max(1, min(24, longest - len(ids))))
     others = [replace(one, id=f"other {n}", prompt=ids[n:], seed=n) for n in (2, 3, 4)]
-    alone, among = (drain(make(small.model, **ROOMY), asked)["one"] for asked in ([one], [*others, one]))
-    return alone == among
+    alone, batched = (drain(make(small.model, **ROOMY), requests)["one"] for requests in ([one], [*others, one]))
+    return alone == batched
 
 
-class _Products(TorchDispatchMode):
-    """Names and shapes of every operation."""
+class _OperationRecorder(TorchDispatchMode):
+    """Records the name and the input shapes of every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,16 +37,16 @@ class _Products(TorchDispatchMode):
 
 
 @torch.no_grad()
-def depend_on_neighbors(small: Small) -> str | None:
-    """Why rows of one step cannot be independent of each other to the last bit; None if they can: shapes of all
-    operations are the same whatever the tokens are, so no row's sums depend on where other rows are sent."""
-    found = []
+def neighbor_dependence(small: SmallModel) -> str | None:
+    """Why the bits of a row depend on the other rows of a step; None if they do not. They do not if the shapes of all
+    operations are the same for all tokens: then no row's sums depend on the experts that other rows are routed to."""
+    operations = []
     for step in (1, 7):
         ids = torch.tensor([[3 + step * n % (small.vocabulary - 3) for n in range(16)]], device=small.device)
         batch = Packed.of([1] * 16, small.device)
-        with _Products() as products:
+        with _OperationRecorder() as recorder:
             small.model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, batch=batch)
-        found.append(products.seen)
-    if found[0] != found[1] or any("grouped_mm" in name for name, _ in found[0]):
-        return "rows are sent to experts, so the shape of a matrix product depends on a row's neighbors"
+        operations.append(recorder.seen)
+    if operations[0] != operations[1] or any("grouped_mm" in name for name, _ in operations[0]):
+        return "rows are routed to experts, so the shape of a matrix product depends on a row's neighbors"
     return None

@@ -1,4 +1,5 @@
-"""The architectures that transformers knows and windfall might run, each as a configuration: for the table in docs."""
+"""The architectures of transformers that windfall might run, each as a configuration, for the table in
+docs/models.md."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ NOT_DECODERS = {
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta",
     "xlm-roberta-xl", "xlnet", "xmod",
 }  # fmt: skip
-"""Encoders, pairs of encoder and decoder, and models that see or hear; the text part of the latter has its own name."""
+"""Encoders, encoder-decoder models, and multimodal models, whose text part has its own model type."""
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4096,
@@ -47,11 +48,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}, 100),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN, "max_position_embeddings": 131072}, 100),
 }  # fmt: skip
-"""Name to model type, what is said otherwise than by default, and the longest sequence of the run."""
+"""Name to model type, the fields that differ from the defaults, and the longest sequence of the run in tokens."""
 
 
 def families() -> Iterator[tuple[str, str, dict[str, Any], int]]:
-    """Name, model type, fields and longest sequence: every decoder with its default configuration, then variants."""
+    """Name, model type, fields and longest sequence of every decoder with its default configuration, then variants."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):

@@ -1,4 +1,4 @@
-"""From what differs to whether that is too much: a model is taken, with figures, or refused in words."""
+"""Decides whether a model passes the self-test: it returns the measured differences, or raises with the reason."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.selftest import compare, determinism
-from windfall.selftest.small_model import Small, small
+from windfall.selftest.small_model import SmallModel, build_small_model
 
 FIX = "Use another model: docs/models.md lists the families that were checked."
 SEEDS = (0, 1)
-"""A routed model may send a token elsewhere by one rounding; what is computed wrongly is wrong with any weights."""
+"""Seeds of the random weights. In a model with experts, one rounding may route a token to another expert; a real error
+shows with all weights. So such a model is refused only if it fails with all seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Rounding in float32 was up to 7e-4 nats where it was measured (Granite, whose scores are not scaled by default),
-    mostly below 1e-4; the smallest difference of a refused model was 0.03 nats."""
+    """Largest accepted differences. Measured rounding in float32 was up to 7e-4 nats (Granite, which does not scale its
+    attention scores by default), mostly below 1e-4; the smallest difference of a refused model was 0.03 nats."""
 
     nats: float
     gradient: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Differences:
-    """What was measured on the small model. `refused`: why that is too much."""
+class Measured:
+    """The differences measured on the small model. `refused`: why they are too large; empty if they are not."""
 
     nats: float = 0.0
     gradient: float = 0.0
@@ -35,82 +36,84 @@ class Differences:
 
 
 LIMITS = {"cpu": Limits(nats=2e-3, gradient=5e-3), "cuda": Limits(nats=1e-2, gradient=2e-2)}
-"""A GPU's kernels sum in other orders, and may round to TF32."""
-_kept: dict[Any, Small] = {}
+"""GPU kernels sum in other orders and may round to TF32, so their limits are larger."""
+_cached: dict[Any, SmallModel] = {}
 
 
 def limits(device: str) -> Limits:
     return LIMITS["cuda" if device.startswith("cuda") else "cpu"]
 
 
-def engine(
+def judge_engine(
     config: Any, make: Callable[..., Any], *, device: str, longest: int, deterministic: bool = False,
     names: Iterable[str] | None = None,
-) -> Differences:  # fmt: skip
-    """What is measured, now; raises WindfallError if it is too much."""
+) -> Measured:  # fmt: skip
+    """Measure the engine that `make` builds. Raises WindfallError if it differs too much from transformers."""
     what = f"windfall's engine does not compute {_name(config)} as transformers does"
 
-    def measure(small: Any) -> Differences:
-        if deterministic and (why := determinism.depend_on_neighbors(small)):
-            return Differences(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
-        most, refused = limits(device).nats, ""
-        apart = compare.engine_apart(small, make, longest=longest, most=most)
-        if apart.by > most:
-            refused = f"{what}: log-probs differ by {apart.by:.2g} nats ({apart.what}); rounding is below {most:g}"
-        elif deterministic and not determinism.same(small, make, longest=longest):
-            refused = f"run.deterministic does not hold for {_name(config)}: alone and among others its bits differ"
-        return Differences(nats=apart.by, refused=refused)
+    def measure(small: Any) -> Measured:
+        if deterministic and (why := determinism.neighbor_dependence(small)):
+            return Measured(refused=f"run.deterministic cannot hold for {_name(config)}: {why}")
+        limit, refused = limits(device).nats, ""
+        found = compare.engine_difference(small, make, longest=longest, limit=limit)
+        if found.size > limit:
+            refused = f"{what}: log-probs differ by {found.size:.2g} nats ({found.where}); rounding is below {limit:g}"
+        elif deterministic and not determinism.batch_invariant(small, make, longest=longest):
+            refused = f"run.deterministic does not hold for {_name(config)}: alone and in a batch its bits differ"
+        return Measured(nats=found.size, refused=refused)
 
-    return _judged(measure, what, config, device, longest, names)
+    return _judge(measure, what, config, device, longest, names)
 
 
-def trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> Differences:
+def judge_trainer(config: Any, *, device: str, longest: int, names: Iterable[str] | None = None) -> Measured:
+    """Measure the trainer. Raises WindfallError if it differs too much from transformers."""
     what = f"windfall's trainer does not compute {_name(config)} as transformers does"
 
-    def measure(small: Any) -> Differences:
-        nats, gradient = compare.trainer_apart(small)
-        most, refused = limits(device), ""
-        if nats.by > most.nats:
-            refused = f"{what}: log-probs differ by {nats.by:.2g} nats; rounding is below {most.nats:g}"
-        elif gradient.by > most.gradient:
-            share = f"{gradient.by:.2g} of its size ({gradient.what}); rounding is below {most.gradient:g}"
+    def measure(small: Any) -> Measured:
+        nats, gradient = compare.trainer_differences(small)
+        limit, refused = limits(device), ""
+        if nats.size > limit.nats:
+            refused = f"{what}: log-probs differ by {nats.size:.2g} nats; rounding is below {limit.nats:g}"
+        elif gradient.size > limit.gradient:
+            share = f"{gradient.size:.2g} of its size ({gradient.where}); rounding is below {limit.gradient:g}"
             refused = f"{what}: a weight's gradient differs by {share}"
-        return Differences(nats=nats.by, gradient=gradient.by, refused=refused)
+        return Measured(nats=nats.size, gradient=gradient.size, refused=refused)
 
-    return _judged(measure, what, config, device, longest, names, keep=True)
+    return _judge(measure, what, config, device, longest, names, keep=True)
 
 
-def _judged(
-    measure: Callable[[Any], Differences], what: str, config: Any, device: str, longest: int,
+def _judge(
+    measure: Callable[[Any], Measured], what: str, config: Any, device: str, longest: int,
     names: Iterable[str] | None, keep: bool = False,
-) -> Differences:  # fmt: skip
+) -> Measured:  # fmt: skip
     first, names = None, None if names is None else list(names)
     for seed in SEEDS:
         try:
-            made = _small(config, names, longest, device, seed)
-            found = measure(made)
+            small = _small_model(config, names, longest, device, seed)
+            measured = measure(small)
         except WindfallError as e:
             raise WindfallError(f"{what}: {e.what}", where="model.path", fix=FIX) from e
-        except Exception as e:  # fault boundary: any model's code, which windfall does not know
-            said = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-            raise WindfallError(f"{what}: {said}", where="model.path", fix=FIX) from e
-        if not found.refused:
+        except Exception as e:  # fault boundary: the code of any model, which windfall does not know
+            error = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+            raise WindfallError(f"{what}: {error}", where="model.path", fix=FIX) from e
+        if not measured.refused:
             if keep:
-                _kept[json.dumps(config.to_dict(), sort_keys=True, default=str), longest, device, seed] = made
-            return found
-        first = first or found
-        if determinism.depend_on_neighbors(made) is None:
+                _cached[json.dumps(config.to_dict(), sort_keys=True, default=str), longest, device, seed] = small
+            return measured
+        first = first or measured
+        if determinism.neighbor_dependence(small) is None:
             break
     assert first is not None
     raise WindfallError(first.refused, where="model.path", fix=FIX)
 
 
-def _small(config: Any, names: list[str] | None, longest: int, device: str, seed: int) -> Small:
-    """The trainer's is kept for the engine's test, which comes next, and no longer: building takes half the time."""
+def _small_model(config: Any, names: list[str] | None, longest: int, device: str, seed: int) -> SmallModel:
+    """The small model of the trainer's test is cached only for the engine's test, which comes next: building it takes
+    half the time of a test."""
     key = (json.dumps(config.to_dict(), sort_keys=True, default=str), longest, device, seed)
-    kept = _kept.pop(key, None)
-    _kept.clear()
-    return kept or small(config, names, longest=longest, device=device, seed=seed)
+    cached = _cached.pop(key, None)
+    _cached.clear()
+    return cached or build_small_model(config, names, longest=longest, device=device, seed=seed)
 
 
 def _name(config: Any) -> str:

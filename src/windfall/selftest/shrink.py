@@ -1,13 +1,14 @@
-"""A model of the same architecture, small enough to be tested in a second: the same configuration class, smaller sizes.
+"""Smaller configurations of the same architecture, so small that a model can be tested in a second.
 
-What a model computes does not depend on how large it is, so windfall's engine and trainer are tested on a small random
-one. Sizes are found by the names that configurations give them; everything else (rotary embeddings, caps, scales,
-norms, biases, activation functions, sizes of heads) stays as it is. Windows shrink below the length of the test.
+What a model computes does not depend on its size, so windfall's engine and trainer are tested on a small random one.
+Sizes are recognized by their names in the configuration; everything else (rotary embeddings, caps, scales, norms,
+biases, activation functions, head sizes) stays unchanged. Windows become shorter than the sequences of the test.
 
 Rules:
-- every kind of layer that the full model has is in the small one: `same_parts` compares the names of their weights, and
-  lists with one entry per layer keep all of their values;
-- a configuration that cannot be made small in one way is tried in others (LEVELS), down to fewer tokens alone.
+- the small model has every kind of layer of the full model: `same_weight_kinds` compares the names of their weights,
+  and lists with one entry per layer keep all of their values;
+- if a configuration cannot be shrunk in one way, others are tried (LEVELS); the last one shrinks only the vocabulary
+  and windows.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 VOCABULARY = 128
 WINDOW = 20
-"""Tokens. The test's sequences are longer, and so must notice every window."""
-SHORT = 24
-"""Where a rotary embedding that changes with the length changes in the test, if the run is long enough for it to."""
+"""Tokens. The sequences of the test are longer, so a missing window is noticed."""
+ROPE_CHANGE = 24
+"""Length in tokens at which a length-dependent rotary embedding changes in the test, if it changes within the run."""
 WIDTH, RANK, HIDDEN = 48, 16, 64
 DEPTHS = (4, 6, 8, 12, 16)
 LEVELS: tuple[frozenset[str], ...] = (
@@ -31,7 +32,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"depth"}),
     frozenset(),
 )  # fmt: skip
-"""What is made smaller beside vocabulary and windows, the first that can be built is used."""
+"""What is shrunk besides vocabulary and windows. The first level that can be built is used."""
 
 _VOCABULARY = re.compile(r"vocab_size")
 _TOKEN = re.compile(r"token_ids?$|token_index$")
@@ -44,22 +45,22 @@ _CHOSEN = re.compile(r"experts_per_tok|top_?k$|moe_k$")
 _GROUPS = re.compile(r"^n_group$|^num_expert_groups?$")
 
 
-def shrunk(config: Any, *, longest: int) -> Iterator[dict[str, Any]]:
-    """The fields of smaller configurations, smallest first. `longest`: of the run's sequences, in tokens."""
+def small_configs(config: Any, *, longest: int) -> Iterator[dict[str, Any]]:
+    """The fields of smaller configurations, smallest first. `longest`: the longest sequence of the run, in tokens."""
     for what in LEVELS:
         for depth in DEPTHS if "depth" in what else (None,):
             fields = copy.deepcopy(config.to_dict())
             if depth is not None and not _covers(fields, depth):
                 continue
-            yield _fields(fields, config, what, depth, longest)
+            yield _shrink_fields(fields, config, what, depth, longest)
 
 
-def _fields(fields: dict[str, Any], config: Any, what: frozenset[str], depth: int | None, longest: int) -> Any:
-    """In place. Follows configurations inside configurations."""
+def _shrink_fields(fields: dict[str, Any], config: Any, what: frozenset[str], depth: int | None, longest: int) -> Any:
+    """Shrink `fields` in place, including nested configurations."""
     for name, value in fields.items():
         inner = getattr(config, name, None)
         if isinstance(value, dict) and hasattr(inner, "to_dict"):
-            fields[name] = _fields(value, inner, what, depth, longest)
+            fields[name] = _shrink_fields(value, inner, what, depth, longest)
     if "heads" in what:
         _heads(fields, getattr(config, "attribute_map", {}), 4 if "more heads" in what else 2)
     layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
@@ -68,8 +69,8 @@ def _fields(fields: dict[str, Any], config: Any, what: frozenset[str], depth: in
     if "experts" in what:
         _experts(fields)
     if depth is not None and layers is not None:
-        _cut(fields, layers, min(depth, layers))
-    _straddle(fields, longest)
+        _shrink_depth(fields, layers, min(depth, layers))
+    _move_rope_change(fields, longest)
     return fields
 
 
@@ -93,7 +94,7 @@ def _size(name: str, value: Any, what: frozenset[str]) -> Any:
 
 
 def _heads(fields: dict[str, Any], names: dict[str, str], few: int) -> None:
-    """Fewer heads of the same size, as many to a key head as far as that goes (at most two)."""
+    """Fewer heads of the same size, with at most two query heads per key head."""
     heads, kv, hidden = (names.get(n, n) for n in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     count, size = fields.get(heads), fields.get(hidden)
     if type(count) is not int or type(size) is not int:
@@ -118,7 +119,7 @@ def _experts(fields: dict[str, Any]) -> None:
 
 
 def _covers(fields: dict[str, Any], depth: int) -> bool:
-    """Whether the first `depth` layers have every value of every list that has one entry per layer."""
+    """Whether the first `depth` layers include every value of every list with one entry per layer."""
     layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
     if layers is None:
         return all(_covers(v, depth) for v in fields.values() if isinstance(v, dict))
@@ -127,11 +128,11 @@ def _covers(fields: dict[str, Any], depth: int) -> bool:
 
 
 def _indices(value: list[Any]) -> bool:
-    """A list of layers' numbers, not of one value per layer."""
+    """Whether a list holds layer indices, not one value per layer."""
     return len(value) > 1 and all(type(v) is int for v in value) and all(a < b for a, b in pairwise(value))
 
 
-def _cut(fields: dict[str, Any], layers: int, depth: int) -> None:
+def _shrink_depth(fields: dict[str, Any], layers: int, depth: int) -> None:
     for name, value in fields.items():
         if _DEPTH.match(name) and value == layers:
             fields[name] = depth
@@ -143,23 +144,23 @@ def _cut(fields: dict[str, Any], layers: int, depth: int) -> None:
             fields[name] = min(value, depth // 2)
 
 
-def _straddle(fields: dict[str, Any], longest: int) -> None:
-    """A rotary embedding that changes at some length changes within the test, if it does so within the run."""
+def _move_rope_change(fields: dict[str, Any], longest: int) -> None:
+    """Let a rotary embedding that changes at some length change within the test, if it changes within the run."""
     rope = fields.get("rope_parameters")
     kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
     for one in (k for k in kinds if isinstance(k, dict) and k.get("rope_type") == "longrope"):
         before = one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
         if not before or longest <= before:
             continue
-        one["original_max_position_embeddings"] = SHORT
+        one["original_max_position_embeddings"] = ROPE_CHANGE
         if fields.get("original_max_position_embeddings"):
-            fields["original_max_position_embeddings"] = SHORT
+            fields["original_max_position_embeddings"] = ROPE_CHANGE
         if fields.get("max_position_embeddings"):
-            fields["max_position_embeddings"] = max(256, fields["max_position_embeddings"] * SHORT // before)
+            fields["max_position_embeddings"] = max(256, fields["max_position_embeddings"] * ROPE_CHANGE // before)
 
 
-def unchanging(fields: Mapping[str, Any]) -> int | None:
-    """How many tokens a sequence may have before its rotary embedding changes; None: it does not."""
+def fixed_rope_tokens(fields: Mapping[str, Any]) -> int | None:
+    """Number of tokens up to which the rotary embedding is constant; None if it never changes."""
     rope = fields.get("rope_parameters")
     kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
     found = [
@@ -170,14 +171,14 @@ def unchanging(fields: Mapping[str, Any]) -> int | None:
     return min((f for f in found if f), default=None)
 
 
-def straddles(fields: Mapping[str, Any], longest: int) -> bool:
-    """Whether some rotary embedding changes within the run's lengths, and not only beyond them."""
+def rope_changes_within(fields: Mapping[str, Any], longest: int) -> bool:
+    """Whether a rotary embedding changes within `longest` tokens."""
     after = copy.deepcopy(dict(fields))
-    _straddle(after, longest)
+    _move_rope_change(after, longest)
     return after != fields
 
 
-def same_parts(names: Iterable[str], others: Iterable[str]) -> bool:
-    """Whether two models have the same kinds of weights, whatever the number of layers and experts."""
+def same_weight_kinds(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether two models have the same kinds of weights, regardless of the number of layers and experts."""
     a, b = ({re.sub(r"\.\d+(?=\.|$)", ".*", n) for n in each} for each in (names, others))
     return a == b

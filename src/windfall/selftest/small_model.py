@@ -1,7 +1,7 @@
-"""The small random model that stands for a large one: one copy behind windfall's attention, one as transformers has it.
+"""The small random model that represents a large one: one copy with windfall's attention, one with transformers' own.
 
-Weights are drawn so that nothing a model does can be left out unnoticed: norms and biases are away from one and zero,
-attention scores differ by a few units, and logits are large enough for a final cap or scale to show.
+The random weights make every missing operation visible: norms and biases differ from one and zero, attention scores
+differ by a few units, and logits are large enough to show a final cap or scale.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from windfall.engine.torch import attention
 from windfall.errors import WindfallError
 from windfall.selftest import shrink
 
-MOST_NUMBERS = 80_000_000
-"""Weights of the small model: its test is to take seconds, and no memory to speak of."""
-SLOW_S = 5.0
-"""For one forward pass of the small model: the test makes some fifty."""
-SPREAD = 4.0
+MAX_PARAMETERS = 80_000_000
+"""Upper limit for the parameters of the small model: the test should take seconds and little memory."""
+MAX_FORWARD_S = 5.0
+"""Upper limit for the seconds of one forward pass of the small model: the test runs about fifty."""
+LOGIT_STD = 4.0
 """Standard deviation of the logits."""
 
 
-class Small:
-    """`model` is what windfall runs; `reference` has the same weights and plain attention."""
+class SmallModel:
+    """`model` has windfall's attention; `reference` has the same weights and plain attention."""
 
     def __init__(self, config: Any, reference: Any, device: str) -> None:
         self.config, self.reference = config, reference.to(device).eval()
@@ -39,40 +39,40 @@ class Small:
         self.vocabulary: int = self.model.get_input_embeddings().num_embeddings
 
     def logits(self, ids: Iterable[int]) -> Tensor:
-        """By the reference, of one sequence alone."""
+        """The logits of the reference for one sequence."""
         return self.reference(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False).logits[0]
 
 
-def small(config: Any, names: Iterable[str] | None, *, longest: int, device: str, seed: int) -> Small:
-    """`names`: of the full model's weights, if they are known. Raises WindfallError if no small model can be made."""
-    wanted, why = list(names or _names(config)), ""
-    for fields in shrink.shrunk(config, longest=longest):
+def build_small_model(config: Any, names: Iterable[str] | None, *, longest: int, device: str, seed: int) -> SmallModel:
+    """`names`: the full model's weights, if known. Raises WindfallError if no small model can be built."""
+    wanted, why = list(names or _weight_names(config)), ""
+    for fields in shrink.small_configs(config, longest=longest):
         try:
             candidate = type(config).from_dict(fields)
             with torch.device("meta"):
                 blank = _build(candidate, "eager")
-            if sum(p.numel() for p in blank.parameters()) > MOST_NUMBERS:
-                why = why or "it stays too large"
+            if sum(p.numel() for p in blank.parameters()) > MAX_PARAMETERS:
+                why = why or "the small model is still too large"
                 continue
-            if not shrink.same_parts(wanted, blank.state_dict()):
-                why = why or "a smaller one has other parts"
+            if not shrink.same_weight_kinds(wanted, blank.state_dict()):
+                why = why or "the small model has other kinds of weights"
                 continue
             reference = _build(candidate, "eager")
-            _draw(reference, seed)
+            _randomize(reference, seed)
             break
         except WindfallError:
             raise
-        except Exception as e:  # fault boundary: model code of any kind; another size may do, and else it is refused
+        except Exception as e:  # fault boundary: model code of any kind; another size may work
             why = why or f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
     else:
-        raise WindfallError(f"no small model of this architecture could be made to test windfall with: {why}")
+        raise WindfallError(f"no small model of this architecture could be built for the self-test: {why}")
     try:
-        return Small(candidate, reference, device)
+        return SmallModel(candidate, reference, device)
     except Exception as e:  # fault boundary: model code of any kind
-        raise WindfallError(f"it cannot be built with windfall's attention: {type(e).__name__}: {e}") from e
+        raise WindfallError(f"the model cannot be built with windfall's attention: {type(e).__name__}: {e}") from e
 
 
-def _names(config: Any) -> Iterable[str]:
+def _weight_names(config: Any) -> Iterable[str]:
     with torch.device("meta"):
         return _build(config, "eager").state_dict()
 
@@ -84,35 +84,36 @@ def _build(config: Any, how: str) -> Any:
 
 
 @torch.no_grad()
-def _draw(model: Any, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
+def _randomize(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        noise = torch.randn(p.shape, generator=draw)
+        noise = torch.randn(p.shape, generator=generator)
         if p.dim() < 2:
             p.add_(0.3 * noise)
         else:
             p.copy_(1.3 * noise / float(p.shape[-1] * p.shape[-2]) ** 0.25)
     model.eval()
-    ids = torch.randint(3, model.get_input_embeddings().num_embeddings, (1, 48), generator=draw)
-    knob = _logits_scale(model)
-    for _ in range(3):  # a cap makes them grow less than they are asked to
+    ids = torch.randint(3, model.get_input_embeddings().num_embeddings, (1, 48), generator=generator)
+    scale = _logits_scale(model)
+    for _ in range(3):  # with a cap, logits grow less than the scale
         began_s = time.monotonic()
-        spread = float(model(input_ids=ids, use_cache=False).logits.float().std())
-        if time.monotonic() - began_s > SLOW_S:
+        std = float(model(input_ids=ids, use_cache=False).logits.float().std())
+        if time.monotonic() - began_s > MAX_FORWARD_S:
             raise WindfallError(
-                f"transformers takes {time.monotonic() - began_s:.0f} s for {ids.shape[1]} tokens of a small model of "
-                "this architecture here, so windfall cannot be tested with it"
+                f"transformers needs {time.monotonic() - began_s:.0f} s for {ids.shape[1]} tokens of a small model of "
+                "this architecture on this machine, so the self-test would take too long"
             )
-        if not 0 < spread < float("inf"):
-            raise ValueError(f"the logits of random weights have a spread of {spread}")
-        knob.mul_(min(max(SPREAD / spread, 0.1), 10.0))
+        if not 0 < std < float("inf"):
+            raise ValueError(f"the logits of random weights have a standard deviation of {std}")
+        scale.mul_(min(max(LOGIT_STD / std, 0.1), 10.0))
     if not re.match(r"torch\.float32", str(model.dtype)):
         raise ValueError(f"its weights are {model.dtype}")
 
 
 def _logits_scale(model: Any) -> Tensor:
-    """A weight that scales all logits. Where input and output share their embedding it is that of the last norm, and
-    the embedding becomes small: else a token's likeliest successor would be itself, whatever the layers compute."""
+    """A weight that scales all logits. If input and output share their embedding, it is the weight of the last norm,
+    and the embedding is scaled down: otherwise the most likely next token would be the same token, whatever the layers
+    compute."""
     shared, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if shared is not out:
         return out
@@ -123,7 +124,7 @@ def _logits_scale(model: Any) -> Tensor:
 
 
 def _same_buffers(model: Any, reference: Any) -> None:
-    """Those that no state dict has: they are drawn or computed when a module is made."""
+    """Copy the buffers that are not in the state dict: they are random or computed when a module is built."""
     theirs = dict(reference.named_buffers())
     for name, mine in model.named_buffers():
         if name in theirs and theirs[name].shape == mine.shape:

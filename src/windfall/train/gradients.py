@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windfall.engine.joined_weights import adjacent
+
 
 class Gradients:
     def __init__(self, model: Any) -> None:
@@ -85,18 +87,6 @@ class Gradients:
         assert p.grad is not None
         self._of[id(p)].add_(p.grad)
         p.grad = None
-
-
-def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """Matrices or vectors that lie one after the other in one piece of memory, as one; None if they do not."""
-    first, at = parts[0], parts[0].data_ptr()
-    for p in parts:
-        mine = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and p.data_ptr() == at
-        if not mine or not p.is_contiguous() or p.dtype != first.dtype or p.shape[1:] != first.shape[1:]:
-            return None
-        at += p.numel() * p.element_size()
-    shape = (sum(len(p) for p in parts), *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
 def _aligned(numbers: int) -> int:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from windfall.devices import free_bytes
+from windfall.free_memory import free_bytes
 from windfall.train import layers
 from windfall.train.gradients import Gradients
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from windfall.devices import free_bytes
+from windfall.engine.joined_weights import adjacent, join
 from windfall.engine.torch.packed import Packed
+from windfall.free_memory import free_bytes
 from windfall.train import activation_memory
 from windfall.train import layers as plain
 from windfall.train.activation_memory import ALL, LEAST, LIGHT
-from windfall.train.gradients import Gradients, adjacent
+from windfall.train.gradients import Gradients
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -240,11 +241,8 @@ class Joined:
         self.parts = parts
         self._at: list[int] = []
         self._whole: Tensor | None = None
-        if len(parts) > 1 and adjacent(parts) is None:
-            start, joined = 0, torch.cat([p.detach() for p in parts])
-            for p in parts:
-                p.data = joined[start : start + len(p)]
-                start += len(p)
+        if len(parts) > 1:
+            join(parts)
 
     @property
     def whole(self) -> Tensor:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from windfall.free_memory import free_bytes
 from windfall.weights import delta
 from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, PLACES, ROW, Part
 from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
@@ -28,10 +29,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def room(nbytes: int, device: torch.device) -> bool:
     """Whether there is room for a shadow of a version of so many bytes."""
-    if device.type != "cuda":
-        return False
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return nbytes <= SHARE * (torch.cuda.mem_get_info(device)[0] + held)
+    return device.type == "cuda" and nbytes <= SHARE * free_bytes(device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

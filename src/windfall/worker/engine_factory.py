@@ -13,8 +13,9 @@ import sys
 import time
 from typing import Any
 
-from windfall.devices import choose_linear, free_bytes, turn
+from windfall.devices import choose_matmul_library, gpu_memory_lock
 from windfall.errors import WindfallError
+from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, Readied
 from windfall.models import load
 from windfall.selftest import shrink, verdict
@@ -28,9 +29,9 @@ def model_for(spec: EngineSpec, device: str) -> Any:
     if device.startswith("cuda") and unwanted(spec) is None:
         from windfall.engine.cuda import skeleton
 
-        why = skeleton.refusal(fields)
+        why = skeleton.unsupported_reason(fields)
         if why is None:
-            return skeleton.Bare(fields, dtype=getattr(torch, spec.dtype), device=device)
+            return skeleton.ModelSkeleton(fields, dtype=getattr(torch, spec.dtype), device=device)
         print(f"transformers builds the model, which takes a while: {why}", file=sys.stderr, flush=True)
     return whole(fields, spec.dtype, device)
 
@@ -80,11 +81,11 @@ def token_bytes(model: Any) -> int:
     from windfall.engine.cuda import skeleton
 
     config = model.config
-    if isinstance(model, skeleton.Bare):
+    if isinstance(model, skeleton.ModelSkeleton):
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     from windfall.engine.torch.attention import cache_shapes
 
-    return sum(s.numbers for s in cache_shapes(model)) * model.dtype.itemsize
+    return sum(s.elements for s in cache_shapes(model)) * model.dtype.itemsize
 
 
 def sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
@@ -131,9 +132,9 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
     check(spec, device, model)
     why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
     if device == "cpu":
-        choose_linear(model, deterministic=spec.deterministic)
+        choose_matmul_library(model, deterministic=spec.deterministic)
     # One at a time looks how much is free, and takes its part of it.
-    with turn(device):
+    with gpu_memory_lock(device):
         running, kv_tokens = sizes(spec, token_bytes(model), device, share)
         how: dict[str, Any] = {
             "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
@@ -154,7 +155,7 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
         print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
     slower = TorchEngine(model, **how, deterministic=spec.deterministic)
     # What was tested holds up to there; a later prompt may be longer than those that the run has seen.
-    slower.limit = min(slower.limit, shrink.unchanging(json.loads(spec.model_config)) or slower.limit)
+    slower.limit = min(slower.limit, shrink.fixed_rope_tokens(json.loads(spec.model_config)) or slower.limit)
     return slower, running, Readied(build_s=time.monotonic() - began_s)
 
 
@@ -198,9 +199,9 @@ def _warmed(engine: Any, running: int, longest: int) -> str | None:
 
 def unfit(spec: EngineSpec, model: Any) -> str | None:
     """Why the GPU engine cannot run it; None: it can."""
-    from windfall.engine.cuda.decoder import refusal
+    from windfall.engine.cuda.decoder import unsupported_reason
 
-    return unwanted(spec) or refusal(model)
+    return unwanted(spec) or unsupported_reason(model)
 
 
 def unwanted(spec: EngineSpec) -> str | None:

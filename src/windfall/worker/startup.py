@@ -64,7 +64,7 @@ def prepare(device: str, threads: int) -> str:
     """Everything that can be had before the model is known. The device, "cuda" or "cpu"."""
     from windfall import devices
 
-    found, _ = devices.place(device, "auto", threads)
+    found, _ = devices.resolve(device, "auto", threads)
     if found == "cuda":
         import torch
 

@@ -1,9 +1,9 @@
-"""The engine for GPUs keeps the engine's contract: on the CPU with kernels in plain torch, and where there is a GPU on
-that, in float32 and in bfloat16. Not covered: real weights, several GPUs, speed.
+"""The GPU engine fulfills the engine contract: on the CPU with the reference kernels in plain torch, and on a GPU if
+there is one, in float32 and bfloat16. Not covered: real weights, several GPUs, speed.
 
-Siblings are families wherever they can be, unless a test says otherwise.
+Siblings form prefix groups wherever possible, unless a test disables that.
 
-gpu_case.py says what is compared, and what counts as the same.
+gpu_case.py defines what is compared, and which results count as equal.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from windfall.types import Chunk, Request, Sampling
 
 @pytest.fixture(scope="module", params=cases([*MODELS, *MORE]))
 def every(request: pytest.FixtureRequest) -> Case:
-    """Every model, everywhere."""
+    """Every model, on every device and in every dtype."""
     return Case(*request.param)
 
 
 @pytest.fixture(scope="module", params=cases(["qwen3"]))
 def case(request: pytest.FixtureRequest) -> Case:
-    """One model, everywhere: for what does not depend on the model."""
+    """One model, on every device and in every dtype: for tests that do not depend on the model."""
     return Case(*request.param)
 
 
-def test_what_counts_as_the_same_on_a_gpu() -> None:
-    """A wrong token is no tie; nor is another length, or a good token with another number than was drawn."""
+def test_comparison_on_a_gpu_rejects_wrong_tokens() -> None:
+    """A wrong token, another length, and a token sampled with another random number are all rejected."""
     case = Case("qwen3", "cpu", torch.float32)
     case.exact, case.close = False, CLOSE["cuda", torch.float32]
     request = replace(requests(1)[0], max_tokens=12)
@@ -86,8 +86,8 @@ def test_logprobs_agree_with_transformers(every: Case, temperature: float) -> No
     assert sum(wrong) / len(wrong) < every.close / 6
 
 
-def test_says_what_the_other_engine_says(every: Case) -> None:
-    """Same draws, cuts included, as the engine that runs transformers' own modules."""
+def test_graph_engine_generates_the_same_as_torch_engine(every: Case) -> None:
+    """The same samples, also with top-k and top-p, as the engine that runs transformers' own modules."""
     hows = [Sampling(), Sampling(temperature=0.6), Sampling(top_k=5), Sampling(temperature=1.3, top_p=0.8, top_k=20)]
     asked = [replace(r, sampling=hows[i % 4]) for i, r in enumerate(requests(12, seed=3))]
     every.plain.set_attn_implementation(attention.NAME)
@@ -98,21 +98,21 @@ def test_says_what_the_other_engine_says(every: Case) -> None:
         every.same(r, made[r.id], other[r.id])
 
 
-def test_a_response_goes_on_from_any_token(case: Case) -> None:
+def test_response_resumes_from_any_token(case: Case) -> None:
     request = replace(requests(1, seed=4)[0], max_tokens=36)
     whole = drain(case.engine(), [request])[request.id]
     for cut in range(1, 36):
         so_far = tuple(tokens(whole)[:cut])
         rest = replace(request, prompt=request.prompt + so_far, position=cut, max_tokens=36 - cut)
-        neighbours = [replace(r, id=f"n{r.id}") for r in requests(cut % 5, seed=cut)]
-        resumed = drain(case.engine(), [*neighbours, rest])[request.id]
+        neighbors = [replace(r, id=f"n{r.id}") for r in requests(cut % 5, seed=cut)]
+        resumed = drain(case.engine(), [*neighbors, rest])[request.id]
         assert resumed[0].position == cut
         left = [replace(c, tokens=tuple(tokens(whole)[cut:]), logprobs=tuple(logprobs(whole)[cut:])) for c in whole[:1]]
         case.same(rest, resumed, left)
 
 
 @pytest.mark.parametrize("burst", [1, 3, 8, 20])
-def test_preempted_requests_compute_again_and_say_the_same(case: Case, burst: int) -> None:
+def test_preempted_requests_generate_the_same_tokens(case: Case, burst: int) -> None:
     asked = [replace(r, prompt=r.prompt[:6], max_tokens=60) for r in requests(10)]  # small at first, then they grow
     roomy = drain(case.engine(), asked)
     tight = case.engine(kv_tokens=224, max_rows=40, burst=burst)
@@ -133,38 +133,41 @@ def test_siblings_share_the_pages_of_their_prompt(case: Case) -> None:
         case.same(request, made[str(i)], drain(case.engine(), [request])["x"])
 
 
-def families_in(e: GraphEngine) -> list[list[list[int]]]:
-    """Filled with the families of every launch."""
+def recorded_groups(e: GraphEngine) -> list[list[list[int]]]:
+    """A list that receives the prefix groups of every launch."""
     seen: list[list[list[int]]] = []
     launch = e._device.launch
-    e._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
+    e._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
     return seen
 
 
-def test_a_family_says_what_its_members_say_alone(every: Case) -> None:
-    """Of two prompts in mixed order, some begun elsewhere, ending at different times; and somebody without a family."""
+def test_prefix_group_generates_the_same_as_single_rows(every: Case) -> None:
+    """Siblings of two prompts in mixed order, some started elsewhere, ending at different times, and a single row."""
     prompts = [tuple(range(3, 53)), tuple(range(40, 90)), (5, 6, 7)]
     asked = [Request(id=str(n), prompt=prompts[n % 2], seed=n, max_tokens=6 + 2 * n) for n in range(9)]
     said = (11, 12, 13, 14)
     asked += [replace(asked[n], id=f"m{n}", prompt=asked[n].prompt + said, position=4) for n in (0, 1)]
     asked += [Request(id="alone", prompt=prompts[2], seed=5, max_tokens=30)]
     e = every.engine(max_rows=256, burst=4)
-    seen = families_in(e)
+    seen = recorded_groups(e)
     made = drain(e, asked)
     whole = {w.window for w in e._device.decoder.layers} & {None}
     fit = 16 // (e._device.decoder.heads // e._device.decoder.kv_heads)
-    assert max(count for families in seen for _, count, _ in families or [[0, 0, 0]]) == (min(fit, 6) if whole else 0)
+    assert max(count for prefix_groups in seen for _, count, _ in prefix_groups or [[0, 0, 0]]) == (
+        min(fit, 6) if whole else 0
+    )
     for r in asked:
         every.same(r, made[r.id], drain(every.engine(sharing=NEVER), [r])[r.id])
 
 
-def test_families_go_on_when_members_leave_come_back_and_weights_change(case: Case) -> None:
-    """No room for all: members lose their pages and find those of their prompt again. Then all compute again."""
+def test_prefix_groups_survive_preemption_cancel_swap_and_sleep(case: Case) -> None:
+    """There is not enough room for all: rows are preempted and find the pages of their prompt again. Then all
+    restart."""
     mine = copy.deepcopy(case.model)
     prompt = tuple(range(3, 20))
     asked = [Request(id=str(n), prompt=prompt, seed=n, max_tokens=60) for n in range(10)]
     e = graph_engine(mine, kv_tokens=224, page_size=8, burst=5)
-    seen = families_in(e)
+    seen = recorded_groups(e)
     for r in asked:
         e.add(r)
     out = [c for _ in range(8) for c in e.step()]
@@ -174,13 +177,13 @@ def test_families_go_on_when_members_leave_come_back_and_weights_change(case: Ca
     e.sleep()
     out += [c for chunks in drain(e).values() for c in chunks]
     assert e.counters.preemptions > 0
-    assert len({str(families) for families in seen}) > 4
+    assert len({str(prefix_groups) for prefix_groups in seen}) > 4
     for r in asked:
         if r.id != "3":
             case.same(r, [c for c in out if c.id == r.id], drain(case.engine(sharing=NEVER), [r])[r.id])
 
 
-def test_cancel_at_any_time_frees_its_pages_and_leaves_others_alone(case: Case) -> None:
+def test_cancel_at_any_time_frees_pages_and_does_not_affect_others(case: Case) -> None:
     first, second = (replace(r, max_tokens=20) for r in requests(2, seed=9))
     oracle = drain(case.engine(), [second])[second.id]
     for when in range(12):
@@ -206,7 +209,8 @@ def other_weights(case: Case) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("when", [0, 1, 2, 4])
 def test_swap_between_two_steps(case: Case, when: int) -> None:
-    """What is in flight comes out with its own version, alone; then it goes on as a fresh engine would."""
+    """Pending tokens are returned separately with their own version; then the response continues like in a new
+    engine."""
     mine = copy.deepcopy(case.model)
     new = other_weights(case)
     request = replace(requests(1, seed=2)[0], max_tokens=30)
@@ -231,20 +235,20 @@ def test_swap_between_two_steps(case: Case, when: int) -> None:
     case.same(rest, after, drain(graph_engine(fresh), [rest])[request.id], plain=copy.deepcopy(fresh).float().cpu())
 
 
-def test_weights_that_do_not_fit_are_refused_and_none_is_taken(case: Case) -> None:
+def test_wrong_weights_are_rejected_and_none_is_copied(case: Case) -> None:
     mine = copy.deepcopy(case.model)
     e = graph_engine(mine)
     with pytest.raises(WindfallError, match="does not fit"):
         e.swap(4, {"no.such.weight": torch.zeros(1)})
     held = {k: v.clone() for k, v in mine.state_dict().items()}
-    with pytest.raises(WindfallError, match="another shape"):
+    with pytest.raises(WindfallError, match="wrong shape"):
         e.swap(4, {**other_weights(case), "model.norm.weight": torch.zeros(1)})
     assert all(torch.equal(v, held[k]) for k, v in mine.state_dict().items())
     assert e.version == 0
 
 
 @pytest.mark.parametrize("when", range(6))
-def test_sleep_at_any_time_gives_up_the_memory_and_loses_nothing(case: Case, when: int) -> None:
+def test_sleep_at_any_time_frees_memory_and_loses_no_token(case: Case, when: int) -> None:
     asked = requests(6, seed=5)
     oracle = drain(case.engine(), asked)
     e = case.engine(burst=4)
@@ -261,12 +265,12 @@ def test_sleep_at_any_time_gives_up_the_memory_and_loses_nothing(case: Case, whe
         case.same(r, [c for c in [*out, *rest] if c.id == r.id], oracle[r.id])
     e.sleep()
     assert e.step() == []
-    assert e.asleep, "there is nothing to wake up for"
+    assert e.asleep, "there is no work to wake up for"
 
 
 @pytest.mark.parametrize("more", [0, 12])
-def test_stop_ids_end_a_response_with_the_stop_token_in_it(case: Case, more: int) -> None:
-    """More of them than the device looks for, too: those are for the host to find."""
+def test_response_ends_with_its_stop_token(case: Case, more: int) -> None:
+    """Also with more stop tokens than the device checks: the host finds the others."""
     request = replace(requests(1, temperature=0.0)[0], max_tokens=30)
     whole = tokens(drain(case.engine(), [request])[request.id])
     stop = whole[7]
@@ -276,7 +280,7 @@ def test_stop_ids_end_a_response_with_the_stop_token_in_it(case: Case, more: int
     assert tokens(chunks) == whole[: whole.index(stop) + 1]
     assert chunks[-1].finish == "stop"
     assert [c.finish for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert e.counters.made == whole.index(stop) + 1, "what came after the end is counted nowhere"
+    assert e.counters.generated == whole.index(stop) + 1, "tokens after the end are not counted"
     assert drain(case.engine(), [request])[request.id][-1].finish == "length"
 
 
@@ -292,7 +296,7 @@ def test_stop_ids_end_a_response_with_the_stop_token_in_it(case: Case, more: int
         ({"position": -1}, "position"),
     ],
 )
-def test_bad_requests_are_refused_and_hurt_nothing(case: Case, change: dict[str, Any], why: str) -> None:
+def test_bad_requests_are_rejected_without_side_effects(case: Case, change: dict[str, Any], why: str) -> None:
     good = requests(1)[0]
     e = case.engine()
     e.add(good)
@@ -303,7 +307,7 @@ def test_bad_requests_are_refused_and_hurt_nothing(case: Case, change: dict[str,
     assert len(tokens(drain(e)[good.id])) == good.max_tokens
 
 
-def test_the_longest_response_that_is_taken_comes_to_its_end(case: Case) -> None:
+def test_longest_accepted_response_finishes(case: Case) -> None:
     e = case.engine(kv_tokens=100, page_size=8, longest=61)
     prompt = tuple(range(3, 20))
     with pytest.raises(WindfallError, match="do not fit"):
@@ -314,22 +318,22 @@ def test_the_longest_response_that_is_taken_comes_to_its_end(case: Case) -> None
     assert drain(case.engine(), [replace(asked[0], id="c", max_tokens=1)])["c"][0].finish == "length"
 
 
-def test_warming_up_changes_nothing(case: Case) -> None:
+def test_warm_up_does_not_change_results(case: Case) -> None:
     asked = requests(5)
     e = case.engine()
     e.warm(1, 5)
     made = drain(e, asked)
-    assert e.counters.made == sum(r.max_tokens for r in asked)
+    assert e.counters.generated == sum(r.max_tokens for r in asked)
     for r in asked:
         case.same(r, made[r.id], drain(case.engine(), [r])[r.id])
 
 
-def test_deterministic_is_another_engine(case: Case) -> None:
+def test_graph_engine_rejects_deterministic_mode(case: Case) -> None:
     with pytest.raises(WindfallError, match="deterministic"):
         case.engine(deterministic=True)
 
 
-def test_a_full_budget_of_rows_with_nobody_waiting_leaves_bursts_whole() -> None:
+def test_full_row_budget_without_waiting_requests_keeps_full_bursts() -> None:
     e = graph_engine(build("qwen3"), max_running=4, max_rows=4, burst=8)
     launch, steps = e._device.launch, []
     e._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)

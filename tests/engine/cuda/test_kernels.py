@@ -1,6 +1,6 @@
-"""The kernels of the GPU engine. Three steps: the reference against transformers, sdpa and the sampler (on a CPU,
-always); the Triton kernels against the reference, in Triton's interpreter where it is asked for (TRITON_INTERPRET=1)
-or on a GPU in bfloat16 and float32; a captured graph of a whole step on a GPU.
+"""The kernels of the GPU engine, in three steps: the reference against transformers, sdpa and the sampler (on every
+CPU); the Triton kernels against the reference, in Triton's interpreter (with TRITON_INTERPRET=1) or on a GPU in
+bfloat16 and float32; and a captured graph of a whole step on a GPU.
 
 Not covered here: speed (`benchmarks/gpu_kernels.py`), models as a whole, pools above 2 GiB."""
 
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 from windfall.engine.cuda import reference
-from windfall.engine.cuda.state import DeviceState, Pool, Spans
+from windfall.engine.cuda.state import DeviceState, KVPool, Spans
 from windfall.engine.torch import sampler
 from windfall.types import Sampling
 
@@ -45,10 +45,10 @@ def scene(
     lengths: list[int], *, kv_heads: int, head: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
     layers: int = 2, inactive: tuple[int, ...] = (),
 ) -> SimpleNamespace:  # fmt: skip
-    """A slot for every length, on shuffled pages of random keys and values."""
+    """One slot per length, on shuffled pages of random keys and values."""
     torch.manual_seed(len(lengths) * 1000 + sum(lengths))
     each = max(lengths) // PAGE + 1
-    pool = Pool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head, dtype=dtype,
+    pool = KVPool(layers=layers, pages=len(lengths) * each, page_size=PAGE, kv_heads=kv_heads, head=head, dtype=dtype,
                 device=device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(torch.randn(pool.shape))
@@ -79,7 +79,7 @@ def history(s: SimpleNamespace, slot: int, layer: int, count: int) -> tuple[Tens
 
 
 def copy(s: SimpleNamespace) -> SimpleNamespace:
-    pool = Pool(layers=s.pool.shape[0], pages=s.pool.scratch, page_size=PAGE, kv_heads=s.pool.shape[3],
+    pool = KVPool(layers=s.pool.shape[0], pages=s.pool.scratch, page_size=PAGE, kv_heads=s.pool.shape[3],
                 head=s.pool.shape[5], dtype=s.dtype, device=s.device)  # fmt: skip
     assert pool.data is not None
     pool.data.copy_(s.pool.data)
@@ -102,30 +102,30 @@ def close(a: Tensor, b: Tensor, *, rounded: float = 1e-2, exact: float = 2e-6) -
     assert worst <= within, f"{worst:.2e} apart"
 
 
-# The reference against what it stands for.
+# The reference against transformers, sdpa and the sampler.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reference_norm_and_gate_are_transformers(dtype: torch.dtype) -> None:
+def test_reference_norm_and_swiglu_equal_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, residual = torch.randn(5, 48).to(dtype), torch.randn(5, 48).to(dtype)
     module = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     module.weight.data.copy_(torch.randn(48))
-    normed, total = reference.norm(x, residual, module.weight, 1e-5)
+    normed, total = reference.add_rms_norm(x, residual, module.weight, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, module(x + residual))
-    alone, total = reference.norm(x, None, module.weight, 1e-5)
+    alone, total = reference.add_rms_norm(x, None, module.weight, 1e-5)
     assert total is x
     assert torch.equal(alone, module(x))
     config = SimpleNamespace(hidden_size=48, intermediate_size=64, mlp_bias=False, hidden_act="silu")
     mlp: Any = LlamaMLP(config).to(dtype)
     fused = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-    assert torch.equal(F.linear(reference.gate(F.linear(x, fused)), mlp.down_proj.weight), mlp(x))
+    assert torch.equal(F.linear(reference.swiglu(F.linear(x, fused)), mlp.down_proj.weight), mlp(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True])
-def test_reference_place_is_transformers(dtype: torch.dtype, normed: bool) -> None:
+def test_reference_rope_and_store_equals_transformers(dtype: torch.dtype, normed: bool) -> None:
     heads, kv_heads, head = 6, 2, 16
     s = scene([3, 40, 17, 33], kv_heads=kv_heads, head=head, dtype=dtype, inactive=(3,))
     slots, positions = rows_of(0, 1, 1, 2, 3, 4, 4), rows_of(2, 31, 32, 16, 7, 0, 0)
@@ -137,7 +137,7 @@ def test_reference_place_is_transformers(dtype: torch.dtype, normed: bool) -> No
     weights = [m.weight.data for m in modules] if normed else [None, None]
     before = copy(s)
     qw, kw = weights
-    q = reference.place(qkv, slots, positions, s.state, s.pool, 1, cos, sin, qw, kw, 1e-5, heads, kv_heads)
+    q = reference.rope_and_store(qkv, slots, positions, s.state, s.pool, 1, cos, sin, qw, kw, 1e-5, heads, kv_heads)
 
     wide = qkv.view(7, -1, head)
     want_q, want_k, want_v = wide[:, :heads], wide[:, heads : heads + kv_heads], wide[:, heads + kv_heads :]
@@ -151,17 +151,17 @@ def test_reference_place_is_transformers(dtype: torch.dtype, normed: bool) -> No
         assert torch.equal(s.pool.data[1, 0, page, :, row], want_k[i])
         assert torch.equal(s.pool.data[1, 1, page, :, row], want_v[i])
         before.pool.data[1, :, page, :, row] = s.pool.data[1, :, page, :, row]
-    before.pool.data[1, :, -1] = s.pool.data[1, :, -1]  # the scratch page: where rows 4 to 6 belong
+    before.pool.data[1, :, -1] = s.pool.data[1, :, -1]  # the scratch page, which rows 4 to 6 write
     assert torch.equal(before.pool.data, s.pool.data)
 
 
 @pytest.mark.parametrize("window", [None, 1, 24])
-def test_reference_attention_is_sdpa(window: int | None) -> None:
+def test_reference_attention_equals_sdpa(window: int | None) -> None:
     heads, kv_heads, head, scale = 6, 2, 16, 0.3
     s = scene([1, 45, 16, 31, 0], kv_heads=kv_heads, head=head, inactive=(3,))
-    order = [2, 1, 3, 4, 0, 5]  # slot 5 is nobody's
+    order = [2, 1, 3, 4, 0, 5]  # slot 5 is the padding slot
     q = torch.randn(6, heads, head)
-    out = reference.decode(q, rows_of(*order), s.state, s.pool, 1, scale, window, 1)
+    out = reference.decode_attention(q, rows_of(*order), s.state, s.pool, 1, scale, window, 1)
     for i, slot in enumerate(order):
         if slot in (3, 5):
             assert torch.isfinite(out[i]).all()
@@ -174,7 +174,7 @@ def test_reference_attention_is_sdpa(window: int | None) -> None:
 
     spans = spans_of([(1, 20, 26), (0, 0, 2), (2, 16, 1)])
     q = torch.randn(29, heads, head)
-    out = reference.attend(q, spans, s.state, s.pool, 0, scale, window).view(29, heads, head)
+    out = reference.prefill_attention(q, spans, s.state, s.pool, 0, scale, window).view(29, heads, head)
     for slot, first, count, start in [(1, 0, 26, 20), (0, 26, 2, 0), (2, 28, 1, 16)]:
         k, v = history(s, slot, 0, start + count)
         mask = torch.ones(count, start + count, dtype=torch.bool).tril(start)
@@ -186,7 +186,7 @@ def test_reference_attention_is_sdpa(window: int | None) -> None:
 
 
 def spans_of(chunks: list[tuple[int, int, int]], device: str = "cpu") -> Spans:
-    """Chunks of (slot, start, count), laid end to end."""
+    """Chunks of (slot, start, count), concatenated."""
     slot, start, count = zip(*chunks, strict=True)
     first = [sum(count[:i]) for i in range(len(count))]
     row_slot = [s for s, c in zip(slot, count, strict=True) for _ in range(c)]
@@ -203,7 +203,7 @@ SAMPLINGS = [
 
 
 def sampled(count: int, vocabulary: int, *, cut: bool, device: str = "cpu") -> SimpleNamespace:
-    """Rows of random logits, and slots that ask for all kinds of sampling."""
+    """Rows of random logits, and slots with all kinds of sampling."""
     s = scene([20 + i for i in range(count)], kv_heads=1, head=16, device=device, inactive=(1, 3))
     s.how = [SAMPLINGS[i % (len(SAMPLINGS) if cut else 3)] for i in range(count)]
     for i, how in enumerate(s.how):
@@ -216,7 +216,7 @@ def sampled(count: int, vocabulary: int, *, cut: bool, device: str = "cpu") -> S
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_reference_draws_as_the_sampler(cut: bool) -> None:
+def test_reference_samples_like_the_sampler(cut: bool) -> None:
     s = sampled(30, 160, cut=cut)
     before = copy(s)
     live = [i for i, slot in enumerate(s.order) if slot < 30 and slot not in (1, 3)]
@@ -225,7 +225,7 @@ def test_reference_draws_as_the_sampler(cut: bool) -> None:
     want, logp = sampler.sample(s.logits[live], seeds, positions, [s.how[slot] for slot in slots])
     s.state.stop[slots[0], 3] = want[0].int()
     s.state.left[slots[1]] = 1
-    reference.draw(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut)
+    reference.sample(s.logits, s.rows, s.state, s.tokens, s.logprobs, cut)
     assert s.tokens[live].tolist() == want.tolist()
     torch.testing.assert_close(s.logprobs[live], logp, atol=1e-6, rtol=1e-6)
     assert {s.tokens[i].item() for i in range(32) if i not in live} == {-1}
@@ -239,19 +239,19 @@ def test_reference_draws_as_the_sampler(cut: bool) -> None:
             assert getattr(s.state, name)[slot] == getattr(before.state, name)[slot]
 
 
-def test_reference_begins_with_the_newest_tokens() -> None:
+def test_reference_decode_inputs_are_the_newest_tokens() -> None:
     s = scene([4, 9], kv_heads=1, head=16)
     s.state.last[:] = rows_of(11, 12, 13)
-    ids, positions = reference.begin(s.state, rows_of(1, 0, 2))
+    ids, positions = reference.decode_inputs(s.state, rows_of(1, 0, 2))
     assert (ids.dtype, ids.tolist()) == (torch.int64, [12, 11, 13])
     assert (positions.dtype, positions.tolist()) == (torch.int32, [9, 4, 0])
 
 
-def test_splits_never_exceed_what_there_is_to_cut() -> None:
+def test_splits_never_exceed_the_context() -> None:
     for batch in (1, 16, 512):
         for longest in (1, 200, 2048, 32768):
             splits = reference.splits_for(batch, 8, longest, 132)
-            assert 1 <= splits <= max(1, longest // reference.part_tokens(batch * 8))
+            assert 1 <= splits <= max(1, longest // reference.min_split_tokens(batch * 8))
 
 
 # The kernels against the reference.
@@ -259,23 +259,25 @@ def test_splits_never_exceed_what_there_is_to_cut() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [48, 576, 1000])
-def test_norm_and_gate(kernels: ModuleType, size: int, dtype: torch.dtype) -> None:
+def test_add_rms_norm_and_swiglu(kernels: ModuleType, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     x, residual = (torch.randn(7, size).to(DEVICE, dtype) for _ in range(2))
     weight = torch.randn(size).to(DEVICE, dtype)
     for r in (None, residual):
-        for ours, theirs in zip(kernels.norm(x, r, weight, 1e-6), reference.norm(x, r, weight, 1e-6), strict=True):
+        for ours, theirs in zip(
+            kernels.add_rms_norm(x, r, weight, 1e-6), reference.add_rms_norm(x, r, weight, 1e-6), strict=True
+        ):
             close(ours, theirs, rounded=2**-7)
             if dtype == torch.bfloat16:
-                assert (ours != theirs).float().mean() < 1e-2  # only where a last bit of the mean square decides
+                assert (ours != theirs).float().mean() < 1e-2  # only where the last bit of the mean square matters
     both = 3 * torch.randn(7, 2 * size).to(DEVICE, dtype)
-    close(kernels.gate(both), reference.gate(both), rounded=2**-7)
+    close(kernels.swiglu(both), reference.swiglu(both), rounded=2**-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_place(kernels: ModuleType, shape: tuple[int, int, int], normed: bool, dtype: torch.dtype) -> None:
+def test_rope_and_store(kernels: ModuleType, shape: tuple[int, int, int], normed: bool, dtype: torch.dtype) -> None:
     heads, kv_heads, head = shape
     a = scene([3, 47, 17, 33, 15], kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(3,))
     a.state.length[3] = 48  # behind the end of its table
@@ -287,9 +289,11 @@ def test_place(kernels: ModuleType, shape: tuple[int, int, int], normed: bool, d
     weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
     out = []
     for s, how in ((a, kernels), (b, reference)):
-        out += [how.place(qkv, slots, positions, s.state, s.pool, 1, cos, sin, *weights, 1e-6, heads, kv_heads)]
+        out += [
+            how.rope_and_store(qkv, slots, positions, s.state, s.pool, 1, cos, sin, *weights, 1e-6, heads, kv_heads)
+        ]
     close(out[0], out[1], rounded=2**-7)
-    real = slice(0, a.pool.scratch)  # several rows write to the scratch page: any of them may come last
+    real = slice(0, a.pool.scratch)  # several rows write to the scratch page, in any order
     close(a.pool.data[:, :, real], b.pool.data[:, :, real], rounded=2**-7)
     same_state(a.state, b.state)
 
@@ -300,7 +304,7 @@ LENGTHS = [0, 1, 14, 15, 16, 31, 63, 64, 65, 127, 128, 200, 255, 256, 299]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("window", "splits"), [(None, 1), (None, 2), (24, 1), (150, 8), (None, 8)])
-def test_decode(
+def test_decode_attention(
     kernels: ModuleType, shape: tuple[int, int, int], window: int | None, splits: int, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, head = shape
@@ -308,33 +312,33 @@ def test_decode(
     s = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
     rows = rows_of(*reversed(range(len(lengths))), len(lengths), len(lengths), device=DEVICE)
     q = numbers(len(rows), heads, head, like=s)
-    want = reference.decode(q, rows, s.state, s.pool, 1, head**-0.5, window, splits)
-    for _ in range(2):  # twice: the counters must have come back to zero
-        close(kernels.decode(q, rows, s.state, s.pool, 1, head**-0.5, window, splits), want)
+    want = reference.decode_attention(q, rows, s.state, s.pool, 1, head**-0.5, window, splits)
+    for _ in range(2):  # twice: the counters must be zero again
+        close(kernels.decode_attention(q, rows, s.state, s.pool, 1, head**-0.5, window, splits), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("window", "splits", "pairs"), [(None, 1, 1024), (40, 4, 1024), (None, 1, 0)])
-def test_place_and_decode(
+def test_rope_store_and_decode(
     kernels: ModuleType, shape: tuple[int, int, int], normed: bool, window: int | None, splits: int, pairs: int,
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("windfall.engine.cuda.kernels.attention._FUSED_PAIRS", pairs)  # up to these: one launch
+    monkeypatch.setattr("windfall.engine.cuda.kernels.decode._MAX_FUSED_PAIRS", pairs)  # up to these: one launch
     heads, kv_heads, head = shape
     lengths = [0, 5, 15, 16, 130, 291, 47]
     a = scene(lengths, kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE, inactive=(1,))
     a.state.length[1] = 19 * PAGE  # behind the end of its table
     b, before = copy(a), copy(a)
     rows = rows_of(6, 1, 5, 7, 4, 0, 2, 3, 7, device=DEVICE)
-    positions = reference.begin(a.state, rows)[1]
+    positions = reference.decode_inputs(a.state, rows)[1]
     qkv = numbers(9, (heads + 2 * kv_heads) * head, like=a)
     cos, sin = numbers(320, head, like=a), numbers(320, head, like=a)
     weights = [numbers(head, like=a), numbers(head, like=a)] if normed else [None, None]
     rest = (cos, sin, *weights, 1e-6, heads, head**-0.5, window, splits)
     out = [
-        how.place_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
+        how.rope_store_and_decode(qkv, rows, positions, s.state, s.pool, 1, *rest)
         for s, how in ((a, kernels), (b, reference))
     ]
     close(out[0], out[1], rounded=2e-2)
@@ -352,7 +356,7 @@ def test_place_and_decode(
     [[(0, 0, 1), (1, 298, 1), (2, 15, 1)], [(0, 0, 13), (2, 250, 15), (1, 16, 9)], [(3, 0, 70), (0, 3, 1), (2, 90, 5)]],
 )
 @pytest.mark.parametrize("window", [None, 20])
-def test_attend(
+def test_prefill_attention(
     kernels: ModuleType, shape: tuple[int, int, int], chunks: list[tuple[int, int, int]], window: int | None,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -360,21 +364,21 @@ def test_attend(
     s = scene([299, 299, 299, 99], kv_heads=kv_heads, head=head, dtype=dtype, device=DEVICE)
     spans = spans_of(chunks, DEVICE)
     q = numbers(len(spans.row_slot), heads, head, like=s)
-    want = reference.attend(q, spans, s.state, s.pool, 1, head**-0.5, window)
-    close(kernels.attend(q, spans, s.state, s.pool, 1, head**-0.5, window), want)
+    want = reference.prefill_attention(q, spans, s.state, s.pool, 1, head**-0.5, window)
+    close(kernels.prefill_attention(q, spans, s.state, s.pool, 1, head**-0.5, window), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [50, 9001, 12288])
 @pytest.mark.parametrize("cut", [False, True])
-def test_draw(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtype) -> None:
+def test_sample(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtype) -> None:
     a = sampled(40, vocabulary, cut=cut, device=DEVICE)
     a.logits = a.logits.to(dtype)
     a.logits[:, vocabulary // 2] = -float("inf")
     b = copy(a)
-    kernels.draw(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut)
+    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, cut)
     tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
-    reference.draw(a.logits, a.rows, b.state, tokens, logprobs, cut)
+    reference.sample(a.logits, a.rows, b.state, tokens, logprobs, cut)
     for i in (a.tokens != tokens).nonzero().flatten().tolist():  # only at a boundary, to within rounding
         slot, (low, high) = a.order[i], sorted((int(a.tokens[i]), int(tokens[i])))
         p = torch.softmax(a.logits[i].double() / a.state.temperature[slot].double(), -1).cumsum(-1)
@@ -389,41 +393,41 @@ def test_draw(kernels: ModuleType, vocabulary: int, cut: bool, dtype: torch.dtyp
         same_state(a.state, b.state)
 
 
-def test_draw_stops_and_leaves_the_rest_alone(kernels: ModuleType) -> None:
+def test_sample_stops_at_stop_tokens_and_leaves_other_slots_unchanged(kernels: ModuleType) -> None:
     a = sampled(6, 50, cut=False, device=DEVICE)
     b = copy(a)
-    reference.draw(a.logits, a.rows, b.state, a.tokens, a.logprobs, False)
+    reference.sample(a.logits, a.rows, b.state, a.tokens, a.logprobs, False)
     stop, last = 5, 4
     for s in (a, b):
         s.state.stop[stop, 7] = a.tokens[a.order.index(stop)]
         s.state.left[last] = 1
-    kernels.draw(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
+    kernels.sample(a.logits, a.rows, a.state, a.tokens, a.logprobs, False)
     assert a.state.left.tolist() == [4, 0, 4, 0, 0, 0, 0]
     assert a.tokens.tolist()[-2:] == [-1, -1]
     for name in ("last", "length", "position"):
         assert torch.equal(getattr(a.state, name), getattr(b.state, name)), name
 
 
-def test_draw_of_broken_logits_is_still_a_token(kernels: ModuleType) -> None:
+def test_sample_of_nan_logits_is_in_the_vocabulary(kernels: ModuleType) -> None:
     for value in (float("nan"), -float("inf"), float("inf")):
         s = sampled(4, 5000, cut=False, device=DEVICE)
         s.logits[:] = value
-        kernels.draw(s.logits, s.rows, s.state, s.tokens, s.logprobs, False)
+        kernels.sample(s.logits, s.rows, s.state, s.tokens, s.logprobs, False)
         assert all(0 <= int(t) < 5000 for t, slot in zip(s.tokens, s.order, strict=True) if slot in (0, 2))
 
 
-def test_begin(kernels: ModuleType) -> None:
+def test_decode_inputs(kernels: ModuleType) -> None:
     s = scene([4, 9, 12], kv_heads=1, head=16, device=DEVICE)
     rows = rows_of(2, 0, 3, 3, 1, device=DEVICE)
-    for ours, theirs in zip(kernels.begin(s.state, rows), reference.begin(s.state, rows), strict=True):
+    for ours, theirs in zip(kernels.decode_inputs(s.state, rows), reference.decode_inputs(s.state, rows), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
-    """Every kernel of a step in one graph; replayed after the pool was given up and taken elsewhere."""
+def test_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
+    """All kernels of a step in one graph, replayed after the pool was freed and allocated elsewhere."""
     heads, kv_heads, head, vocabulary = 8, 4, 64, 3000
     a = sampled(12, vocabulary, cut=cut, device=DEVICE)
     s = scene([200 + i for i in range(12)], kv_heads=kv_heads, head=head, dtype=torch.bfloat16, device=DEVICE)
@@ -438,11 +442,13 @@ def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
     project = numbers(vocabulary, heads * head // 2, like=s)
 
     def step(on: SimpleNamespace, how: Any, tokens: Tensor, logprobs: Tensor) -> None:
-        _, positions = how.begin(on.state, a.rows)
-        q = how.place(qkv, a.rows, positions, on.state, on.pool, 1, cos, sin, None, None, 1e-6, heads, kv_heads)
-        out = how.decode(q, a.rows, on.state, on.pool, 1, head**-0.5, None, 2)
-        logits = F.linear(how.gate(how.norm(out, None, weight, 1e-6)[0]), project)
-        how.draw(logits, a.rows, on.state, tokens, logprobs, cut)
+        _, positions = how.decode_inputs(on.state, a.rows)
+        q = how.rope_and_store(
+            qkv, a.rows, positions, on.state, on.pool, 1, cos, sin, None, None, 1e-6, heads, kv_heads
+        )
+        out = how.decode_attention(q, a.rows, on.state, on.pool, 1, head**-0.5, None, 2)
+        logits = F.linear(how.swiglu(how.add_rms_norm(out, None, weight, 1e-6)[0]), project)
+        how.sample(logits, a.rows, on.state, tokens, logprobs, cut)
 
     fresh = copy(s)
     side = torch.cuda.Stream()
@@ -452,13 +458,13 @@ def test_a_captured_step_is_replayed(kernels: ModuleType, cut: bool) -> None:
         step(spare, kernels, a.tokens, a.logprobs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    kernels.decode(numbers(14, heads, head, like=s), a.rows, s.state, s.pool, 0, 1.0, None, 2)
+    kernels.decode_attention(numbers(14, heads, head, like=s), a.rows, s.state, s.pool, 0, 1.0, None, 2)
     with torch.cuda.graph(graph):
         step(s, kernels, a.tokens, a.logprobs)
     kept = s.pool.data.clone()
-    s.pool.give_up()
-    hold = torch.zeros_like(kept)  # so that it lands elsewhere
-    s.pool.take()
+    s.pool.free()
+    hold = torch.zeros_like(kept)  # so that the pool gets another address
+    s.pool.allocate()
     s.pool.data.copy_(kept)
     tokens, logprobs = a.tokens.clone(), a.logprobs.clone()
     for _ in range(3):

@@ -1,9 +1,10 @@
-"""Random lives of the GPU engine against a device that keeps tokens where a real one keeps keys and values.
+"""Random runs of the GPU engine with an emulated device that stores tokens in place of keys and values.
 
-The emulated pool holds (token, version) in every place. A step reads the whole context of each row through the table,
-as attention would, and the next token is a hash of what it read: whoever writes to a page of somebody else, reads one
-too early, keeps one of old weights or loses one changes what is said. What a family shares is read through the table of
-its first row, and every family is what the pages of its sequences say. Not covered: numbers (see test_gpu_engine.py).
+The emulated pool holds (token, version) in every slot of a page. A step reads the whole context of each row through the
+page table, like attention, and the next token is a hash of what it read. So the output changes if a sequence writes to
+the page of another, reads a page too early, keeps a page of old weights or loses one. The shared prefix of a group is
+read through the page table of its first row, and every group is compared with the pages of its sequences. Not covered:
+numerics (see test_engine.py).
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from hypothesis import strategies as st
 from small_models import build
 
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.engine.cuda.host_state import Words
+from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import DeviceSequence as Running
 from windfall.engine.cuda.plan import Launch
-from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.splits import PrefixSharing
 from windfall.types import Chunk, Request
 
 VOCABULARY = 40
-EAGER = Sharing(rows=3, least_tokens=4, worth_tokens=1)
-"""A family wherever there can be one, so small that many are cut."""
+EAGER = PrefixSharing(max_rows=3, min_tokens=4, min_saved_tokens=1)
+"""Prefix groups wherever possible, so small that many are divided."""
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 2, 4, 9, 30)] + [(9,) * 12, (*range(3, 20), 7, 7)]
 
 
 def following(context: Sequence[int], seed: int, position: int, version: int) -> int:
-    """What comes after `context`."""
+    """The token after `context`."""
     return zlib.crc32(np.array([*context, seed, position, version], np.int64).tobytes()) % VOCABULARY
 
 
-def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[list[int]]:
-    """What the plan says of families, by definition: one row after the other, one page after the other."""
+def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) -> list[list[int]]:
+    """The prefix groups by definition: one row after the other, one page after the other."""
 
     def prompt_pages(s: Running) -> list[int]:
         return s.pages[: (len(s.request.prompt) - s.request.position - 1) // size]
@@ -48,7 +49,7 @@ def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[li
     out, first = [], 0
     while first < len(rows):
         mine, end = prompt_pages(rows[first]), first + 1
-        while end < min(len(rows), first + sharing.rows) and mine and prompt_pages(rows[end])[-1:] == mine[-1:]:
+        while end < min(len(rows), first + sharing.max_rows) and mine and prompt_pages(rows[end])[-1:] == mine[-1:]:
             end += 1
         held = [prompt_pages(s) for s in rows[first:end]]
         tokens = 0
@@ -56,84 +57,84 @@ def families_of(rows: Sequence[Running], sharing: Sharing, size: int) -> list[li
             if len(set(column)) > 1:
                 break
             tokens += size
-        if end - first > 1 and tokens >= sharing.least_tokens:
+        if end - first > 1 and tokens >= sharing.min_tokens:
             out.append([first, end - first, tokens])
         first = end
-    return out if sum((count - 1) * tokens for _, count, tokens in out) >= sharing.worth_tokens else []
+    return out if sum((count - 1) * tokens for _, count, tokens in out) >= sharing.min_saved_tokens else []
 
 
 @dataclass
-class Landed:
+class FinishedLaunch:
     work: Launch
     version: int
     tokens: np.ndarray
 
-    def landed(self) -> tuple[np.ndarray, np.ndarray]:
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, self.tokens.astype(np.float32)
 
 
 class Emulated:
-    """Stands where the engine has its `Device`. Runs a launch at once, in the order of the stream."""
+    """Replaces the engine's `DeviceRunner`. Runs every launch at once, in order."""
 
-    def __init__(self, words: Words, pages: int, size: int, sharing: Sharing) -> None:
-        self.words, self.pages, self.size, self.sharing = words, pages, size, sharing
+    def __init__(self, host_state: HostState, pages: int, size: int, sharing: PrefixSharing) -> None:
+        self.host_state, self.pages, self.size, self.sharing = host_state, pages, size, sharing
         self.shared_rows = 0
-        """Rows that were of a family, in all launches."""
-        self.image = words.data.copy()
-        self.pool = SimpleNamespace(data=self._blank(), take=self._take, give_up=self._give_up)
+        """Number of rows in prefix groups, over all launches."""
+        self.image = host_state.data.copy()
+        self.pool = SimpleNamespace(data=self._blank(), allocate=self._allocate, free=self._free_pool)
         self.decoder = SimpleNamespace(stale=lambda: False)
         self.version = 0
 
     def _blank(self) -> np.ndarray:
         return np.full((self.pages, self.size, 2), -1, np.int64)
 
-    def _take(self) -> None:
+    def _allocate(self) -> None:
         self.pool.data = self._blank() if self.pool.data is None else self.pool.data
 
-    def _give_up(self) -> None:
+    def _free_pool(self) -> None:
         self.pool.data = None
 
     def part(self, name: str) -> np.ndarray:
-        w = self.words
-        return self.image[w.at[name] : w.at[name] + w.sizes[name]]
+        w = self.host_state
+        return self.image[w.offsets[name] : w.offsets[name] + w.sizes[name]]
 
-    def launch(self, work: Launch, version: int) -> Landed:
+    def launch(self, work: Launch, version: int) -> FinishedLaunch:
         self.version = version
-        out = np.full((1 + work.steps, self.words.slots), -1, np.int64)
-        assert work.families.tolist() == families_of(work.rows, self.sharing, self.size)
+        out = np.full((1 + work.steps, self.host_state.slots), -1, np.int64)
+        assert work.prefix_groups.tolist() == expected_groups(work.rows, self.sharing, self.size)
         if work.steps:
-            self.words.rows(work.slots, len(work.slots))
-            self.words.families(work.families, len(work.slots), len(work.families))
-        places, values = self.words.take()
+            self.host_state.set_rows(work.slots, len(work.slots))
+            self.host_state.set_prefix_groups(work.prefix_groups, len(work.slots), len(work.prefix_groups))
+        places, values = self.host_state.take_changes()
         self.image[places] = values
-        assert all(p.start < p.stop for p in work.parts), "a part without a row"
-        for p in work.parts:  # a layer writes all keys and values before it reads any
+        assert all(p.start < p.stop for p in work.prefill), "a part without a row"
+        for p in work.prefill:  # a layer writes all keys and values before it reads any
             for n in range(p.start, p.stop):
                 self._write(p.sequence.slot, n, p.sequence.tokens[n])
-        for n, p in enumerate(p for p in work.parts if p.samples):
+        for n, p in enumerate(p for p in work.prefill if p.samples):
             assert self.part("length")[p.sequence.slot] == p.stop - 1
             out[0, n] = self._draw(p.sequence.slot)
         assert len({int(s) for s in work.slots}) == len(work.rows)
-        reads = self._reads(len(work.slots), len(work.families)) if work.steps else []
+        reads = self._reads(len(work.slots), len(work.prefix_groups)) if work.steps else []
         for step in range(work.steps):
             active = [(n, int(s)) for n, s in enumerate(work.slots) if self.part("left")[s] > 0]
             for _, slot in active:
                 self._write(slot, self.part("length")[slot], self.part("last")[slot])
             for n, slot in active:
                 out[1 + step, n] = self._draw(slot, *reads[n])
-        return Landed(work, version, out)
+        return FinishedLaunch(work, version, out)
 
     def _write(self, slot: int, n: int, token: int) -> None:
-        page = self.part("table")[slot * self.words.pages_each + n // self.size]
+        page = self.part("table")[slot * self.host_state.pages_each + n // self.size]
         self.pool.data[page, n % self.size] = token, self.version
 
-    def _reads(self, rows: int, families: int) -> list[tuple[int, int]]:
-        """For every row: who reads its first tokens, and how many. From the device's words alone."""
-        slots, shared = self.part("rows")[:rows], self.part("shared")[:rows]
+    def _reads(self, rows: int, prefix_groups: int) -> list[tuple[int, int]]:
+        """For every row: the slot whose page table has its shared prefix, and its length. From the device's state."""
+        slots, shared = self.part("rows")[:rows], self.part("shared_tokens")[:rows]
         out = [(int(s), 0) for s in slots]
-        names = ("family_first", "family_count", "family_tokens")
-        for first, count, tokens in zip(*(self.part(n)[:families].tolist() for n in names), strict=True):
-            assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "it is not there yet"
+        names = ("group_first", "group_count", "group_tokens")
+        for first, count, tokens in zip(*(self.part(n)[:prefix_groups].tolist() for n in names), strict=True):
+            assert (self.part("length")[slots[first : first + count]] >= tokens).all(), "the prefix is not computed yet"
             out[first : first + count] = [(int(slots[first]), tokens)] * count
         assert [tokens for _, tokens in out] == shared.tolist()
         self.shared_rows += int((shared > 0).sum())
@@ -142,14 +143,14 @@ class Emulated:
     def _draw(self, slot: int, leader: int = 0, shared: int = 0) -> int:
         length, position = self.part("length"), self.part("position")
         at = np.arange(length[slot] + 1)
-        table = self.part("table")[np.where(at < shared, leader, slot) * self.words.pages_each + at // self.size]
+        table = self.part("table")[np.where(at < shared, leader, slot) * self.host_state.pages_each + at // self.size]
         read = self.pool.data[table, at % self.size]
-        assert (read[:, 1] == self.version).all(), "it reads what nobody wrote under these weights"
+        assert (read[:, 1] == self.version).all(), "a row reads KV that was not written with these weights"
         token = following(read[:, 0].tolist(), int(self.part("seed")[2 * slot]), int(position[slot]), self.version)
         self.part("last")[slot] = token
         length[slot] += 1
         position[slot] += 1
-        stops = self.part("stop")[slot * self.words.stops : (slot + 1) * self.words.stops]
+        stops = self.part("stop")[slot * self.host_state.stops : (slot + 1) * self.host_state.stops]
         self.part("left")[slot] = 0 if token in stops else self.part("left")[slot] - 1
         return token
 
@@ -159,13 +160,13 @@ def model() -> Any:
     return build("llama")
 
 
-class Life:
-    """An engine, what was asked of it and what it said."""
+class EngineRun:
+    """An engine with its requests and results."""
 
     def __init__(self, **options: Any) -> None:
         self.engine = GraphEngine(model(), **{"sharing": EAGER, **options})
         plan = self.engine._plan
-        emulated: Any = Emulated(plan.words, plan.pages.count, plan.pages.size, plan.sharing)
+        emulated: Any = Emulated(plan.host_state, plan.pages.count, plan.pages.size, plan.sharing)
         self.engine._device = emulated
         self.asked: dict[str, Request] = {}
         self.said: dict[str, list[int]] = {}
@@ -196,7 +197,7 @@ class Life:
         assert c.id not in self.ended | self.cancelled
         assert c.position == request.position + len(said)
         for token in c.tokens:
-            assert not said or said[-1] not in request.stop, "it goes on after its end"
+            assert not said or said[-1] not in request.stop, "the response continues after its end"
             position = request.position + len(said)
             assert token == following([*request.prompt, *said], request.seed, position, c.version)
             said.append(token)
@@ -211,37 +212,37 @@ class Life:
     data=st.data(), pages=st.integers(10, 26), slots=st.integers(1, 6), rows=st.integers(1, 30),
     burst=st.integers(1, 9),
 )  # fmt: skip
-def test_every_response_comes_out_once_and_whole(
+def test_every_response_is_returned_once_and_complete(
     data: st.DataObject, pages: int, slots: int, rows: int, burst: int
 ) -> None:
-    life = Life(kv_tokens=4 * pages, page_size=4, max_running=slots, max_rows=rows, burst=burst)
+    run = EngineRun(kv_tokens=4 * pages, page_size=4, max_running=slots, max_rows=rows, burst=burst)
     for _ in range(data.draw(st.integers(1, 40))):
         match data.draw(st.sampled_from(["add"] * 5 + ["cancel", "swap", "sleep"] + ["step"] * 4)):
             case "add":
                 prompt = data.draw(st.sampled_from(PROMPTS))
-                room = life.engine.limit - len(prompt)
-                life.add(
+                room = run.engine.limit - len(prompt)
+                run.add(
                     prompt=prompt, seed=data.draw(st.integers(0, 3)), position=data.draw(st.integers(0, 2)),
                     max_tokens=min(room, data.draw(st.sampled_from([1, 2, 7, 40, 100]))),
                     stop=frozenset(data.draw(st.sampled_from([(), (5,), (5, 6, 7), range(20, 30)]))),
                 )  # fmt: skip
-            case "cancel" if life.asked:
-                life.cancel(data.draw(st.sampled_from(sorted(life.asked))))
+            case "cancel" if run.asked:
+                run.cancel(data.draw(st.sampled_from(sorted(run.asked))))
             case "swap":
-                life.engine.swap(life.engine.version + 1)
+                run.engine.swap(run.engine.version + 1)
             case "sleep":
-                life.engine.sleep()
-        life.engine.check()
+                run.engine.sleep()
+        run.engine.check()
         if data.draw(st.booleans()):
-            life.step()
-    for _ in range(5000):  # whatever was left must come to its end
-        if not len(life.engine):
+            run.step()
+    for _ in range(5000):  # all remaining responses must finish
+        if not len(run.engine):
             break
-        life.step()
-    assert life.ended | life.cancelled == life.asked.keys()
-    assert life.engine.step() == []  # what may still fly is nobody's
-    assert life.engine._plan.pages.free == pages
-    assert life.engine.counters.made >= sum(len(s) for s in life.said.values())
+        run.step()
+    assert run.ended | run.cancelled == run.asked.keys()
+    assert run.engine.step() == []  # pending launches have only discarded tokens
+    assert run.engine._plan.pages.free == pages
+    assert run.engine.counters.generated >= sum(len(s) for s in run.said.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -249,108 +250,108 @@ def test_every_response_comes_out_once_and_whole(
     lengths=st.lists(st.tuples(st.sampled_from(PROMPTS[:4]), st.integers(10, 36)), min_size=4, max_size=12),
     burst=st.integers(1, 6), rows=st.integers(2, 12), late=st.integers(0, 8),
 )  # fmt: skip
-def test_they_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
-    """Small at first, so that many are let in; most of them must go back and compute again."""
-    life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
+def test_sequences_grow_until_no_page_is_left(lengths: list[Any], burst: int, rows: int, late: int) -> None:
+    """Short at first, so that many are admitted; then most of them must be preempted."""
+    run = EngineRun(kv_tokens=44, page_size=4, max_running=8, max_rows=rows, burst=burst)
     for n, (prompt, most) in enumerate(lengths):
-        life.add(prompt=prompt, seed=n, max_tokens=min(most, life.engine.limit - len(prompt)))
+        run.add(prompt=prompt, seed=n, max_tokens=min(most, run.engine.limit - len(prompt)))
         for _ in range(late if n % 3 == 2 else 0):
-            life.step()
-    while len(life.engine):
-        life.step()
-    assert life.ended == life.asked.keys()
+            run.step()
+    while len(run.engine):
+        run.step()
+    assert run.ended == run.asked.keys()
 
 
-def test_the_youngest_goes_back_when_no_page_is_left() -> None:
-    life = Life(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
+def test_youngest_sequence_is_preempted_when_no_page_is_left() -> None:
+    run = EngineRun(kv_tokens=44, page_size=4, max_running=8, max_rows=64, burst=3)
     for n in range(8):
-        life.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
-    while len(life.engine):
-        life.step()
-    assert life.engine.counters.preemptions >= 6
-    assert [len(said) for said in life.said.values()] == [30] * 8
+        run.add(prompt=(3 + n, 4), seed=n, max_tokens=30)
+    while len(run.engine):
+        run.step()
+    assert run.engine.counters.preemptions >= 6
+    assert [len(said) for said in run.said.values()] == [30] * 8
 
 
-def test_nobody_goes_back_before_what_is_in_flight_has_come_out() -> None:
-    """The first ends in the launch that is in flight when the second needs a page: that one is free then."""
-    life = Life(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
-    life.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
-    life.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
-    while len(life.engine):
-        life.step()
-    assert life.engine.counters.preemptions == 0
+def test_pending_launch_is_collected_before_any_preemption() -> None:
+    """The first response ends in a pending launch when the second one needs a page: then a page is free."""
+    run = EngineRun(kv_tokens=24, page_size=4, max_running=2, max_rows=64, burst=4)
+    run.add(prompt=(3, 4, 5, 6), seed=1, max_tokens=9)
+    run.add(prompt=(7, 4, 5, 6), seed=2, max_tokens=19)
+    while len(run.engine):
+        run.step()
+    assert run.engine.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("most", [1, 20])
-def test_nothing_comes_out_of_a_response_that_was_cancelled_in_flight(most: int) -> None:
-    life = Life(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
-    life.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
-    life.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
-    life.step()
-    assert len(life.engine._flights) == 1
-    life.cancel("0")
-    while len(life.engine):
-        life.step()
-    assert (life.said["0"], len(life.said["1"])) == ([], 20)
+def test_response_cancelled_in_flight_returns_nothing(most: int) -> None:
+    run = EngineRun(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
+    run.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
+    run.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
+    run.step()
+    assert len(run.engine._pending) == 1
+    run.cancel("0")
+    while len(run.engine):
+        run.step()
+    assert (run.said["0"], len(run.said["1"])) == ([], 20)
 
 
-def test_the_device_gets_only_what_changed_and_has_two_launches_at_most() -> None:
-    life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=512)
+def test_only_changes_are_uploaded_and_at_most_two_launches_are_pending() -> None:
+    run = EngineRun(kv_tokens=4096, page_size=16, max_running=32, max_rows=512)
     for n in range(32):
-        life.add(prompt=PROMPTS[4], seed=n, max_tokens=100)
-    life.step()
-    life.step()
+        run.add(prompt=PROMPTS[4], seed=n, max_tokens=100)
+    run.step()
+    run.step()
     sent = []
-    take = life.engine._plan.words.take
-    life.engine._plan.words.take = lambda: sent.append(took := take()) or took
+    take_changes = run.engine._plan.host_state.take_changes
+    run.engine._plan.host_state.take_changes = lambda: sent.append(took := take_changes()) or took
     for _ in range(4):
-        life.step()
-        assert len(life.engine._flights) == 1
-    assert max(len(places) for places, _ in sent) <= 32 + 2, "a page now and then, and where the tokens go"
+        run.step()
+        assert len(run.engine._pending) == 1
+    assert max(len(places) for places, _ in sent) <= 32 + 2, "only new pages and the ring row"
 
 
-def test_siblings_are_families_wherever_they_were_begun() -> None:
-    """Six of one prompt, two of them cut elsewhere after some tokens; then somebody ends and somebody comes."""
-    life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
+def test_siblings_form_prefix_groups_wherever_they_were_started() -> None:
+    """Six siblings, two of them started elsewhere; then one is cancelled and others end."""
+    run = EngineRun(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
     prompt = PROMPTS[4]
     for n in range(6):
         said = (5,) * (n if n > 3 else 0)
-        life.add(prompt=prompt + said, position=len(said), seed=n, max_tokens=20 + 20 * n)
-    life.add(prompt=(7, *prompt), seed=7, max_tokens=60)
+        run.add(prompt=prompt + said, position=len(said), seed=n, max_tokens=20 + 20 * n)
+    run.add(prompt=(7, *prompt), seed=7, max_tokens=60)
     seen = []
-    launch = life.engine._device.launch
-    life.engine._device.launch = lambda work, version: seen.append(work.families.tolist()) or launch(work, version)
-    life.step()
+    launch = run.engine._device.launch
+    run.engine._device.launch = lambda work, version: seen.append(work.prefix_groups.tolist()) or launch(work, version)
+    run.step()
     assert seen[0] == [[0, 3, 28], [3, 3, 28]]
-    life.cancel("1")
-    while len(life.engine):
-        life.step()
+    run.cancel("1")
+    while len(run.engine):
+        run.step()
     assert [[0, 3, 28], [3, 2, 28]] in seen
     assert seen[-1] == []
-    assert life.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
+    assert run.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_one_family_more_or_less_is_not_worth_a_launch() -> None:
-    """Fewer words and no families, where these would save too little."""
-    for worth, families in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
-        sharing = Sharing(rows=8, least_tokens=4, worth_tokens=worth)
-        life = Life(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
+def test_prefix_groups_that_save_too_little_are_not_used() -> None:
+    """Groups must save at least `min_saved_tokens` tokens."""
+    for worth, prefix_groups in ((2 * 28, [[0, 3, 28]]), (2 * 28 + 1, [])):
+        sharing = PrefixSharing(max_rows=8, min_tokens=4, min_saved_tokens=worth)
+        run = EngineRun(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, sharing=sharing)
         for n in range(3):
-            life.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
-        life.step()
-        assert life.engine._flights[0].work.families.tolist() == families
-        assert life.engine._flights[0].work.longest == 34 - 28 * bool(families)
+            run.add(prompt=PROMPTS[4], seed=n, max_tokens=5)
+        run.step()
+        assert run.engine._pending[0].work.prefix_groups.tolist() == prefix_groups
+        assert run.engine._pending[0].work.longest == 34 - 28 * bool(prefix_groups)
 
 
-def test_prompts_that_wait_shorten_the_bursts_until_all_are_in() -> None:
-    life = Life(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
+def test_waiting_prompts_shorten_bursts_until_all_are_admitted() -> None:
+    run = EngineRun(kv_tokens=4096, page_size=16, max_running=32, max_rows=64)
     for n in range(16):
-        life.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
+        run.add(prompt=tuple(range(n + 3, n + 33)), seed=n, max_tokens=50)
     steps = []
-    launch = life.engine._device.launch
-    life.engine._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
-    while len(life.engine):
-        life.step()
+    launch = run.engine._device.launch
+    run.engine._device.launch = lambda work, version: steps.append(work.steps) or launch(work, version)
+    while len(run.engine):
+        run.step()
     prefills = steps.index(8)
     assert set(steps[:prefills]) <= {0, 1}
     assert prefills >= 16 * 30 // 64 - 1

@@ -1,4 +1,5 @@
-"""A worker's module without transformers is transformers' in all that the engine sees, and nothing slow is imported."""
+"""A worker's model skeleton equals transformers' module in everything that the engine uses, and needs no slow
+import."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from windfall.engine.cuda import reference, rotary, skeleton
-from windfall.engine.cuda.decoder import Decoder, refusal
+from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
@@ -51,27 +52,27 @@ def configuration(name: str) -> Any:
     return AutoConfig.for_model(kind, **{**SHAPE, **HEADS, **own})
 
 
-def told(config: Any) -> dict[str, Any]:
-    """What a worker is told of it."""
+def sent_fields(config: Any) -> dict[str, Any]:
+    """The configuration as it is sent to a worker."""
     return json.loads(config.to_json_string(use_diff=False))
 
 
 def whole(name: str) -> Any:
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(configuration(name)).eval()
-    with torch.no_grad():  # what is zero or one at first would hide that it is not used
+    with torch.no_grad():  # initial zeros and ones would hide that a weight is not used
         for n, p in model.named_parameters():
             if n.endswith("bias") or p.dim() == 1:
                 p.add_(0.2 * torch.randn_like(p))
     return model
 
 
-def made(name: str) -> skeleton.Bare:
-    return skeleton.Bare(told(configuration(name)), dtype=torch.float32, device="cpu")
+def made(name: str) -> skeleton.ModelSkeleton:
+    return skeleton.ModelSkeleton(sent_fields(configuration(name)), dtype=torch.float32, device="cpu")
 
 
 def storages(model: nn.Module) -> dict[str, set[str]]:
-    """Which names share their memory from its first byte on."""
+    """For every name, the names that share its storage."""
     at: dict[int, set[str]] = {}
     for n, t in model.state_dict().items():
         at.setdefault(t.data_ptr(), set()).add(n)
@@ -79,22 +80,22 @@ def storages(model: nn.Module) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names_shapes_and_ties_are_those_of_transformers(name: str) -> None:
+def test_names_shapes_and_ties_equal_transformers(name: str) -> None:
     ours, theirs = made(name), whole(name)
     assert [(n, t.shape, t.dtype) for n, t in ours.state_dict().items()] == [
         (n, t.shape, t.dtype) for n, t in theirs.state_dict().items()
     ]
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert storages(ours) == storages(theirs)
-    assert refusal(ours) is None
+    assert unsupported_reason(ours) is None
     assert (ours.device, ours.dtype) == (theirs.device, theirs.dtype)
     assert ours.get_input_embeddings().num_embeddings == VOCABULARY
     before = [p.data_ptr() for p in ours.parameters()]
     decoder = Decoder.of(ours)
-    assert [p.data_ptr() for p in ours.parameters()] == before, "nothing had to be moved"
+    assert [p.data_ptr() for p in ours.parameters()] == before, "no weight had to be moved"
     windows = [layer.window for layer in decoder.layers]
     assert windows == [layer.window for layer in Decoder.of(theirs).layers]
-    assert any(windows) == ("window" in name), "the case is what it is called"
+    assert any(windows) == ("window" in name), "the case must match its name"
 
 
 ROPES = {
@@ -110,31 +111,31 @@ ROPES = {
 
 @pytest.mark.parametrize("head", [16, 48, 64, 128])
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_tables_are_those_of_transformers_bit_for_bit(name: str, head: int) -> None:
+def test_rotary_tables_equal_transformers_bit_for_bit(name: str, head: int) -> None:
     shape = {**SHAPE, **HEADS, "num_hidden_layers": 1, "head_dim": head}
     config = AutoConfig.for_model("llama", **shape, rope_parameters=ROPES[name])
     theirs = AutoModelForCausalLM.from_config(config)
-    ours = skeleton.Bare(told(config), dtype=torch.float32, device="cpu")
+    ours = skeleton.ModelSkeleton(sent_fields(config), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         x, positions = torch.zeros(1), torch.arange(3000)[None]
         cos, sin = theirs.model.rotary_emb(x, positions)
     mine, its = Decoder.of(ours), Decoder.of(theirs)
     for decoder in (mine, its):
-        decoder.reach(3000)
+        decoder.build_rotary_tables(3000)
     assert torch.equal(mine.cos, cos[0])
     assert torch.equal(mine.sin, sin[0])
     assert torch.equal(mine.cos, its.cos)
 
 
 def logits_of(model: Any, ids: list[int], source: Any = None) -> Tensor:
-    """Of the last of `ids`, in the engine; the weights are those of `source`, swapped in as a pull's are."""
+    """The engine's logits for the last of `ids`, with the weights of `source`, swapped in like pulled weights."""
     seen: list[Tensor] = []
 
-    def draw(logits: Tensor, *rest: Any) -> None:
+    def sample(logits: Tensor, *rest: Any) -> None:
         seen.append(logits.clone())
-        reference.draw(logits, *rest)
+        reference.sample(logits, *rest)
 
-    engine = GraphEngine(model, kv_tokens=512, ops=SimpleNamespace(**{**vars(reference), "draw": draw}))
+    engine = GraphEngine(model, kv_tokens=512, ops=SimpleNamespace(**{**vars(reference), "sample": sample}))
     if source is not None:
         engine.swap(1, {n: t.clone() for n, t in source.state_dict().items()})
     drain(engine, [Request(id="a", prompt=tuple(ids), seed=1, max_tokens=1)])
@@ -142,7 +143,7 @@ def logits_of(model: Any, ids: list[int], source: Any = None) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str) -> None:
+def test_logits_equal_transformers(name: str) -> None:
     theirs = whole(name)
     ids = torch.randint(3, VOCABULARY, (60,), generator=torch.Generator().manual_seed(7)).tolist()
     with torch.no_grad():
@@ -152,7 +153,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     assert torch.equal(got, logits_of(theirs, ids)), "the same engine on transformers' own module"
 
 
-def test_tied_weights_may_come_once() -> None:
+def test_tied_weights_may_be_sent_once() -> None:
     theirs = whole("smollm2")
     engine = GraphEngine(made("smollm2"), kv_tokens=512)
     weights = {n: t for n, t in theirs.state_dict().items() if n != "lm_head.weight"}
@@ -181,16 +182,16 @@ def test_tied_weights_may_come_once() -> None:
         ({"use_sliding_window": True, "sliding_window": 8, "layer_types": ["chunked_attention"] * 3}, "which layers"),
     ],
 )
-def test_what_a_configuration_leaves_open_is_left_to_transformers(change: dict[str, Any], why: str) -> None:
-    fields = told(configuration("qwen3"))
-    assert skeleton.refusal(fields) is None
+def test_incomplete_configuration_is_left_to_transformers(change: dict[str, Any], why: str) -> None:
+    fields = sent_fields(configuration("qwen3"))
+    assert skeleton.unsupported_reason(fields) is None
     fields = {n: v for n, v in {**fields, **change}.items() if v is not ...}
-    assert why in str(skeleton.refusal(fields))
+    assert why in str(skeleton.unsupported_reason(fields))
 
 
-def test_older_configurations_have_a_base_alone() -> None:
-    fields = {**told(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
-    assert skeleton.refusal(fields) is None
+def test_older_configuration_with_rope_theta_alone() -> None:
+    fields = {**sent_fields(configuration("qwen3")), "rope_parameters": None, "rope_theta": 1e6}
+    assert skeleton.unsupported_reason(fields) is None
     plain = {"rope_type": "default", "rope_theta": 1e6}
     assert torch.equal(rotary.frequencies(fields, 64)[0], rotary.frequencies({"rope_parameters": plain}, 64)[0])
 
@@ -202,11 +203,13 @@ def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
     )  # fmt: skip
 
 
-def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skeleton_is_built_only_for_the_graph_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(skeleton, "Bare", lambda fields, **how: ("bare", how["device"]))
+    monkeypatch.setattr(skeleton, "ModelSkeleton", lambda fields, **how: ("bare", how["device"]))
     monkeypatch.setattr(engine_factory, "whole", lambda fields, dtype, device: ("whole", device))
-    fields = told(configuration("qwen3"))
+    fields = sent_fields(configuration("qwen3"))
     assert engine_factory.model_for(spec(fields), "cuda") == ("bare", "cuda")
     assert engine_factory.model_for(spec(fields), "cpu") == ("whole", "cpu")
     assert engine_factory.model_for(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
@@ -219,10 +222,10 @@ def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("name", MODELS)
-def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str) -> None:
+def test_skeleton_generates_the_same_as_transformers_module_on_a_gpu(name: str) -> None:
     theirs, asked = whole(name), requests(4, temperature=0.0)
-    engine, _ = engine_factory.engine_for(spec(told(theirs.config)), "cuda")
-    assert isinstance(engine.model, skeleton.Bare)
+    engine, _ = engine_factory.engine_for(spec(sent_fields(theirs.config)), "cuda")
+    assert isinstance(engine.model, skeleton.ModelSkeleton)
     engine.swap(1, theirs.state_dict())
     other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)
     said = [drain(e, asked) for e in (engine, other)]
@@ -233,11 +236,12 @@ def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str)
 FIRST_TOKEN = """
 import json, sys
 import windfall.launch.processes.worker
-assert "torch" not in sys.modules, "the controller is dialled before torch is there"
-from windfall.engine.cuda import bare, engine
+assert "torch" not in sys.modules, "the controller is dialed before torch is imported"
+from windfall.engine.cuda import engine, skeleton
 from windfall.types import Request
 import torch
-made = engine.GraphEngine(bare.Bare(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu"), kv_tokens=512)
+model = skeleton.ModelSkeleton(json.loads(sys.argv[1]), dtype=torch.float32, device="cpu")
+made = engine.GraphEngine(model, kv_tokens=512)
 for p in made.model.parameters():
     p.fill_(0.1)
 made.add(Request(id="a", prompt=(5, 6), seed=1, max_tokens=1))
@@ -247,8 +251,8 @@ print(json.dumps([len(said), list(sys.modules)]))
 """
 
 
-def test_until_its_first_token_a_worker_imports_nothing_slow() -> None:
-    config = json.dumps(told(configuration("qwen3")))
+def test_worker_imports_nothing_slow_before_its_first_token() -> None:
+    config = json.dumps(sent_fields(configuration("qwen3")))
     done = subprocess.run([sys.executable, "-c", FIRST_TOKEN, config], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     made, modules = json.loads(done.stdout)

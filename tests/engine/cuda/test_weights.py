@@ -1,4 +1,4 @@
-"""The decoder for GPUs and the module it takes its weights from are of one storage, whatever is done to the module."""
+"""The GPU decoder and its module share the storage of the weights, whatever is done to the module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from small_models import MODELS, SHAPE, build, drain, requests, tokens
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from windfall.engine.cuda.decoder import Decoder, refusal
+from windfall.engine.cuda.decoder import Decoder, unsupported_reason
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
@@ -31,12 +31,12 @@ def said(model: Any, engine: GraphEngine | None = None) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_held_twice_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
+def test_no_weight_is_stored_twice_or_lost(name: str, tmp_path: Path) -> None:
     model = build(name)
     before = copy.deepcopy(model.state_dict())
     own = list(model.parameters())
     decoder = Decoder.of(model)
-    assert all(a is b for a, b in zip(own, model.parameters(), strict=True)), "an optimizer would lose them"
+    assert all(a is b for a, b in zip(own, model.parameters(), strict=True)), "an optimizer would lose its parameters"
     for layer, block in zip(decoder.layers, model.model.layers, strict=True):
         a, mlp = block.self_attn, block.mlp
         for whole, parts in (
@@ -68,7 +68,7 @@ def test_published_weights_are_the_same_as_before(tmp_path: Path) -> None:
 
 
 @PLACES
-def test_what_trains_the_module_trains_the_engine(device: str) -> None:
+def test_training_the_module_updates_the_engine(device: str) -> None:
     model, twin = build("qwen3").to(device), build("qwen3").to(device)
     engine = GraphEngine(model, kv_tokens=2048)
     before = said(model, engine)
@@ -82,7 +82,7 @@ def test_what_trains_the_module_trains_the_engine(device: str) -> None:
 
 
 @PLACES
-def test_weights_that_were_given_other_storage_are_found_again(device: str) -> None:
+def test_weights_that_moved_are_found_after_swap(device: str) -> None:
     model, other = build("llama").to(device), build("llama").to(device)
     engine = GraphEngine(model, kv_tokens=2048)
     before = said(model, engine)
@@ -94,22 +94,22 @@ def test_weights_that_were_given_other_storage_are_found_again(device: str) -> N
     assert said(model, engine) == said(other) != before
 
 
-def test_models_that_are_not_known_are_refused_in_words() -> None:
+def test_unsupported_models_are_rejected_with_a_reason() -> None:
     shape = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 2}
     gemma = GemmaForCausalLM(GemmaConfig(**shape, head_dim=12))
-    assert "GemmaForCausalLM" in str(refusal(gemma))
+    assert "GemmaForCausalLM" in str(unsupported_reason(gemma))
     with pytest.raises(WindfallError, match="GemmaForCausalLM"):
         GraphEngine(gemma, kv_tokens=64)
-    assert "gelu" in str(refusal(LlamaForCausalLM(LlamaConfig(**shape, hidden_act="gelu"))))
+    assert "gelu" in str(unsupported_reason(LlamaForCausalLM(LlamaConfig(**shape, hidden_act="gelu"))))
     growing = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    assert "dynamic" in str(refusal(LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=growing))))
+    assert "dynamic" in str(unsupported_reason(LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=growing))))
     mixed = build("llama")
     mixed.model.norm.to(torch.bfloat16)
-    assert "dtype" in str(refusal(mixed))
+    assert "dtype" in str(unsupported_reason(mixed))
     wrapped = build("llama")
     wrapped.model.layers[1].mlp.up_proj = torch.nn.Sequential(wrapped.model.layers[1].mlp.up_proj)
-    assert "up_proj" in str(refusal(wrapped))
-    assert refusal(build("llama")) is None
+    assert "up_proj" in str(unsupported_reason(wrapped))
+    assert unsupported_reason(build("llama")) is None
 
 
 def spec(model: Any, **options: Any) -> EngineSpec:
@@ -119,7 +119,7 @@ def spec(model: Any, **options: Any) -> EngineSpec:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_module_without_weights_has_everything_else(name: str) -> None:
+def test_module_without_weights_has_everything_else(name: str) -> None:
     model = build(name)
     made = hollow(copy.deepcopy(model.config), "cpu", dtype=torch.float32, attn_implementation="windfall")
     wanted = dict(model.named_buffers())
@@ -129,7 +129,7 @@ def test_a_module_without_weights_has_everything_else(name: str) -> None:
     assert said(made) == said(model)
 
 
-def test_the_engine_that_fits_is_built() -> None:
+def test_fastest_supported_engine_is_built() -> None:
     model = build("llama")
     engine, running = engine_for(spec(model), "cpu")
     assert (type(engine).__name__, running) == ("TorchEngine", 8)

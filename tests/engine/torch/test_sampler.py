@@ -1,4 +1,4 @@
-"""Sampling is a function of (seed, position, logits): its statistics, its cuts, its independence of neighbours."""
+"""Sampling is a function of (seed, position, logits): its statistics, truncation, and independence of other rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_frequencies_match_the_softmax_over_seeds_and_over_positions() -> None:
     assert frequencies_match(np.bincount(tokens.numpy(), minlength=6), p)
 
 
-def test_temperature_top_k_and_top_p_cut_what_they_should() -> None:
+def test_temperature_top_k_and_top_p_truncate_the_distribution() -> None:
     p = torch.softmax(LOGITS.double() / 0.5, 0).numpy()
     assert frequencies_match(np.bincount(draw(20_000, Sampling(temperature=0.5)), minlength=6), p)
     p = torch.softmax(LOGITS.double(), 0).numpy()
@@ -48,7 +48,7 @@ def test_temperature_top_k_and_top_p_cut_what_they_should() -> None:
     assert set(both) == {0}
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
+def test_rows_are_sampled_independently() -> None:
     hows = [Sampling(temperature=t, top_p=p, top_k=k) for t in (0.0, 0.6, 1.0) for p in (0.5, 1.0) for k in (0, 3)]
     torch.manual_seed(0)
     logits = torch.randn(len(hows), 50)

@@ -1,13 +1,13 @@
 """The forward pass of dense decoders of the Llama family, over flat rows and the KV pool.
 
-It takes its weights from a transformers module, or a `Bare` one, and shares their storage with it: the projections that
-read the same input are laid end to end in one tensor, and the module's parameters become views of it. So nothing is
-held twice, the module trains and saves as before, and what is copied into its parameters is what it computes with next.
+It takes its weights from a transformers module or a `ModelSkeleton`, and shares their storage: projections that read
+the same input are joined into one tensor, and the module's parameters become views of it. So no weight is stored twice,
+the module trains and saves as before, and weights copied into its parameters are used from the next step on.
 
 Rules:
-- what it does not know is refused by `refusal`, in words, before anything is changed;
-- activations have the weights' dtype, and roundings come where transformers has them;
-- whoever gives a parameter other storage (`module.to`, assigning `.data`) makes it `stale`: it must be made anew.
+- `unsupported_reason` rejects unknown models with an explanation, before anything is changed;
+- activations have the weights' dtype, and values are rounded where transformers rounds them;
+- a parameter that gets other storage (`module.to`, assigning `.data`) makes the decoder `stale`: build a new one.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from windfall.engine.cuda import rotary, skeleton
-from windfall.engine.cuda.fuse import fuse
-from windfall.engine.cuda.splits import Sharing
-from windfall.engine.cuda.state import DeviceState, Families, Pool, Spans
+from windfall.engine.cuda.splits import PrefixSharing
+from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups, Spans
+from windfall.engine.joined_weights import join
 from windfall.errors import WindfallError
 
-FAMILY = tuple(skeleton.KINDS.values())
-STATIC_ROPE = tuple(rotary.NEEDS)
+SUPPORTED = tuple(skeleton.ARCHITECTURES.values())
+STATIC_ROPE = tuple(rotary.REQUIRED_PARAMETERS)
 
 
-def refusal(model: Any) -> str | None:
-    """Why this module cannot be run here; None: it can."""
+def unsupported_reason(model: Any) -> str | None:
+    """Why the decoder cannot run this module; None if it can."""
     name, config = getattr(model, "architecture", type(model).__name__), model.config
-    if name not in FAMILY:
-        return f"{name} is not one of {', '.join(FAMILY)}"
+    if name not in SUPPORTED:
+        return f"{name} is not one of {', '.join(SUPPORTED)}"
     if config.hidden_act != "silu":
         return f"its MLP uses {config.hidden_act}, not silu"
     if model.model.rotary_emb.rope_type not in STATIC_ROPE:
-        return f"its rotary embedding ({model.model.rotary_emb.rope_type}) changes with the length"
+        return f"its rotary embedding ({model.model.rotary_emb.rope_type}) changes with the sequence length"
     linears = [(n, m) for n, m in model.named_modules() if n.endswith(("_proj", "lm_head"))]
     odd = [n for n, m in linears if type(m) not in (nn.Linear, skeleton.Linear)]
     if odd:
@@ -53,7 +53,7 @@ def refusal(model: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
-    before: Tensor
+    input_norm: Tensor
     """Weight of the norm before attention."""
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -61,7 +61,7 @@ class DecoderLayer:
     k_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
-    after: Tensor
+    mlp_norm: Tensor
     """Weight of the norm before the MLP."""
     gate_up: Tensor
     gate_up_bias: Tensor | None
@@ -88,19 +88,19 @@ class Decoder:
 
     @staticmethod
     def of(model: Any, ops: Any = None) -> Decoder:
-        """`ops`: the kernels to use, if not those that fit the module's device."""
-        why = refusal(model)
-        if why:
-            raise WindfallError(f"the GPU engine cannot run this model: {why}", fix="Use TorchEngine.")
+        """`ops`: the kernels to use instead of those for the module's device."""
+        reason = unsupported_reason(model)
+        if reason:
+            raise WindfallError(f"the GPU engine cannot run this model: {reason}", fix="Use TorchEngine.")
         return Decoder(model, ops or kernels_for(model.device.type))
 
     def stale(self) -> bool:
-        """The module's parameters are no longer where they were: the weights here are not the module's."""
+        """Whether the module's parameters have moved, so that these weights are no longer the module's."""
         return self._addresses != [p.data_ptr() for p in self.model.parameters()]
 
     @torch.no_grad()
-    def reach(self, positions: int) -> None:
-        """Sequences will have so many tokens at most."""
+    def build_rotary_tables(self, positions: int) -> None:
+        """Compute the tables of sine and cosine for sequences of at most `positions` tokens."""
         rotary = self.model.model.rotary_emb
         at = torch.arange(positions, dtype=torch.float32, device=self.device)
         angles = at[:, None] * rotary.inv_freq.to(device=self.device, dtype=torch.float32)
@@ -108,49 +108,49 @@ class Decoder:
         self.cos = (angles.cos() * rotary.attention_scaling).to(self.dtype)
         self.sin = (angles.sin() * rotary.attention_scaling).to(self.dtype)
 
-    def sharing(self) -> Sharing:
-        """Which rows may read together. None if every layer has a window: those read alone."""
+    def sharing(self) -> PrefixSharing:
+        """Which rows may form prefix groups. There are none if every layer has a window: windows are read per row."""
         windows = all(w.window is not None for w in self.layers)
-        return Sharing(rows=0) if windows else Sharing.of(self.heads, self.kv_heads)
+        return PrefixSharing(max_rows=0) if windows else PrefixSharing.for_heads(self.heads, self.kv_heads)
 
     def decode(
-        self, rows: Tensor, state: DeviceState, pool: Pool, splits: int, families: Families | None = None
+        self, rows: Tensor, state: DeviceState, pool: KVPool, splits: int, prefix_groups: PrefixGroups | None = None
     ) -> Tensor:
-        """The newest token of every row's slot goes in; logits (B, V) for the next one come out."""
-        ids, positions = self.ops.begin(state, rows)
+        """Logits (B, V) for the next token, from the newest token of every row's slot."""
+        ids, positions = self.ops.decode_inputs(state, rows)
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
-            return self.ops.place_and_decode(
+            return self.ops.rope_store_and_decode(
                 qkv, rows, positions, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm, self.eps, self.heads,
-                self.scale, w.window, splits, families,
+                self.scale, w.window, splits, prefix_groups,
             )  # fmt: skip
 
         return self._run(F.embedding(ids, self.embedding), attend, None)
 
-    def prefill(self, ids: Tensor, spans: Spans, state: DeviceState, pool: Pool, wanted: Tensor) -> Tensor:
-        """Tokens of `spans` go in; logits (W, V) of the rows `wanted` come out."""
+    def prefill(self, ids: Tensor, spans: Spans, state: DeviceState, pool: KVPool, wanted: Tensor) -> Tensor:
+        """Logits (W, V) of the rows `wanted`, from the tokens of `spans`."""
 
         def attend(n: int, w: DecoderLayer, qkv: Tensor) -> Tensor:
-            q = self.ops.place(
+            q = self.ops.rope_and_store(
                 qkv, spans.row_slot, spans.row_position, state, pool, n, self.cos, self.sin, w.q_norm, w.k_norm,
                 self.eps, self.heads, self.kv_heads,
             )  # fmt: skip
-            return self.ops.attend(q, spans, state, pool, n, self.scale, w.window)
+            return self.ops.prefill_attention(q, spans, state, pool, n, self.scale, w.window)
 
         return self._run(F.embedding(ids, self.embedding), attend, wanted)
 
     def _run(self, x: Tensor, attend: Callable[[int, DecoderLayer, Tensor], Tensor], wanted: Tensor | None) -> Tensor:
         ops, eps, residual, last = self.ops, self.eps, None, len(self.layers) - 1
         for n, w in enumerate(self.layers):
-            normed, residual = ops.norm(x, residual, w.before, eps)
+            normed, residual = ops.add_rms_norm(x, residual, w.input_norm, eps)
             x = attend(n, w, F.linear(normed, w.qkv, w.qkv_bias))
-            if n == last and wanted is not None:  # of the others, nothing but keys and values was needed
+            if n == last and wanted is not None:  # the other rows were needed only for their keys and values
                 if not len(wanted):
                     return x.new_empty(0, len(self.lm_head))
                 x, residual = x.index_select(0, wanted), residual.index_select(0, wanted)
-            normed, residual = ops.norm(F.linear(x, w.out, w.out_bias), residual, w.after, eps)
-            x = F.linear(ops.gate(F.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
-        normed, _ = ops.norm(x, residual, self.last_norm, eps)
+            normed, residual = ops.add_rms_norm(F.linear(x, w.out, w.out_bias), residual, w.mlp_norm, eps)
+            x = F.linear(ops.swiglu(F.linear(normed, w.gate_up, w.gate_up_bias)), w.down, w.down_bias)
+        normed, _ = ops.add_rms_norm(x, residual, self.last_norm, eps)
         return F.linear(normed, self.lm_head)
 
 
@@ -166,17 +166,23 @@ def kernels_for(device: str) -> Any:
 
 def _layer(block: Any, config: Any) -> DecoderLayer:
     a, mlp = block.self_attn, block.mlp
-    # Mistral keeps the window in its configuration alone; others say by layer whether they have one.
+    # Mistral has the window only in its configuration; the others have it in every layer.
     window = getattr(a, "sliding_window", config.sliding_window if config.model_type == "mistral" else None)
     norms = [getattr(a, name).weight.data if hasattr(a, name) else None for name in ("q_norm", "k_norm")]
-    qkv, qkv_bias = fuse(a.q_proj, a.k_proj, a.v_proj)
-    gate_up, gate_up_bias = fuse(mlp.gate_proj, mlp.up_proj)
+    qkv, qkv_bias = _join(a.q_proj, a.k_proj, a.v_proj)
+    gate_up, gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
     return DecoderLayer(
-        before=block.input_layernorm.weight.data, qkv=qkv, qkv_bias=qkv_bias, q_norm=norms[0], k_norm=norms[1],
-        out=a.o_proj.weight.data, out_bias=_bias(a.o_proj), after=block.post_attention_layernorm.weight.data,
+        input_norm=block.input_layernorm.weight.data, qkv=qkv, qkv_bias=qkv_bias, q_norm=norms[0], k_norm=norms[1],
+        out=a.o_proj.weight.data, out_bias=_bias(a.o_proj), mlp_norm=block.post_attention_layernorm.weight.data,
         gate_up=gate_up, gate_up_bias=gate_up_bias, down=mlp.down_proj.weight.data, down_bias=_bias(mlp.down_proj),
         window=window,
     )  # fmt: skip
+
+
+def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The joined weight and the joined bias of linear layers that read the same input."""
+    weight = join([linear.weight for linear in linears])
+    return weight, None if linears[0].bias is None else join([linear.bias for linear in linears])
 
 
 def _bias(linear: nn.Linear) -> Tensor | None:

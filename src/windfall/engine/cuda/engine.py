@@ -1,18 +1,19 @@
 """The engine on a GPU: requests in, a stream of tokens out, and the device never waits for the host.
 
-    step():  plan and launch the next work  ──▶  hand out the tokens of the launch before
+    step():  plan and launch the next work  ──▶  return the tokens of the previous launch
                                                  (while the new one runs)
 
-`GraphEngine` keeps the seam of `TorchEngine` and its ways; these differ:
+`GraphEngine` implements the same protocol as `TorchEngine`, with these differences:
 
-- a chunk may have several tokens, and `step` may return none while the first work runs;
-- that a response has ended is known when its tokens come out. What the device computed of it after its end is no token
-  and is counted nowhere;
-- `swap` lets what is in flight come out first; the next `step` hands it out, and nothing else, with its own version;
-- `sleep` gives the memory of the KV pool to others. Responses keep their tokens; the next `step` that has work takes
-  the memory back and computes again.
+- a chunk may have several tokens, and `step` may return no chunks while the first launch runs;
+- the host learns that a response has ended when it reads the tokens. What the device computed for the response after
+  its end is discarded and not counted;
+- `swap` first waits for the launches in flight; the next `step` returns their tokens, and only these, with the version
+  that generated them;
+- `sleep` frees the memory of the KV pool. Responses keep their tokens; the next `step` that has work allocates the
+  memory and prefills again.
 
-Without a GPU the same engine runs on kernels written in plain torch: slowly, for tests.
+Without a GPU the same engine runs on the reference kernels in plain torch: slow, for tests.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from torch import Tensor
 
 from windfall.engine.base import Counters
 from windfall.engine.cuda.decoder import Decoder
-from windfall.engine.cuda.device import DEPTH, Device, Flight
+from windfall.engine.cuda.device import DEPTH, DeviceRunner, PendingLaunch
 from windfall.engine.cuda.graphs import batch_for
-from windfall.engine.cuda.host_state import Words
+from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import BatchPlanner, DeviceSequence
-from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import STOPS
 from windfall.engine.pages import Pages
-from windfall.engine.torch.engine import copy_weights, refuse_unfit
+from windfall.engine.torch.engine import check_request, copy_weights
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
 
 BURST = 8
-"""Decode steps of one launch: the most tokens by which the end of a response is noticed late is twice that."""
+"""Decode steps per launch. The host notices the end of a response at most twice this many tokens late."""
 
 
 class GraphEngine:
@@ -55,10 +56,11 @@ class GraphEngine:
         longest: int | None = None,
         burst: int = BURST,
         ops: Any = None,
-        sharing: Sharing | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
-        """`longest`: no response has more tokens, its prompt counted in. `ops`: the kernels, if not the device's.
-        `sharing`: which siblings read their prompt together, if not as many as fit; `Sharing(rows=0)`: none."""
+        """`longest`: upper limit for the tokens of a response, including its prompt. `ops`: the kernels to use instead
+        of the device's. `sharing`: which siblings form prefix groups; default: as many as fit;
+        `PrefixSharing(max_rows=0)`: none."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)
@@ -66,30 +68,30 @@ class GraphEngine:
         self.model, self.version = model, version
         self.limit = each * page_size - 1
         slots = min(max_running, max_rows)
-        words = Words(slots=slots, pages_each=each, batch=batch_for(slots), stops=STOPS)
+        host_state = HostState(slots=slots, pages_each=each, batch=batch_for(slots), stops=STOPS)
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
-        sharing = replace(sharing, rows=min(sharing.rows, fit.rows)) if sharing else fit
-        self._plan = BatchPlanner(Pages(pages, page_size), words, max_rows=max_rows, burst=burst, sharing=sharing)
-        self._device = Device(decoder, words, pages=pages, page_size=page_size, burst=burst)
+        sharing = replace(sharing, max_rows=min(sharing.max_rows, fit.max_rows)) if sharing else fit
+        self._plan = BatchPlanner(Pages(pages, page_size), host_state, max_rows=max_rows, burst=burst, sharing=sharing)
+        self._device = DeviceRunner(decoder, host_state, pages=pages, page_size=page_size, burst=burst)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
-        self._flights: deque[Flight] = deque()
-        self._landed: deque[list[Chunk]] = deque()
-        """Came out before they were asked for, each of one version."""
-        self._ended = 0
-        """Responses whose end is among those."""
-        self._steps = self._rows = self._made = 0
+        self._pending: deque[PendingLaunch] = deque()
+        self._ready: deque[list[Chunk]] = deque()
+        """Chunks that the next steps return; each list has one version."""
+        self._ready_finished = 0
+        """Number of responses whose last chunk is in `_ready`."""
+        self._steps = self._rows = self._generated = 0
 
     def __len__(self) -> int:
-        """Responses whose last token has not been handed out."""
-        return len(self._sequences) + self._ended
+        """Number of responses whose last token has not been returned."""
+        return len(self._sequences) + self._ready_finished
 
     @property
     def counters(self) -> Counters:
         p = self._plan
         return Counters(
-            steps=self._steps, rows=self._rows, made=self._made,
+            steps=self._steps, rows=self._rows, generated=self._generated,
             reused_tokens=p.reused_tokens, preemptions=p.preemptions, waiting=len(p.waiting),
         )  # fmt: skip
 
@@ -98,55 +100,56 @@ class GraphEngine:
         return self._device.pool.data is None
 
     def add(self, request: Request) -> None:
-        if request.id in self._sequences or any(c.id == request.id for chunks in self._landed for c in chunks):
+        if request.id in self._sequences or any(c.id == request.id for chunks in self._ready for c in chunks):
             raise WindfallError("this id is already being generated", where=f"request {request.id}")
-        refuse_unfit(request, self._vocabulary, self.limit)
+        check_request(request, self._vocabulary, self.limit)
         sequence = self._sequences[request.id] = DeviceSequence(request, list(request.prompt))
         self._plan.add(sequence)
 
     def cancel(self, id: str) -> None:
-        """An id that is not being generated (it may just have finished) is no error."""
+        """Stop this response. An unknown id is not an error: the response may just have finished."""
         sequence = self._sequences.pop(id, None)
         if sequence is not None:
             self._plan.remove(sequence)
-        for n, chunks in enumerate(self._landed):
-            self._ended -= sum(c.id == id and c.finish is not None for c in chunks)
-            self._landed[n] = [c for c in chunks if c.id != id]
+        for n, chunks in enumerate(self._ready):
+            self._ready_finished -= sum(c.id == id and c.finish is not None for c in chunks)
+            self._ready[n] = [c for c in chunks if c.id != id]
 
     def step(self) -> list[Chunk]:
-        launched = self._launch() if len(self._flights) < DEPTH else False
-        if self._landed:
-            self._ended -= sum(c.finish is not None for c in self._landed[0])
-            return self._landed.popleft()
-        if self._flights and (not launched or len(self._flights) == DEPTH):
-            return self._collect(self._flights.popleft())
-        assert launched or not self._sequences, "there is work, and nothing was launched"
+        launched = self._launch() if len(self._pending) < DEPTH else False
+        if self._ready:
+            self._ready_finished -= sum(c.finish is not None for c in self._ready[0])
+            return self._ready.popleft()
+        if self._pending and (not launched or len(self._pending) == DEPTH):
+            return self._collect(self._pending.popleft())
+        assert launched or not self._sequences, "there is work, but nothing was launched"
         return []
 
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Take `weights` (None: the shared model was changed in place). Running responses keep their tokens and are
-        computed again under the new weights; no page of the old ones is used again."""
-        self._land()
+        """Use `weights` from now on (None: the shared model was changed in place). Running responses keep their tokens
+        and are prefilled again with the new weights; no cached page of the old version is reused."""
+        self._finish_pending()
         if weights is not None:
             copy_weights(self.model, version, weights)
         if self._device.decoder.stale():
-            self._device.renew(Decoder.of(self.model, self._device.decoder.ops))
+            self._device.set_decoder(Decoder.of(self.model, self._device.decoder.ops))
         self.version = version
         self._plan.restart_all()
 
     def sleep(self) -> None:
-        """Give the pool's memory to others until the next step that has work."""
+        """Free the memory of the KV pool until the next step that has work."""
         if not self.asleep:
-            self._land()
+            self._finish_pending()
             self._plan.restart_all()
-            self._device.pool.give_up()
+            self._device.pool.free()
 
     def wake(self) -> None:
-        self._device.pool.take()
+        self._device.pool.allocate()
 
     def warm(self, *sizes: int, longest: int | None = None) -> None:
-        """Have the kernels and the graphs for steps of so many responses, of so many tokens, before they are needed."""
-        slots = self._plan.words.slots
+        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens, before
+        they are needed."""
+        slots = self._plan.host_state.slots
         self.wake()
         self._device.warm(
             [batch_for(min(size, slots)) for size in sizes or (slots,)], min(longest or self.limit, self.limit)
@@ -157,57 +160,58 @@ class GraphEngine:
             return False
         if self.asleep:
             self.wake()
-        work = self._plan.next(in_flight=bool(self._flights))
+        work = self._plan.next(in_flight=bool(self._pending))
         if work is None:
             return False
-        self._flights.append(self._device.launch(work, self.version))
-        self._steps += work.steps + bool(work.parts)
-        self._rows += sum(p.stop - p.start for p in work.parts)
+        self._pending.append(self._device.launch(work, self.version))
+        self._steps += work.steps + bool(work.prefill)
+        self._rows += sum(p.stop - p.start for p in work.prefill)
         return True
 
-    def _land(self) -> None:
-        """Let everything in flight come out."""
-        while self._flights:
-            chunks = self._collect(self._flights.popleft())
+    def _finish_pending(self) -> None:
+        """Wait for all launches in flight and keep their chunks for the next steps."""
+        while self._pending:
+            chunks = self._collect(self._pending.popleft())
             if chunks:
-                self._landed.append(chunks)
-                self._ended += sum(c.finish is not None for c in chunks)
+                self._ready.append(chunks)
+                self._ready_finished += sum(c.finish is not None for c in chunks)
 
-    def _collect(self, flight: Flight) -> list[Chunk]:
-        """The tokens of a launch, as one chunk for every response that it made any of."""
-        tokens, logprobs = flight.landed()
-        work, out = flight.work, []
-        sampled = [p.sequence for p in work.parts if p.samples]
-        begun = dict(zip(sampled, zip(tokens[0].tolist(), logprobs[0].tolist(), strict=True), strict=False))
+    def _collect(self, pending: PendingLaunch) -> list[Chunk]:
+        """The tokens of a launch, as one chunk for every response that got any."""
+        tokens, logprobs = pending.wait()
+        work, out = pending.work, []
+        sampled = [p.sequence for p in work.prefill if p.samples]
+        prefilled = dict(zip(sampled, zip(tokens[0].tolist(), logprobs[0].tolist(), strict=True), strict=False))
         steps = tokens[1:, : len(work.rows)]
         counts = (steps >= 0).sum(0)
         columns = zip(work.rows, counts.tolist(), steps.T.tolist(), logprobs[1:].T.tolist(), strict=False)
-        for sequence, count, said, sure in columns:
-            first = begun.pop(sequence, None)
-            if sequence.over or not (count or first):
+        for sequence, count, new_tokens, new_logprobs in columns:
+            first = prefilled.pop(sequence, None)
+            if sequence.finished or not (count or first):
                 continue
             self._rows += count
-            said, sure = (said[:count], sure[:count]) if count < len(said) else (said, sure)
+            if count < len(new_tokens):
+                new_tokens, new_logprobs = new_tokens[:count], new_logprobs[:count]
             if first:
-                said, sure = [first[0], *said], [first[1], *sure]
-            out.append(self._append(sequence, said, sure, flight.version))
-        for sequence, first in begun.items():  # whatever may make one token only has no row
-            if not sequence.over:
-                out.append(self._append(sequence, [first[0]], [first[1]], flight.version))
+                new_tokens, new_logprobs = [first[0], *new_tokens], [first[1], *new_logprobs]
+            out.append(self._append(sequence, new_tokens, new_logprobs, pending.version))
+        for sequence, first in prefilled.items():  # a response with max_tokens 1 has no row in the burst
+            if not sequence.finished:
+                out.append(self._append(sequence, [first[0]], [first[1]], pending.version))
         return out
 
     def _append(self, s: DeviceSequence, tokens: list[int], logprobs: list[float], version: int) -> Chunk:
-        request, position = s.request, s.request.position + s.made
-        if len(request.stop) > STOPS:  # more than the device looks for
+        request, position = s.request, s.request.position + s.generated
+        if len(request.stop) > STOPS:  # more than the device checks
             end = next((n + 1 for n, t in enumerate(tokens) if t in request.stop), len(tokens))
             tokens, logprobs = tokens[:end], logprobs[:end]
         s.tokens += tokens
-        s.made += len(tokens)
-        self._made += len(tokens)
+        s.generated += len(tokens)
+        self._generated += len(tokens)
         finish: Finish | None = None
         if tokens[-1] in request.stop:
             finish = "stop"
-        elif s.made == request.max_tokens:
+        elif s.generated == request.max_tokens:
             finish = "length"
         if finish:
             del self._sequences[request.id]
@@ -218,9 +222,9 @@ class GraphEngine:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raise AssertionError if a page, a slot or a sequence is not where it should be."""
+        """Raise AssertionError if the bookkeeping of pages, slots or sequences is inconsistent."""
         self._plan.check()
-        assert len(self._flights) <= DEPTH, "too much is in flight"
+        assert len(self._pending) <= DEPTH, "too many launches in flight"
         live = {id(s) for s in [*self._plan.running, *self._plan.waiting]}
         assert live == {id(s) for s in self._sequences.values()}, "sequences and plan disagree"
-        assert not any(s.over for s in self._sequences.values()), "somebody is over and still here"
+        assert not any(s.finished for s in self._sequences.values()), "a finished sequence was not removed"

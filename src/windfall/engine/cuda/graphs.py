@@ -1,12 +1,12 @@
-"""One decode step as a CUDA graph, for every size of batch that is needed.
+"""One decode step as a CUDA graph, for every batch size that is needed.
 
-A step is asked for by its kind: how many rows, whether somebody cuts the distribution, into how many parts contexts
-are split, and the same of families of rows. Each is captured when it is first needed, and replayed from then on: the
-host's time for a step is that of one call. All graphs share one pool of memory, because they run one after the other.
+A graph is identified by its key: the number of rows, whether any row uses top-k or top-p, the number of splits of
+contexts, and the same for prefix groups. Each graph is captured when it is first needed, and replayed from then on: a
+step costs the host one call. All graphs share one memory pool, because they run one after the other.
 
 Rules:
-- a captured step reads and writes the same addresses for ever: it is dropped when one of them changes;
-- before the capture the step runs once with rows that are nobody's, so that every kernel is there and nothing changes;
+- a captured step always reads and writes the same addresses: graphs are dropped when one of them changes;
+- before the capture, the step runs once with padding rows, so that every kernel is compiled and no state changes;
 - without a GPU the step is simply called.
 """
 
@@ -23,7 +23,7 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
 def batch_for(rows: int) -> int:
-    """The size of batch that takes so many rows.
+    """The smallest batch size with room for this number of rows.
 
     >>> [batch_for(n) for n in (1, 3, 20, 64, 65, 200, 257, 600)]
     [1, 4, 24, 64, 96, 224, 320, 640]
@@ -37,69 +37,69 @@ def batch_for(rows: int) -> int:
 
 class GraphKey(NamedTuple):
     batch: int
-    cut: bool
+    truncate: bool
     splits: int
-    families: int = 0
-    """Room for so many; 0: the step knows of none."""
-    shares: int = 1
-    """Into how many parts the contexts of families are cut."""
+    prefix_groups: int = 0
+    """Upper limit for the prefix groups of the step; 0 disables them."""
+    prefix_splits: int = 1
+    """Upper limit for the splits of a shared prefix."""
 
 
 class Graphs:
     def __init__(self, step: Callable[[GraphKey, bool], None], device: torch.device) -> None:
-        """`step(kind, dry)` runs one step on the current stream. Dry: with rows that are nobody's."""
+        """`step(key, dry)` runs one step on the current stream. `dry`: with padding rows only."""
         self._step, self._device = step, device
-        self._made: dict[GraphKey, Any] = {}
+        self._captured: dict[GraphKey, Any] = {}
         self._memory: Any = None
         self._side: Any = None
-        """The stream that captures; one for all, because cuBLAS takes memory for every stream it is used on."""
+        """The stream for all captures: cuBLAS allocates memory for every stream it is used on."""
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._captured)
 
-    def run(self, kind: GraphKey, times: int) -> None:
+    def run(self, key: GraphKey, times: int) -> None:
         if self._device.type != "cuda":
             for _ in range(times):
-                self._step(kind, False)
+                self._step(key, False)
             return
-        self.prepare(kind)
-        graph = self._made[kind]
+        self.prepare(key)
+        graph = self._captured[key]
         for _ in range(times):
             graph.replay()
 
-    def prepare(self, kind: GraphKey) -> None:
-        """Capture it now, if it was not."""
-        if self._device.type != "cuda" or kind in self._made:
+    def prepare(self, key: GraphKey) -> None:
+        """Capture the graph unless that was done before."""
+        if self._device.type != "cuda" or key in self._captured:
             return
-        self._step(kind, True)
+        self._step(key, True)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         side = self._side = self._side or torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side), _nothing_collected():
-            # Other threads (that which pulls weights, say) go on calling CUDA meanwhile.
+        with torch.cuda.stream(side), _garbage_collection_off():
+            # Other threads (the one that pulls weights, for example) continue to call CUDA meanwhile.
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
-                self._step(kind, False)
+                self._step(key, False)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(side)
-        self._made[kind] = graph
+        self._captured[key] = graph
 
     def drop(self) -> None:
-        """The addresses have changed."""
-        self._made.clear()
+        """Forget all graphs, because addresses have changed."""
+        self._captured.clear()
         self._memory = None
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """A graph that nobody needs any more must not be freed during a capture: that would break it off."""
-    was = gc.isenabled()
+def _garbage_collection_off() -> Iterator[None]:
+    """An unused graph must not be freed during a capture: that would abort the capture."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

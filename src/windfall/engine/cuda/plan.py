@@ -1,20 +1,21 @@
-"""What the GPU runs next: whose prompts, whose tokens, how many steps of them. Pure: no tensors, no clock.
+"""What the GPU runs next: which prompts, which rows, how many decode steps. Pure: no tensors, no clock.
 
-A sequence WAITS (no slot, no pages) or RUNS. A running one first has its tokens prefilled, in chunks, and then decodes:
-it has a row in every burst of steps until all tokens that it may make were asked for. The host asks ahead: `planned`
-tokens of a slot will be in the pool when everything asked for has run, and its pages are there for all of them.
+A sequence is WAITING (no slot, no pages) or RUNNING. A running one is first prefilled, in chunks, and then decodes: it
+has a row in every burst of steps until all tokens that it may generate were launched. The host plans ahead: `_planned`
+tokens of a slot will be in the pool when all launches have run, and pages are allocated for all of them.
 
-- a burst has `burst` steps; one while prompts are waiting for room in the next launch, and fewer where pages run out;
-- launches run in the order in which they were asked for, so pages that are free here may be used in the next one, even
-  while the device still writes what nobody wants any more;
-- when not even one step has pages, what is in flight comes out first, because a response may have ended in it; then the
-  youngest running sequence goes back to the head of the waiting line and computes again later;
-- pages are named by the tokens they hold: those of a prefill when it is asked for (siblings in the same launch may use
-  them: every layer writes all keys and values before it reads any), others when their sequence lets go of them;
-- rows that share the pages of their prompt stand side by side, and are families if that is worth it (`splits.py`).
+- a burst has `burst` steps; only one while prompts wait for room in the next launch, and fewer where pages run out;
+- launches run in order, so pages that are free here may be used by the next launch, even while the device still writes
+  discarded tokens to them;
+- when there are no pages for even one step, the launches in flight are collected first, because a response may have
+  ended in them; then the youngest running sequence is preempted: it returns to the head of the waiting queue and is
+  prefilled again later;
+- pages are registered by the tokens they hold: pages of a prefill when it is planned (siblings in the same launch may
+  use them: every layer writes all keys and values before it reads any), other pages when their sequence releases them;
+- rows that share the pages of their prompt are adjacent, and form prefix groups where that pays (`splits.py`).
 
-Rules (`check()`): a running sequence holds exactly the pages its planned tokens need; a waiting one holds none; a slot
-has one sequence; the words that are to be on the device say which pages it holds.
+Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
+slot has one sequence; the host state has the pages of every slot.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from windfall.engine.cuda.host_state import Words
-from windfall.engine.cuda.splits import Sharing
+from windfall.engine.cuda.host_state import HostState
+from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.pages import ROOT, Key, Pages, key_of
 from windfall.types import Request
 
@@ -34,17 +35,17 @@ from windfall.types import Request
 class DeviceSequence:
     request: Request
     tokens: list[int]
-    """All that the host knows of: the prompt, and what was made and has come out."""
-    made: int = 0
+    """All tokens known to the host: the prompt, and the generated tokens that were collected."""
+    generated: int = 0
     slot: int = -1
-    """-1: it waits."""
+    """-1: the sequence is waiting."""
     prefilled: int = 0
-    """Tokens at the beginning whose keys and values were asked for, or found."""
+    """Number of first tokens whose keys and values were launched or found in the prefix cache."""
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
-    """Names of full pages of `tokens`, as far as they were needed. They depend on tokens alone."""
-    over: bool = False
-    """It has ended, or was cancelled: what still comes out of the device is nobody's."""
+    """Keys of full pages of `tokens`, computed when needed. They depend on the tokens alone."""
+    finished: bool = False
+    """The response has ended or was cancelled: further tokens from the device are discarded."""
 
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
@@ -55,8 +56,8 @@ class DeviceSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPart:
-    """Tokens `start` to `stop` of a sequence are prefilled. `samples`: the last of them gives a new token."""
+class PrefillChunk:
+    """Prefill tokens `start` to `stop` of a sequence. `samples`: the last one's logits give a new token."""
 
     sequence: DeviceSequence
     start: int
@@ -66,34 +67,42 @@ class PrefillPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch: the parts in one flat batch, then `steps` steps with a row for each of `rows`."""
+    """One launch: a prefill of all chunks in one flat batch, then `steps` decode steps with one row per sequence."""
 
-    parts: list[PrefillPart]
+    prefill: list[PrefillChunk]
     rows: list[DeviceSequence]
-    """Siblings side by side."""
+    """The decoding sequences. Siblings are adjacent."""
     slots: np.ndarray
-    """Of the rows."""
+    """The slots of `rows`."""
     steps: int
     longest: int
-    """The most tokens that one of the rows may come to read by itself: what its family reads is not counted."""
-    families: np.ndarray
-    """(F, 3): first row, rows, shared tokens of each family."""
+    """Upper limit for the tokens that a row reads by itself, without the shared prefix of its group."""
+    prefix_groups: np.ndarray
+    """(G, 3): first row, rows, shared tokens of each group."""
 
 
 class BatchPlanner:
-    def __init__(self, pages: Pages, words: Words, *, max_rows: int, burst: int, sharing: Sharing) -> None:
-        self.pages, self.words, self.max_rows, self.burst, self.sharing = pages, words, max_rows, burst, sharing
+    def __init__(
+        self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing
+    ) -> None:
+        self.pages, self.host_state, self.max_rows, self.burst, self.sharing = (
+            pages,
+            host_state,
+            max_rows,
+            burst,
+            sharing,
+        )
         self.running: dict[DeviceSequence, None] = {}  # in order of arrival
         self.waiting: deque[DeviceSequence] = deque()
         self.preemptions = self.reused_tokens = 0
         self._prefilling: dict[DeviceSequence, None] = {}
-        slots = words.slots
+        slots = host_state.slots
         self._free = list(range(slots - 1, -1, -1))
         self._by_slot: list[DeviceSequence | None] = [None] * slots
         self._decoding = np.zeros(slots, bool)
-        self._planned, self._most, self._held = (np.zeros(slots, np.int64) for _ in range(3))
-        # Full pages of the prompt that siblings may share, and the last of these: siblings have the same.
-        self._common, self._kin = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self._planned, self._end, self._page_count = (np.zeros(slots, np.int64) for _ in range(3))
+        # Number of full pages of the prompt, and the last of these pages: siblings have the same.
+        self._prompt_pages, self._prefix_id = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
 
     def __len__(self) -> int:
         return len(self.running) + len(self.waiting)
@@ -102,53 +111,55 @@ class BatchPlanner:
         self.waiting.append(sequence)
 
     def remove(self, sequence: DeviceSequence) -> None:
-        """It has ended: slot and pages are free at once."""
-        sequence.over = True
+        """Remove a finished or cancelled sequence: its slot and pages are free at once."""
+        sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             del self.running[sequence]
-            self._let_go(sequence)
+            self._release(sequence)
 
     def next(self, *, in_flight: bool) -> Launch | None:
-        """What to launch. None: nothing, before something that is in flight has come out."""
-        parts, crowded = self._prefill()
-        slots, steps = self._burst(1 if crowded else self.burst, may_preempt=not in_flight and not parts)
-        if not parts and not steps:
+        """The next launch; None if a launch in flight must be collected first, or if there is no work."""
+        prefill, crowded = self._plan_prefill()
+        slots, steps = self._plan_burst(1 if crowded else self.burst, may_preempt=not in_flight and not prefill)
+        if not prefill and not steps:
             return None
         rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
-        families = self._families(slots)
-        alone = self._most[slots]
-        for first, count, tokens in families.tolist():
+        prefix_groups = self._prefix_groups(slots)
+        alone = self._end[slots]
+        for first, count, tokens in prefix_groups.tolist():
             alone[first : first + count] -= tokens
         longest = int(alone.max()) if steps else 0
-        return Launch(parts=parts, rows=rows, slots=slots, steps=steps, longest=longest, families=families)
+        return Launch(
+            prefill=prefill, rows=rows, slots=slots, steps=steps, longest=longest, prefix_groups=prefix_groups
+        )
 
     def restart_all(self) -> None:
-        """Every running sequence computes again from its tokens, oldest first: what the pages hold is of no more use.
-        Only while nothing is in flight."""
+        """Send every running sequence back to the waiting queue, oldest first: their pages are no longer valid. Call
+        this only while nothing is in flight."""
         for sequence in reversed(list(self.running)):
-            self._let_go(sequence, name=False)
+            self._release(sequence, register=False)
             self.waiting.appendleft(sequence)
         self.running.clear()
-        self.pages.forget_all()
+        self.pages.clear_cache()
 
-    def _prefill(self) -> tuple[list[PrefillPart], bool]:
-        """Parts within the budget of rows, and whether there are more for the next launch: then that must come soon."""
-        left = self.max_rows - int((self._decoding & (self._planned < self._most)).sum())
-        parts: list[PrefillPart] = []
+    def _plan_prefill(self) -> tuple[list[PrefillChunk], bool]:
+        """Chunks within the budget of rows, and whether more are waiting: then the next launch should come soon."""
+        left = self.max_rows - int((self._decoding & (self._planned < self._end)).sum())
+        prefill: list[PrefillChunk] = []
         for sequence in list(self._prefilling):
             if left > 0:
-                left -= self._part(sequence, left, parts)
+                left -= self._add_chunk(sequence, left, prefill)
         while left > 0 and self.waiting and self._free and self._admit(self.waiting[0]):
-            left -= self._part(self.waiting.popleft(), left, parts)
-        return parts, left <= 0 and bool(self._prefilling or (self.waiting and self._free))
+            left -= self._add_chunk(self.waiting.popleft(), left, prefill)
+        return prefill, left <= 0 and bool(self._prefilling or (self.waiting and self._free))
 
-    def _part(self, s: DeviceSequence, most: int, parts: list[PrefillPart]) -> int:
+    def _add_chunk(self, s: DeviceSequence, most: int, prefill: list[PrefillChunk]) -> int:
         start, stop, size = s.prefilled, min(len(s.tokens), s.prefilled + most), self.pages.size
-        parts.append(PrefillPart(s, start, stop, stop == len(s.tokens)))
+        prefill.append(PrefillChunk(s, start, stop, stop == len(s.tokens)))
         for n in range(start // size, stop // size):
-            self.pages.name(s.pages[n], s.key(n, size))
+            self.pages.register(s.pages[n], s.key(n, size))
         s.prefilled = stop
         if stop == len(s.tokens):
             del self._prefilling[s]
@@ -156,78 +167,79 @@ class BatchPlanner:
         return stop - start
 
     def _admit(self, s: DeviceSequence) -> bool:
-        """Find pages that hold its first tokens already, and see whether the rest fits, and a burst after it."""
+        """Admit the sequence if its tokens and one burst fit. Its first tokens may be in the prefix cache already."""
         size, have = self.pages.size, len(s.tokens)
-        found: list[int] = []
-        for n in range((have - 1) // size):  # the last token is always computed: its logits are wanted
+        cached: list[int] = []
+        for n in range((have - 1) // size):  # the last token is always computed, because its logits are needed
             page = self.pages.find(s.key(n, size))
             if page is None:
                 break
-            found.append(page)
-        left = s.request.max_tokens - s.made
-        most = have + left - 1  # the last token that is made needs no place
-        ahead = -(-min(have + self.burst, most) // size)
-        if ahead - len(found) + len(self.running) * -(-self.burst // size) > self.pages.free:
-            self.pages.release(found)
+            cached.append(page)
+        left = s.request.max_tokens - s.generated
+        end = have + left - 1  # the last generated token needs no KV
+        ahead = -(-min(have + self.burst, end) // size)
+        if ahead - len(cached) + len(self.running) * -(-self.burst // size) > self.pages.free:
+            self.pages.release(cached)
             return False
-        more = [p for _ in range(len(found), -(-have // size)) if (p := self.pages.take()) is not None]
-        s.pages, s.prefilled, s.slot = found + more, len(found) * size, self._free.pop()
+        more = [p for _ in range(len(cached), -(-have // size)) if (p := self.pages.allocate()) is not None]
+        s.pages, s.prefilled, s.slot = cached + more, len(cached) * size, self._free.pop()
         self.reused_tokens += s.prefilled
         self.running[s] = self._prefilling[s] = None
         self._by_slot[s.slot] = s
-        self._planned[s.slot], self._most[s.slot], self._held[s.slot] = have, most, len(s.pages)
-        # Of a response that was begun elsewhere, the prompt holds what was said of it: `position` tokens.
+        self._planned[s.slot], self._end[s.slot], self._page_count[s.slot] = have, end, len(s.pages)
+        # If a response was started elsewhere, its prompt includes the `position` tokens generated there.
         shared = max(len(s.request.prompt) - s.request.position - 1, 0) // size
-        self._common[s.slot] = shared
-        self._kin[s.slot] = s.pages[shared - 1] if shared else self.pages.count + s.slot
-        self.words.begin(s.slot, s.request, length=have - 1, left=left, position=s.request.position + s.made)
-        self.words.pages(s.slot, 0, s.pages)
+        self._prompt_pages[s.slot] = shared
+        self._prefix_id[s.slot] = s.pages[shared - 1] if shared else self.pages.count + s.slot
+        position = s.request.position + s.generated
+        self.host_state.assign(s.slot, s.request, length=have - 1, left=left, position=position)
+        self.host_state.set_pages(s.slot, 0, s.pages)
         return True
 
-    def _burst(self, most: int, *, may_preempt: bool) -> tuple[np.ndarray, int]:
-        """Slots and steps, with the pages for them. No steps: there are no pages, or there is nobody."""
+    def _plan_burst(self, most: int, *, may_preempt: bool) -> tuple[np.ndarray, int]:
+        """Slots and number of steps, after allocating the pages for them. 0 steps: there are no pages or no rows."""
         while True:
-            slots = np.flatnonzero(self._decoding & (self._planned < self._most))
+            slots = np.flatnonzero(self._decoding & (self._planned < self._end))
             if not len(slots):
                 return slots, 0
-            planned, end, held = self._planned[slots], self._most[slots], self._held[slots]
+            planned, end, held = self._planned[slots], self._end[slots], self._page_count[slots]
             steps = min(most, int((end - planned).max()))
             while steps:
                 after = np.minimum(planned + steps, end)
                 more = -(-after // self.pages.size) - held
                 if more.sum() <= self.pages.free:
                     self._planned[slots] = after
-                    self._take(slots[more > 0].tolist(), more[more > 0].tolist())
-                    return slots[np.argsort(self._kin[slots], kind="stable")], steps
+                    self._extend(slots[more > 0].tolist(), more[more > 0].tolist())
+                    return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps
                 steps //= 2
             if not may_preempt:
                 return slots[:0], 0
             victim = next(reversed(self.running))
             del self.running[victim]
-            self._let_go(victim)
+            self._release(victim)
             self.waiting.appendleft(victim)
             self.preemptions += 1
 
-    def _families(self, slots: np.ndarray) -> np.ndarray:
-        common = self._common[slots]
-        table = self.words.tables(slots, int(common.max(initial=0)))
-        return self.sharing.families(self._kin[slots], common, table, self.pages.size)
+    def _prefix_groups(self, slots: np.ndarray) -> np.ndarray:
+        prompt_pages = self._prompt_pages[slots]
+        table = self.host_state.page_tables(slots, int(prompt_pages.max(initial=0)))
+        return self.sharing.find_groups(self._prefix_id[slots], prompt_pages, table, self.pages.size)
 
-    def _take(self, slots: list[int], more: list[int]) -> None:
+    def _extend(self, slots: list[int], more: list[int]) -> None:
         for slot, count in zip(slots, more, strict=True):
             s = self._by_slot[slot]
             assert s is not None
             first = len(s.pages)
-            s.pages += [p for _ in range(count) if (p := self.pages.take()) is not None]
-            self._held[slot] = len(s.pages)
-            self.words.pages(slot, first, s.pages[first:])
+            s.pages += [p for _ in range(count) if (p := self.pages.allocate()) is not None]
+            self._page_count[slot] = len(s.pages)
+            self.host_state.set_pages(slot, first, s.pages[first:])
 
-    def _let_go(self, s: DeviceSequence, *, name: bool = True) -> None:
-        """Slot and pages. What is known to be in them can be found again; the newest token is in none yet."""
-        if name:
+    def _release(self, s: DeviceSequence, *, register: bool = True) -> None:
+        """Free slot and pages. `register`: keep full pages in the prefix cache; the newest token is in no page yet."""
+        if register:
             known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
             for n in range(known // self.pages.size):
-                self.pages.name(s.pages[n], s.key(n, self.pages.size))
+                self.pages.register(s.pages[n], s.key(n, self.pages.size))
         self.pages.release(s.pages)
         self._prefilling.pop(s, None)
         self._by_slot[s.slot], self._decoding[s.slot] = None, False
@@ -236,17 +248,18 @@ class BatchPlanner:
 
     def check(self) -> None:
         size = self.pages.size
-        table = self.words.data[self.words.at["table"] :]
+        table = self.host_state.data[self.host_state.offsets["table"] :]
         for s in self.running:
             assert self._by_slot[s.slot] is s, f"{s.request.id} is not in its slot"
-            assert len(s.pages) == self._held[s.slot] == -(-self._planned[s.slot] // size), f"{s.request.id}: pages"
-            assert len(s.tokens) - 1 <= self._planned[s.slot] <= self._most[s.slot], f"{s.request.id}: planned"
-            assert (s in self._prefilling) == (not self._decoding[s.slot]), f"{s.request.id} neither prefills nor runs"
-            first = s.slot * self.words.pages_each
-            assert table[first : first + len(s.pages)].tolist() == s.pages, f"{s.request.id}: the table"
+            pages = -(-self._planned[s.slot] // size)
+            assert len(s.pages) == self._page_count[s.slot] == pages, f"{s.request.id} has a wrong number of pages"
+            assert len(s.tokens) - 1 <= self._planned[s.slot] <= self._end[s.slot], f"{s.request.id}: planned tokens"
+            assert (s in self._prefilling) == (not self._decoding[s.slot]), f"{s.request.id} prefills and decodes"
+            first = s.slot * self.host_state.pages_each
+            assert table[first : first + len(s.pages)].tolist() == s.pages, f"{s.request.id}: page table differs"
         for s in self.waiting:
-            assert s.slot == -1 and not s.pages, f"{s.request.id} waits and holds pages"
-        held = [n for n, s in enumerate(self._by_slot) if s]
-        assert len(held) == len(self.running) and sorted(held + self._free) == list(range(self.words.slots)), "slots"
-        assert self._prefilling.keys() <= self.running.keys(), "somebody prefills and does not run"
+            assert s.slot == -1 and not s.pages, f"{s.request.id} is waiting but holds pages"
+        used, slots = [n for n, s in enumerate(self._by_slot) if s], list(range(self.host_state.slots))
+        assert len(used) == len(self.running) and sorted(used + self._free) == slots, "slots are inconsistent"
+        assert self._prefilling.keys() <= self.running.keys(), "a sequence prefills but is not running"
         self.pages.check(s.pages for s in self.running)

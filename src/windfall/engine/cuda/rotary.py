@@ -1,7 +1,7 @@
-"""The frequencies of rotary embeddings, from a model's configuration alone: bit for bit those of transformers.
+"""The frequencies of rotary embeddings, computed from a model's configuration alone: bit for bit those of transformers.
 
-Every formula here is written in the order in which transformers rounds. What is not known for sure is refused by
-`refusal`, in words; whoever asks then lets transformers build the model.
+Every formula here follows the order in which transformers rounds. `unsupported_reason` rejects, with an explanation,
+every configuration that is not known for certain; the caller then lets transformers build the model.
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NEEDS = {
+REQUIRED_PARAMETERS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Kinds whose frequencies do not depend on the length of a sequence, and the figures that each needs."""
+"""RoPE types whose frequencies do not depend on the sequence length, and the parameters that each type needs."""
 
 
-def figures(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration's own, or those of an older one that has a base and nothing else."""
+def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration's RoPE parameters. Older configurations have `rope_theta` alone."""
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None and config.get("rope_theta"):
         return {"rope_type": "default", "rope_theta": config["rope_theta"]}
     return config.get("rope_parameters") or {}
 
 
-def refusal(config: Mapping[str, Any]) -> str | None:
-    """Why the frequencies cannot be computed here; None: they can.
+def unsupported_reason(config: Mapping[str, Any]) -> str | None:
+    """Why the frequencies cannot be computed here; None if they can.
 
-    >>> refusal({"rope_theta": 1e6})
-    >>> refusal({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}})
+    >>> unsupported_reason({"rope_theta": 1e6})
+    >>> unsupported_reason({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}})
     "its rotary embedding ('dynamic') is not one of default, linear, llama3, yarn"
     """
-    rope = figures(config)
+    rope = rope_parameters(config)
     kind = rope.get("rope_type")
-    if kind not in NEEDS:
-        return f"its rotary embedding ({kind!r}) is not one of {', '.join(NEEDS)}"
-    lacking = [name for name in ("rope_theta", *NEEDS[kind]) if not isinstance(rope.get(name), int | float)]
-    if lacking:
-        return f"its {kind} rotary embedding has no {lacking[0]}"
+    if kind not in REQUIRED_PARAMETERS:
+        return f"its rotary embedding ({kind!r}) is not one of {', '.join(REQUIRED_PARAMETERS)}"
+    missing = [
+        name for name in ("rope_theta", *REQUIRED_PARAMETERS[kind]) if not isinstance(rope.get(name), int | float)
+    ]
+    if missing:
+        return f"its {kind} rotary embedding has no {missing[0]}"
     if any((where.get("partial_rotary_factor") or 1.0) != 1.0 for where in (rope, config)):
-        return "its rotary embedding turns a part of every head only"
+        return "its rotary embedding rotates only a part of every head"
     if config.get("original_max_position_embeddings") is not None:
-        return "its rotary embedding has an original length in a place that is not known"
+        return "its configuration has original_max_position_embeddings outside rope_parameters"
     return None
 
 
 def frequencies(config: Mapping[str, Any], head: int) -> tuple[Tensor, float]:
-    """(head / 2,) float32 on the CPU, and what sine and cosine are multiplied by."""
-    rope = figures(config)
+    """The frequencies (head / 2,) float32 on the CPU, and the scale factor of sine and cosine."""
+    rope = rope_parameters(config)
     waves = rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.float32, device="cpu") / head)
     match rope["rope_type"]:
         case "linear":
@@ -65,7 +67,7 @@ def frequencies(config: Mapping[str, Any], head: int) -> tuple[Tensor, float]:
 
 
 def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Short waves as they are, long ones stretched, those between by how long they are."""
+    """Keep short wavelengths, stretch long ones, and interpolate between them."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     context = rope["original_max_position_embeddings"]
     length = 2 * math.pi / plain
@@ -78,11 +80,11 @@ def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
 def _yarn(waves: Tensor, rope: Mapping[str, Any], head: int) -> Tensor:
     base, context = rope["rope_theta"], rope["original_max_position_embeddings"]
 
-    def place(turns: float) -> float:
-        """The dimension that turns so often within the original context."""
+    def dimension(turns: float) -> float:
+        """The dimension that makes this number of full rotations within the original context."""
         return (head * math.log(context / (turns * 2 * math.pi))) / (2 * math.log(base))
 
-    low, high = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head - 1)

@@ -1,12 +1,13 @@
-"""The places of a model's weights and nothing else: what the decoder needs of a module, without transformers.
+"""A model's weight tensors without its code: what the decoder needs of a module, built without transformers.
 
-A worker computes with its own forward pass and pulls its weights, so all that it needs of a model are tensors of the
-right names and shapes, and a few figures of the configuration. `Bare` makes them on the device, unset, in a moment.
+A worker has its own forward pass and pulls its weights, so it needs only tensors of the right names and shapes, and a
+few values of the configuration. `ModelSkeleton` quickly allocates the tensors on the device, uninitialized.
 
 Rules:
-- names, shapes, order and what is tied are those of transformers' module, so pulled weights copy in unchanged;
-- projections that read the same input lie end to end from the start, so the decoder has nothing to move;
-- a configuration that leaves anything open is refused by `refusal`, in words: transformers must build that model.
+- names, shapes, order and tied weights are those of transformers' module, so pulled weights can be copied unchanged;
+- projections that read the same input are adjacent in memory from the start, so the decoder moves nothing;
+- `unsupported_reason` rejects, with an explanation, a configuration that leaves anything open: transformers must build
+  that model.
 """
 
 from __future__ import annotations
@@ -20,45 +21,48 @@ from torch import Tensor, nn
 
 from windfall.engine.cuda import rotary
 
-KINDS = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-OWN = {
+REQUIRED_FIELDS = {
     "llama": ("attention_bias", "mlp_bias"), "mistral": ("sliding_window",), "qwen2": ("use_sliding_window",),
     "qwen3": ("attention_bias", "use_sliding_window", "head_dim"),
 }  # fmt: skip
-"""What the configurations of a kind say beside what all say. Left out, it would be a default of transformers'."""
+"""Fields that the configuration of each model type must have besides the common ones. If one is missing, transformers
+would use a default that is not known here."""
 
 
-def refusal(config: Mapping[str, Any]) -> str | None:
-    """Why this configuration is not enough to know the module; None: it is.
+def unsupported_reason(config: Mapping[str, Any]) -> str | None:
+    """Why this configuration does not determine the module; None if it does.
 
-    >>> refusal({"model_type": "gemma"})
+    >>> unsupported_reason({"model_type": "gemma"})
     "'gemma' is not one of llama, mistral, qwen2, qwen3"
     """
     kind = config.get("model_type")
-    if kind not in KINDS:
-        return f"{kind!r} is not one of {', '.join(KINDS)}"
+    if kind not in ARCHITECTURES:
+        return f"{kind!r} is not one of {', '.join(ARCHITECTURES)}"
     wrong = [name for name in SIZES if type(config.get(name)) is not int]
     if wrong:
         return f"its configuration does not say {wrong[0]}"
-    open_ones = [
-        name for name in ("rms_norm_eps", "hidden_act", "tie_word_embeddings", *OWN[kind]) if name not in config
+    missing = [
+        name
+        for name in ("rms_norm_eps", "hidden_act", "tie_word_embeddings", *REQUIRED_FIELDS[kind])
+        if name not in config
     ]
-    if open_ones:
-        return f"its configuration does not say {open_ones[0]}"
+    if missing:
+        return f"its configuration does not say {missing[0]}"
     if config["hidden_act"] != "silu":
         return f"its MLP uses {config['hidden_act']}, not silu"
     if config.get("quantization_config"):
         return "it is quantized"
-    return _windows_refusal(config) or rotary.refusal(config)
+    return _window_reason(config) or rotary.unsupported_reason(config)
 
 
-def _windows_refusal(config: Mapping[str, Any]) -> str | None:
+def _window_reason(config: Mapping[str, Any]) -> str | None:
     by_layer = config.get("layer_types")
     if config["model_type"] in ("llama", "mistral"):
         return None if by_layer is None else "its layers differ"
@@ -72,7 +76,7 @@ def _windows_refusal(config: Mapping[str, Any]) -> str | None:
 
 
 class Linear(nn.Linear):
-    """One whose weights are there: no time goes into random ones."""
+    """A linear layer with given weights: no time is spent on random initialization."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         nn.Module.__init__(self)
@@ -92,13 +96,13 @@ class Rotary(nn.Module):
 
     def __init__(self, config: Mapping[str, Any], head: int, device: str) -> None:
         super().__init__()
-        self.rope_type = rotary.figures(config)["rope_type"]
+        self.rope_type = rotary.rope_parameters(config)["rope_type"]
         inv_freq, self.attention_scaling = rotary.frequencies(config, head)
         self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
 
 
-class Parts(nn.Module):
-    """Named parts, in the order in which they are given."""
+class NamedModules(nn.Module):
+    """A module of named submodules, in the given order."""
 
     sliding_window: int | None
 
@@ -109,18 +113,18 @@ class Parts(nn.Module):
                 self.add_module(name, part)
 
 
-class Bare(nn.Module):
-    """Stands where transformers' module of the class `architecture` would. It cannot be called."""
+class ModelSkeleton(nn.Module):
+    """Takes the place of transformers' module of the class `architecture`. It cannot be called."""
 
     def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: str) -> None:
         super().__init__()
-        self.architecture = KINDS[config["model_type"]]
-        self._how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.architecture = ARCHITECTURES[config["model_type"]]
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         self.config = SimpleNamespace(**{"sliding_window": None, **config, "head_dim": head})
         hidden = config["hidden_size"]
         embedding = nn.Embedding.from_pretrained(self._empty(config["vocab_size"], hidden))
-        self.model = Parts(
+        self.model = NamedModules(
             embed_tokens=embedding,
             layers=nn.ModuleList(self._block(n, head) for n in range(config["num_hidden_layers"])),
             norm=Norm(self._empty(hidden)),
@@ -144,10 +148,10 @@ class Bare(nn.Module):
         return self.model.embed_tokens
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, **self._how)
+        return torch.empty(shape, **self._options)
 
     def _linears(self, inputs: int, outputs: Sequence[int], bias: bool) -> list[Linear]:
-        """They read the same input, and lie end to end."""
+        """Linear layers that read the same input, adjacent in memory."""
         weights = self._empty(sum(outputs), inputs).split(list(outputs))
         biases = self._empty(sum(outputs)).split(list(outputs)) if bias else [None] * len(outputs)
         return [Linear(w, b) for w, b in zip(weights, biases, strict=True)]
@@ -160,13 +164,13 @@ class Bare(nn.Module):
         q, k, v = self._linears(hidden, (heads, kv_heads, kv_heads), bias or kind == "qwen2")
         (o,) = self._linears(heads, (hidden,), bias)
         q_norm, k_norm = (Norm(self._empty(head)) if kind == "qwen3" else None for _ in range(2))
-        attention = Parts(q_proj=q, k_proj=k, v_proj=v, o_proj=o, q_norm=q_norm, k_norm=k_norm)
+        attention = NamedModules(q_proj=q, k_proj=k, v_proj=v, o_proj=o, q_norm=q_norm, k_norm=k_norm)
         if kind in ("qwen2", "qwen3"):
             sliding = c.use_sliding_window and c.layer_types[n] == "sliding_attention"
             attention.sliding_window = c.sliding_window if sliding else None
         gate, up = self._linears(hidden, (c.intermediate_size, c.intermediate_size), mlp_bias)
         (down,) = self._linears(c.intermediate_size, (hidden,), mlp_bias)
-        return Parts(
-            self_attn=attention, mlp=Parts(gate_proj=gate, up_proj=up, down_proj=down),
+        return NamedModules(
+            self_attn=attention, mlp=NamedModules(gate_proj=gate, up_proj=up, down_proj=down),
             input_layernorm=Norm(self._empty(hidden)), post_attention_layernorm=Norm(self._empty(hidden)),
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""How a decode step shares out what it has to read: contexts cut into parts, and prompts that rows read together.
+"""How the reads of a decode step are divided: contexts are split, and rows read a shared prefix together.
 
-Parts: so that every multiprocessor has something to do. Families: rows side by side whose tables begin with the same
-pages; those are read once for all of them, and the rows then read only what is their own. Pure.
+Splits give every multiprocessor work. A prefix group is a set of adjacent rows whose page tables start with the same
+pages: these are read once for the group, and then every row reads only the rest of its own context. Pure.
 """
 
 from __future__ import annotations
@@ -11,105 +11,107 @@ from dataclasses import dataclass
 import numpy as np
 
 TILE = 16
-"""Queries (rows times query heads of a kv head) that read the pages of a family together: a tile of attention has at
-least so many rows, whether they are filled or not."""
+"""Queries (rows times query heads of a kv head) that read a shared prefix together. An attention tile has at least this
+many rows, whether they are used or not."""
 
 
-def part_tokens(pairs: int) -> int:
-    """The fewest tokens of context that are worth a part of their own, with so many (row, kv head) pairs: where there
-    are few, parts are cut to have enough of them; where there are many, only so that none takes very long."""
+def min_split_tokens(pairs: int) -> int:
+    """Minimum number of tokens of a split, given the number of (row, kv head) pairs. With few pairs, contexts are split
+    to create enough programs; with many pairs, only so that no program takes very long."""
     return 256 if pairs < 512 else 1024
 
 
 def splits_for(batch: int, kv_heads: int, longest: int, multiprocessors: int) -> int:
-    """Into how many parts `decode` should cut a context of `longest` tokens. Shorter ones are cut into fewer.
+    """Number of splits for a context of `longest` tokens. Shorter contexts of the step have fewer splits.
 
     >>> splits_for(256, 8, 2048, 132), splits_for(16, 8, 2048, 132), splits_for(1, 8, 2048, 132)
     (2, 2, 8)
     """
     pairs = batch * kv_heads
-    least, splits = part_tokens(pairs), 1
+    least, splits = min_split_tokens(pairs), 1
     while splits * 2 * least <= longest and splits < 32 and (pairs >= 512 or pairs * splits * 2 <= 3 * multiprocessors):
         splits *= 2
     return splits
 
 
-def fitted(
-    block: int, stages: int, *, tile: int, head: int, itemsize: int, most_bytes: int
+def fit_tiling(
+    block: int, stages: int, *, tile: int, head: int, itemsize: int, max_bytes: int
 ) -> tuple[int, int]:  # fmt: skip
-    """(keys of a block, stages) with which attention needs at most so much shared memory: stages go first, down to two.
-    The tile of queries stays as it is.
+    """(keys of a block, stages) with which attention needs at most `max_bytes` of shared memory: stages are reduced
+    first, down to two. The tile of queries keeps its size.
 
-    >>> fitted(128, 3, tile=16, head=128, itemsize=2, most_bytes=232_448)
+    >>> fit_tiling(128, 3, tile=16, head=128, itemsize=2, max_bytes=232_448)
     (128, 3)
-    >>> fitted(128, 3, tile=16, head=128, itemsize=2, most_bytes=101_376)
+    >>> fit_tiling(128, 3, tile=16, head=128, itemsize=2, max_bytes=101_376)
     (128, 2)
-    >>> fitted(64, 3, tile=128, head=256, itemsize=2, most_bytes=101_376)
+    >>> fit_tiling(64, 3, tile=128, head=256, itemsize=2, max_bytes=101_376)
     (16, 2)
     """
 
-    def wanted(block: int, stages: int) -> int:
-        """By compiling for several cards: keys and values of all stages but one, and what a tile needs besides."""
+    def needed(block: int, stages: int) -> int:
+        """Found by compiling for several GPUs: keys and values of all stages but one, plus the needs of the tile."""
         return 2 * block * head * itemsize * (stages - 1) + max(tile * (head + block) * itemsize, 96 * head)
 
-    while wanted(block, stages) > most_bytes and (stages > 2 or block > 16):
+    while needed(block, stages) > max_bytes and (stages > 2 or block > 16):
         block, stages = (block, stages - 1) if stages > 2 else (block // 2, stages)
     return block, stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
-    """Which rows become a family."""
+class PrefixSharing:
+    """Which rows form prefix groups."""
 
-    rows: int
-    """The most rows of one; 0 or 1: there are none."""
-    least_tokens: int = 64
-    """The fewest shared tokens that are worth a family."""
-    worth_tokens: int = 49_152
-    """The fewest tokens that families must save a step in all: they cost a launch more in every layer, and rows that
-    read the same pages at about the same time find some of them in the L2 anyway. By measurement on an H200, with
-    prompts of 512 tokens: even at 30,000 to 60,000, a sixth faster at 120,000, a third at 200,000."""
+    max_rows: int
+    """Upper limit for the rows of a group; 0 or 1 disables groups."""
+    min_tokens: int = 64
+    """Minimum length of a shared prefix, in tokens."""
+    min_saved_tokens: int = 49_152
+    """Minimum number of tokens that all groups together must save in a step. Groups cost one more launch per layer, and
+    rows that read the same pages at about the same time find some of them in the L2 anyway. Measured on an H200 with
+    prompts of 512 tokens: equally fast at 30,000 to 60,000, a sixth faster at 120,000, a third faster at 200,000."""
 
     @staticmethod
-    def of(heads: int, kv_heads: int) -> Sharing:
-        """What a tile has room for.
+    def for_heads(heads: int, kv_heads: int) -> PrefixSharing:
+        """Groups of as many rows as a tile has room for.
 
-        >>> Sharing.of(16, 8).rows, Sharing.of(32, 8).rows, Sharing.of(9, 3).rows
-        (8, 4, 5)
+        >>> [PrefixSharing.for_heads(*heads).max_rows for heads in ((16, 8), (32, 8), (9, 3))]
+        [8, 4, 5]
         """
-        return Sharing(rows=TILE // (heads // kv_heads))
+        return PrefixSharing(max_rows=TILE // (heads // kv_heads))
 
-    def families(self, kin: np.ndarray, pages: np.ndarray, table: np.ndarray, size: int) -> np.ndarray:
-        """Families among the rows of a step: (first row, rows, shared tokens) of each, (F, 3).
+    def find_groups(self, prefix_id: np.ndarray, pages: np.ndarray, table: np.ndarray, size: int) -> np.ndarray:
+        """The prefix groups among the rows of a step: (first row, rows, shared tokens) of each, (G, 3).
 
-        Rows are one family if they stand side by side, have the same `kin` (a hint: it may be wrong) and if their
-        tables agree from the first page on: in as many pages as all of them do, at most `pages` (each row's full pages
-        of its prompt, all before its newest token). Larger families are cut.
+        Rows form a group if they are adjacent, have the same `prefix_id` (a hint: it may be wrong) and if their page
+        tables have the same first pages. The shared prefix has as many pages as all rows have in common, but at most
+        `pages` (the full pages of each row's prompt, all before its newest token). Larger groups are divided.
 
         >>> table = np.array([[5, 6, 1], [5, 6, 2], [5, 7, 3], [8, 9, 4]])
-        >>> Sharing(rows=4, least_tokens=16, worth_tokens=1).families(np.zeros(4), np.full(4, 2), table, 16).tolist()
+        >>> sharing = PrefixSharing(max_rows=4, min_tokens=16, min_saved_tokens=1)
+        >>> sharing.find_groups(np.zeros(4), np.full(4, 2), table, 16).tolist()
         []
-        >>> Sharing(rows=3, least_tokens=16, worth_tokens=1).families(np.zeros(4), np.full(4, 2), table, 16).tolist()
+        >>> sharing = PrefixSharing(max_rows=3, min_tokens=16, min_saved_tokens=1)
+        >>> sharing.find_groups(np.zeros(4), np.full(4, 2), table, 16).tolist()
         [[0, 3, 16]]
         """
         none = np.zeros((0, 3), np.int32)
-        if len(kin) < 2 or self.rows < 2:
+        if len(prefix_id) < 2 or self.max_rows < 2:
             return none
-        index = np.arange(len(kin))
-        run = np.maximum.accumulate(np.where(np.r_[True, kin[1:] != kin[:-1]], index, 0))  # where each row's begins
-        leader = index - (index - run) % self.rows
+        index = np.arange(len(prefix_id))
+        run_start = np.maximum.accumulate(np.where(np.r_[True, prefix_id[1:] != prefix_id[:-1]], index, 0))
+        leader = index - (index - run_start) % self.max_rows
         first = np.flatnonzero(leader == index)
-        count = np.diff(np.r_[first, len(kin)])
-        agree = np.minimum(_prefix(table, leader), pages)
-        tokens = np.minimum.reduceat(agree, first) * size
-        worth = (count > 1) & (tokens >= max(self.least_tokens, 1))
-        if ((count - 1) * tokens)[worth].sum() < self.worth_tokens:
+        count = np.diff(np.r_[first, len(prefix_id)])
+        shared_pages = np.minimum(_common_prefix(table, leader), pages)
+        tokens = np.minimum.reduceat(shared_pages, first) * size
+        worthwhile = (count > 1) & (tokens >= max(self.min_tokens, 1))
+        if ((count - 1) * tokens)[worthwhile].sum() < self.min_saved_tokens:
             return none
-        return np.stack([first, count, tokens], 1)[worth].astype(np.int32)
+        return np.stack([first, count, tokens], 1)[worthwhile].astype(np.int32)
 
 
-def _prefix(table: np.ndarray, leader: np.ndarray) -> np.ndarray:
-    """In how many entries each row agrees with its leader, from the first one on."""
+def _common_prefix(table: np.ndarray, leader: np.ndarray) -> np.ndarray:
+    """Number of first entries that each row has in common with its leader."""
     other = np.ones((len(table), table.shape[1] + 1), bool)
     np.not_equal(table, table[leader], out=other[:, :-1])
     return other.argmax(1)

@@ -1,13 +1,13 @@
-"""What the GPU engine keeps on the device: the KV pool, and a row of figures for every response that runs.
+"""What the GPU engine keeps on the device: the KV pool, and the state of every running response.
 
-A response has a slot from the step that lets it in until it ends. Everything that changes with every token is here and
-is changed by the device itself, so that the host can ask for step after step without waiting for the tokens of any.
-The one thing a step is given is `rows`: which slots take part.
+A response has a slot from the step that admits it until it ends. Everything that changes with every token is here, and
+the device itself updates it, so the host can launch step after step without waiting for tokens. The only input of a
+step is `rows`: the slots that take part.
 
 Rules:
-- the last slot is nobody's: rows that only fill up a batch name it. It is inactive, and stays so;
-- a slot with `left` 0 is inactive: a row of it computes, but writes to the scratch page only and draws nothing;
-- `table` is valid for all tokens up to `length`, and for as many more as steps were asked for.
+- the last slot is the padding slot: rows that only pad a batch refer to it. It is always inactive;
+- a slot with `left` 0 is inactive: its rows compute, but write only to the scratch page and sample nothing;
+- `table` is valid for all tokens up to `length`, and for as many more tokens as steps were launched.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 STOPS = 8
-"""Stop tokens a response may have."""
+"""Upper limit for the stop tokens of a response that the device checks."""
 
 
-class Pool:
+class KVPool:
     """Keys and values of all layers in one tensor (layers, 2, pages + 1, kv_heads, page_size, head). The last page is
-    scratch. Kernels read its address from `base`, so that a captured graph goes on working when it was given up and
-    taken anew elsewhere."""
+    the scratch page. Kernels read the address from `base`, so a captured graph still works after the pool was freed and
+    allocated again elsewhere."""
 
     def __init__(
         self, *, layers: int, pages: int, page_size: int, kv_heads: int, head: int, dtype: torch.dtype, device: str
@@ -33,20 +33,20 @@ class Pool:
         self.page_size, self.scratch, self.dtype, self.device = page_size, pages, dtype, device
         self.base = torch.zeros(1, dtype=torch.int64, device=device)
         self.data: Tensor | None = None
-        self.take()
+        self.allocate()
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def take(self) -> None:
-        """Have the memory, with nothing in it."""
+    def allocate(self) -> None:
+        """Allocate the memory, filled with zeros, unless it is allocated already."""
         if self.data is None:
             self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self.base.fill_(self.data.data_ptr())
 
-    def give_up(self) -> None:
-        """The memory is free for others; what it held is lost."""
+    def free(self) -> None:
+        """Return the memory to the device. The contents are lost."""
         if self.data is not None:
             self.data = None
             self.base.zero_()
@@ -56,32 +56,32 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceState:
-    """One row per slot (S), the last of which is nobody's."""
+    """One row per slot (S). The last slot is the padding slot."""
 
     last: Tensor
     """(S,) int32: the newest token, whose keys and values are not in the pool yet."""
     length: Tensor
-    """(S,) int32: tokens whose keys and values are in the pool; the place of `last` in the sequence."""
+    """(S,) int32: number of tokens whose keys and values are in the pool; also the index of `last` in the sequence."""
     left: Tensor
-    """(S,) int32: tokens it may still make; 0: inactive."""
+    """(S,) int32: number of tokens that may still be generated; 0: the slot is inactive."""
     position: Tensor
-    """(S,) int32: index within the response of the next token to make."""
+    """(S,) int32: index within the response of the next token."""
     seed: Tensor
     """(S,) int64: the request's seed, as 64 bits."""
     temperature: Tensor
-    """(S,) float32; 0: the likeliest token."""
+    """(S,) float32; 0: greedy."""
     top_k: Tensor
-    """(S,) int32; 0: all."""
+    """(S,) int32; 0: no limit."""
     top_p: Tensor
-    """(S,) float32; 1: all."""
+    """(S,) float32; 1: no limit."""
     stop: Tensor
-    """(S, STOPS) int32: stop tokens, filled up with -1."""
+    """(S, STOPS) int32: stop tokens, padded with -1."""
     table: Tensor
-    """(S, pages per response) int32: which pages hold it."""
+    """(S, pages per response) int32: page table, the pages of every slot in order."""
 
     @staticmethod
     def new(slots: int, pages_each: int, device: str) -> DeviceState:
-        """For `slots` responses, each of at most `pages_each` pages."""
+        """Initial state for `slots` responses, each of at most `pages_each` pages."""
 
         def full(value: float, dtype: torch.dtype, *more: int) -> Tensor:
             return torch.full((slots + 1, *more), value, dtype=dtype, device=device)
@@ -96,8 +96,9 @@ class DeviceState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """A prefill: chunks of several responses laid end to end, T rows in all. Chunk n is of slot `slot[n]`, its rows are
-    `first[n]` to `first[n] + count[n] - 1` of the flat batch, and its first row is token `start[n]` of the sequence."""
+    """A prefill: chunks of several responses concatenated, T rows in total. Chunk n belongs to slot `slot[n]`, its rows
+    are `first[n]` to `first[n] + count[n] - 1` of the flat batch, and its first row is token `start[n]` of the
+    sequence."""
 
     slot: Tensor
     """(N,) int32."""
@@ -107,23 +108,23 @@ class Spans:
     row_slot: Tensor
     """(T,) int32: the slot of every row."""
     row_position: Tensor
-    """(T,) int32: its place in the sequence."""
+    """(T,) int32: the index of every row in its sequence."""
     longest: int
-    """The most rows of a chunk."""
+    """Rows of the longest chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Families:
-    """Rows of a decode step that read their first tokens together. Family n is rows `first[n]` to `first[n] + count[n]
-    - 1`, whose tables begin with the same pages: `tokens[n]` tokens, before the newest token of every one of them."""
+class PrefixGroups:
+    """Rows of a decode step that read a shared prefix together. Group n is rows `first[n]` to `first[n] + count[n] -
+    1`. Their page tables start with the same pages: `tokens[n]` tokens, all before the newest token of every row."""
 
     first: Tensor
-    """(F,) int32."""
+    """(G,) int32: first row of every group."""
     count: Tensor
-    """(F,) int32; 0: there is none."""
+    """(G,) int32: number of rows; 0: an unused entry."""
     tokens: Tensor
-    """(F,) int32: whole pages; 0: there is none."""
-    shared: Tensor
-    """(B,) int32: the tokens of every row that its family reads; 0: it has none."""
-    parts: int
-    """Into how many parts these are cut, at most."""
+    """(G,) int32: length of the shared prefix in tokens, a multiple of the page size; 0: an unused entry."""
+    shared_tokens: Tensor
+    """(B,) int32: length in tokens of the prefix that a row shares with its group; 0: the row is in no group."""
+    splits: int
+    """Upper limit for the splits of a shared prefix."""

@@ -1,12 +1,12 @@
 """The engine: requests in, a stream of tokens out.
 
-    engine.add(request)        any time between two steps
+    engine.add(request)        at any time between two steps
     chunks = engine.step()     one model step: at most one new token for every running response
-    engine.cancel(id)          its pages are free at once; nothing more comes out of it
-    engine.swap(version, ...)  new weights between two steps; what was running goes on under them
+    engine.cancel(id)          frees its pages at once; no more chunks are returned for it
+    engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
 
-It owns the page pool and the scheduler, and shares the model with whoever made it. It never waits, opens no thread and
-reads no clock: the worker around it does.
+The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits, starts no thread
+and reads no clock: the worker around it does.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class TorchEngine:
         deterministic: bool = False,
         version: int = 0,
     ) -> None:
-        from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not need
+        from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
         pages = -(-kv_tokens // page_size)
         self.model, self.version = model, version
-        self.limit = pages * page_size - 1  # the newest token needs no page yet, but the one after it would
+        self.limit = pages * page_size - 1  # the newest token needs no page yet, but the next one would
         self._scheduler = Scheduler(Pages(pages, page_size), max_running=max_running, max_rows=max_rows)
         self._runner = Runner(model, pages=pages, page_size=page_size, deterministic=deterministic)
         self._sequences: dict[str, Sequence] = {}
-        self._steps = self._rows = self._made = 0
+        self._steps = self._rows = self._generated = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -53,20 +53,20 @@ class TorchEngine:
     def counters(self) -> Counters:
         s = self._scheduler
         return Counters(
-            steps=self._steps, rows=self._rows, made=self._made,
+            steps=self._steps, rows=self._rows, generated=self._generated,
             reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting),
         )  # fmt: skip
 
     def add(self, request: Request) -> None:
         if request.id in self._sequences:
             raise WindfallError("this id is already being generated", where=f"request {request.id}")
-        refuse_unfit(request, self.model.get_input_embeddings().num_embeddings, self.limit)
+        check_request(request, self.model.get_input_embeddings().num_embeddings, self.limit)
         sequence = Sequence(request, list(request.prompt))
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
 
     def cancel(self, id: str) -> None:
-        """An id that is not being generated (it may just have finished) is no error."""
+        """Stop this response. An unknown id is not an error: the response may just have finished."""
         sequence = self._sequences.pop(id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
@@ -76,21 +76,21 @@ class TorchEngine:
         if not rows:
             return []
         new = self._runner.run(rows)
-        self._scheduler.done(rows)
+        self._scheduler.complete(rows)
         self._steps += 1
         self._rows += sum(r.stop - r.start for r in rows)
-        self._made += len(new)
+        self._generated += len(new)
         sampling = [r.sequence for r in rows if r.samples]
         return [self._append(s, t, lp) for s, (t, lp) in zip(sampling, new, strict=True)]
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> Chunk:
         request, position = sequence.request, sequence.position
         sequence.tokens.append(token)
-        sequence.made += 1
+        sequence.generated += 1
         finish: Finish | None = None
         if token in request.stop:
             finish = "stop"
-        elif sequence.made == request.max_tokens:
+        elif sequence.generated == request.max_tokens:
             finish = "length"
         if finish:
             del self._sequences[request.id]
@@ -100,22 +100,22 @@ class TorchEngine:
         )
 
     def swap(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Take `weights` (None: the shared model was changed in place). Running responses keep their tokens and are
-        computed again under the new weights; no page of the old ones is used again."""
+        """Use `weights` from now on (None: the shared model was changed in place). Running responses keep their tokens
+        and are prefilled again with the new weights; no cached page of the old version is reused."""
         if weights is not None:
             copy_weights(self.model, version, weights)
         self.version = version
         self._scheduler.restart_all()
 
     def check(self) -> None:
-        """Raise AssertionError if a page or a sequence is not where it should be."""
+        """Raise AssertionError if the bookkeeping of pages or sequences is inconsistent."""
         self._scheduler.check()
         live = {id(s) for s in [*self._scheduler.running, *self._scheduler.waiting]}
         assert live == {id(s) for s in self._sequences.values()}, "sequences and schedule disagree"
 
 
-def refuse_unfit(request: Request, vocabulary: int, limit: int) -> None:
-    """Raise WindfallError for what no engine of this size can make."""
+def check_request(request: Request, vocabulary: int, limit: int) -> None:
+    """Raise WindfallError for a request that is invalid or that does not fit into an engine of this size."""
     where = f"request {request.id}"
     if not request.prompt or min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
         raise WindfallError(f"the prompt must be 1 or more token ids below {vocabulary}", where=where)
@@ -126,8 +126,8 @@ def refuse_unfit(request: Request, vocabulary: int, limit: int) -> None:
         raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
     if len(request.prompt) + request.max_tokens > limit:
         raise WindfallError(
-            f"{len(request.prompt)} prompt tokens + {request.max_tokens} new ones do not fit into a KV cache of "
-            f"{limit}",
+            f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens do not fit into a KV cache of "
+            f"{limit} tokens",
             where=where,
             fix="Raise engine.kv_tokens, or lower rollout.max_tokens.",
         )
@@ -135,7 +135,7 @@ def refuse_unfit(request: Request, vocabulary: int, limit: int) -> None:
 
 @torch.no_grad()
 def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> None:
-    """All of them into the module's own storage, or, if they do not fit, none."""
+    """Copy all weights into the module's own storage, or none of them if any does not fit."""
     own = model.state_dict()
     unknown, missing = weights.keys() - own.keys(), own.keys() - weights.keys()
     tied = {n for n in missing if any(own[n].data_ptr() == own[w].data_ptr() for w in weights if w in own)}
@@ -143,10 +143,10 @@ def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> Non
         names = sorted(unknown or missing - tied)
         raise WindfallError(
             f"version {version} does not fit the model: {len(names)} tensors such as {names[0]!r} are "
-            f"{'unknown to it' if unknown else 'missing'}"
+            f"{'unknown' if unknown else 'missing'}"
         )
     wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
     if wrong:
-        raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has another shape")
+        raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has the wrong shape")
     for name, tensor in weights.items():
         own[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""Whole sequences laid end to end in one row, as training has them: the `Batch` of attention.py that is not paged."""
+"""Attention for training: whole sequences, concatenated. It is the `AttentionBatch` without a paged KV cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences laid end to end. On a GPU, in half precision, nothing is padded; elsewhere the rows of every sequence
-    are copied into a layout as long as the longest one. `forward` and `backward` are for those who keep no graph."""
+    """Concatenated sequences. On a GPU in half precision nothing is padded; elsewhere every sequence is padded to the
+    longest one. `forward` and `backward` are for callers that compute gradients without autograd."""
 
     lengths: tuple[int, ...]
     ends: Tensor
-    """(sequences + 1,) int32 on the device: where each begins, and where the last one ends."""
+    """(sequences + 1,) int32 on the device: the first row of each sequence, and the end of the last one."""
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed:
@@ -30,7 +30,8 @@ class Packed:
 
     @staticmethod
     def pads(device: torch.device | str, dtype: torch.dtype) -> bool:
-        """Whether memory and time go with sequences times the longest one, or with the tokens there are."""
+        """Whether sequences are padded. Then memory and time grow with the number of sequences times the longest one;
+        otherwise with the number of tokens."""
         return torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -40,7 +41,7 @@ class Packed:
 
     @torch.no_grad()
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-        """The output, and what `backward` needs beside it."""
+        """The output, and the log-sum-exp that `backward` needs."""
         if self.pads(q.device, q.dtype):
             return self._padded(q, k, v, scale, window), q.new_empty(0)
         options = self._options(scale, window)
@@ -56,7 +57,7 @@ class Packed:
             with torch.enable_grad():
                 q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
                 return cast(Any, torch.autograd.grad(self._padded(q, k, v, scale, window), (q, k, v), grad))
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout that there is not
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state for dropout, which is off
         return torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, sums, self.ends, self.ends, self._longest, self._longest, 0.0, True, unused, unused,
             **self._options(scale, window),
@@ -68,7 +69,7 @@ class Packed:
         return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        # Cells beyond a sequence's end repeat row 0; the causal mask keeps every real row from seeing them.
+        # Padding repeats row 0; the causal mask hides it from every real row.
         where, flat = self._layout
         length = self._longest
         q, k, v = (x.index_select(0, where).view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
@@ -87,7 +88,7 @@ class Packed:
 
     @cached_property
     def _layout(self) -> tuple[Tensor, Tensor]:
-        """From the padded layout to rows, and back."""
+        """Indices from the padded layout to rows, and from rows to the padded layout."""
         where = torch.zeros(len(self.lengths), self._longest, dtype=torch.long)
         flat = torch.empty(sum(self.lengths), dtype=torch.long)
         start = 0
@@ -99,7 +100,7 @@ class Packed:
 
 
 class _Flash(torch.autograd.Function):
-    """`Packed.forward` and `Packed.backward`, for those who keep a graph."""
+    """`Packed.forward` and `Packed.backward` as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, batch: Packed, scale: float, window: int | None) -> Tensor:

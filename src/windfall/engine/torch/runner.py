@@ -1,12 +1,12 @@
-"""Runs planned rows through the model: builds the flat batch, calls transformers' module, samples.
+"""Runs scheduled rows through the model: builds the flat batch, calls transformers' module, samples.
 
-Two modes, one code path:
+There are two modes with one code path:
 
-    fast            all rows of the step at once; sequences attend in blocks of similar context
-    deterministic   tiles of exactly `TILE` rows, every row attending alone over a context padded by its own length
-                    only: no shape and no order of summation depends on the neighbours, so neither does any bit
+    fast            all rows of the step at once; sequences with contexts of similar length attend in one block
+    deterministic   tiles of exactly `TILE` rows; every row attends alone, with padding that depends only on its own
+                    position. No shape and no order of summation depends on other rows, so no bit of the result does
 
-Deterministic costs padding (a lone response pays for TILE rows) and prefill is no cheaper than decoding.
+The deterministic mode costs padding (a single response pays for TILE rows), and its prefill is as slow as decoding.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TILE_PAGES = 4
 
 
 class RowSpan(NamedTuple):
-    """Consecutive rows of one sequence that attend together: `count` rows from row `first` of the batch on, the last of
-    them at `position` of the sequence."""
+    """Consecutive rows of one sequence that attend together: `count` rows, starting at row `first` of the batch. The
+    last one is at index `position` of the sequence."""
 
     first: int
     count: int
@@ -42,56 +42,56 @@ class Runner:
     def __init__(self, model: Any, *, pages: int, page_size: int, deterministic: bool) -> None:
         self.model, self.size, self.scratch, self.deterministic = model, page_size, pages, deterministic
         self.device = model.device
-        # One page more than is handed out: padding rows write there.
-        how: dict[str, Any] = {"dtype": model.dtype, "device": self.device}
+        # One page more than the scheduler has: padding rows write there.
+        kind: dict[str, Any] = {"dtype": model.dtype, "device": self.device}
         self.pools = [
-            (torch.zeros(pages + 1, page_size, *s.keys, **how), torch.zeros(pages + 1, page_size, *s.values, **how))
+            (torch.zeros(pages + 1, page_size, *s.keys, **kind), torch.zeros(pages + 1, page_size, *s.values, **kind))
             for s in cache_shapes(model)
         ]
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
-        """The new token and its log-prob for every Rows that samples, in order."""
-        return self._run_tiles(rows) if self.deterministic else self._run_whole(rows)
+        """The new token and its log-prob for every entry that samples, in order."""
+        return self._run_tiles(rows) if self.deterministic else self._run_batch(rows)
 
-    def _run_whole(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
+    def _run_batch(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
         tokens: list[int] = []
         spans: list[RowSpan] = []
-        # Sequences with equally many rows side by side, longest context first: rows that attend together are a slice.
+        # Sequences with the same number of rows are adjacent, longest context first: a block of rows is then a slice.
         order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
-        asked: list[int] = []
+        sampling: list[int] = []
         for n in order:
             r = rows[n]
             spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.sequence.tokens[r.start : r.stop]
             if r.samples:
-                asked.append(n)
+                sampling.append(n)
         ends = [s.first + s.count - 1 for s, n in zip(spans, order, strict=True) if rows[n].samples]
         logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
-        drawn = dict(zip(asked, self._sample(logits, [rows[n].sequence for n in asked]), strict=True))
-        return [drawn[n] for n, r in enumerate(rows) if r.samples]
+        sampled = dict(zip(sampling, self._sample(logits, [rows[n].sequence for n in sampling]), strict=True))
+        return [sampled[n] for n, r in enumerate(rows) if r.samples]
 
     def _run_tiles(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
         flat = [(n, r.sequence, i) for n, r in enumerate(rows) for i in range(r.start, r.stop)]
-        drawn: dict[int, tuple[int, float]] = {}
+        sampled: dict[int, tuple[int, float]] = {}
         for start in range(0, len(flat), TILE):
-            # Within a tile order is free: every layer writes all keys before any row reads them.
+            # Rows of a tile may be in any order: every layer writes all keys before any row reads them.
             tile = sorted(flat[start : start + TILE], key=lambda row: -self._own_pages(row[2]))
             padding = TILE - len(tile)
             spans = [RowSpan(at, 1, i, s.pages) for at, (_, s, i) in enumerate(tile)]
             spans += [RowSpan(len(tile) + at, 1, 0, [self.scratch]) for at in range(padding)]
             tokens = [s.tokens[i] for _, s, i in tile] + [0] * padding
             logits = self._forward(tokens, spans, list(self._rowwise(spans)), None)
-            sampled = self._sample(logits, [s for _, s, _ in tile] + [None] * padding)
-            drawn |= {n: d for (n, _, i), d in zip(tile, sampled, strict=False) if i == rows[n].stop - 1}
-        return [drawn[n] for n, r in enumerate(rows) if r.samples]
+            new = self._sample(logits, [s for _, s, _ in tile] + [None] * padding)
+            sampled |= {n: token for (n, _, i), token in zip(tile, new, strict=False) if i == rows[n].stop - 1}
+        return [sampled[n] for n, r in enumerate(rows) if r.samples]
 
     def _own_pages(self, position: int) -> int:
-        """The context of a row at `position`, in pages, rounded up by nothing but itself."""
+        """Padded context of a row at `position`, in pages. It depends on the position alone."""
         return -(-(position // self.size + 1) // TILE_PAGES) * TILE_PAGES
 
     def _forward(self, tokens: list[int], spans: list[RowSpan], blocks: list[Block], ends: list[int] | None) -> Tensor:
-        """Logits of the rows `ends`, or of all."""
+        """Logits of the rows `ends`, or of all rows if that is None."""
         size = self.size
         positions = [p for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
         slots = [
@@ -119,17 +119,18 @@ class Runner:
         return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _rowwise(self, spans: Sequence[RowSpan]) -> Iterator[Block]:
-        """Every row alone, over its own context."""
-        for pages, alike in groupby(spans, key=lambda s: self._own_pages(s.position)):
-            yield self._block(list(alike), pages)
+        """Blocks in which every row attends alone to its own context."""
+        for pages, group in groupby(spans, key=lambda s: self._own_pages(s.position)):
+            yield self._block(list(group), pages)
 
     def _blocks(self, spans: Sequence[RowSpan]) -> Iterator[Block]:
-        """Split where the number of rows changes, and where padding would cost more than another block."""
+        """Blocks of similar rows: a new one starts where the number of rows changes, or where padding would cost more
+        than another block."""
         pages = [s.position // self.size + 1 for s in spans]
         begin = 0
         for i in range(1, len(spans)):
-            alike = spans[i].count == spans[begin].count
-            if not alike or (i - begin >= 4 and pages[i] < 0.7 * pages[begin]):
+            same_count = spans[i].count == spans[begin].count
+            if not same_count or (i - begin >= 4 and pages[i] < 0.7 * pages[begin]):
                 yield self._block(spans[begin:i], pages[begin])
                 begin = i
         yield self._block(spans[begin:], pages[begin])

@@ -1,8 +1,8 @@
-"""From logits to a token: a function of (seed, position, logits) and nothing else.
+"""Sampling: from logits to a token, as a function of (seed, position, logits) and nothing else.
 
-One uniform number per (seed, position) comes from a counter-based hash; the token is the first whose cumulative
-probability, in vocabulary order, passes it. No generator has a state, so a response that moves, restarts or shares a
-step with others draws the same numbers.
+A counter-based hash gives one uniform random number per (seed, position). The token is the first one whose cumulative
+probability, in vocabulary order, exceeds that number. There is no generator state, so a response that moves,
+restarts or shares a step with others samples the same tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GOLDEN, _MIX1, _MIX2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1C
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: a bijection of 64 bits in which every input bit reaches every output bit."""
+    """The finalizer of splitmix64: a bijection of 64 bits in which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * _MIX1
     x = (x ^ (x >> np.uint64(27))) * _MIX2
     return x ^ (x >> np.uint64(31))
@@ -35,16 +35,16 @@ def uniform(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     p = np.array(positions, dtype=np.uint64)
     with np.errstate(over="ignore"):
         bits = _mix(_mix(s + _GOLDEN) + (p + np.uint64(1)) * _GOLDEN)
-    # 52 bits, not 53: u * total is then below total even after rounding, so a token is always found.
+    # 52 bits, not 53: then u * total is below total even after rounding, so a token is always found.
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def sample(
-    logits: Tensor, seeds: Sequence[int], positions: Sequence[int], how: Sequence[Sampling]
+    logits: Tensor, seeds: Sequence[int], positions: Sequence[int], sampling: Sequence[Sampling]
 ) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs, one per row of `logits` (rows, vocabulary)."""
     logits = logits.float()
-    temperatures = [h.temperature for h in how]
+    temperatures = [s.temperature for s in sampling]
     if any(t not in (0.0, 1.0) for t in temperatures):
         divisor = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
         logits = logits / divisor[:, None]
@@ -52,8 +52,7 @@ def sample(
     if all(t == 0.0 for t in temperatures):
         tokens = logp.argmax(-1)
     else:
-        kept = _cut(logp, how)
-        cumulative = kept.cumsum(-1, dtype=torch.float64)
+        cumulative = _truncate(logp, sampling).cumsum(-1, dtype=torch.float64)
         u = torch.from_numpy(uniform(seeds, positions)).to(logits.device)
         tokens = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
         greedy = [t == 0.0 for t in temperatures]
@@ -62,17 +61,17 @@ def sample(
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 
-def _cut(logp: Tensor, how: Sequence[Sampling]) -> Tensor:
+def _truncate(logp: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     """Probabilities with everything outside top-k and top-p set to zero. Ties keep vocabulary order."""
     p = logp.exp()
-    if all(h.top_k == 0 and h.top_p >= 1.0 for h in how):
+    if all(s.top_k == 0 and s.top_p >= 1.0 for s in sampling):
         return p
     ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
-    top_k = torch.tensor([h.top_k or p.shape[-1] for h in how], device=p.device)
-    top_p = torch.tensor([h.top_p for h in how], device=p.device, dtype=torch.float64)
+    top_k = torch.tensor([s.top_k or p.shape[-1] for s in sampling], device=p.device)
+    top_p = torch.tensor([s.top_p for s in sampling], device=p.device, dtype=torch.float64)
     ordered = torch.where(rank < top_k[:, None], ordered, 0.0)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     total = ordered.sum(-1, keepdim=True, dtype=torch.float64)
-    cut = (before >= top_p[:, None] * total) & (rank > 0) & (top_p < 1.0)[:, None]
-    return torch.zeros_like(p).scatter_(-1, index, ordered.masked_fill(cut, 0.0))
+    excluded = (before >= top_p[:, None] * total) & (rank > 0) & (top_p < 1.0)[:, None]
+    return torch.zeros_like(p).scatter_(-1, index, ordered.masked_fill(excluded, 0.0))

@@ -23,6 +23,7 @@ from windfall.config import Recipe
 from windfall.envs.hosting import hosted
 from windfall.errors import WindfallError
 from windfall.fleet import process
+from windfall.free_memory import free_bytes
 from windfall.launch import tls
 from windfall.launch.recipe_check import fit, prompt_lengths
 from windfall.link import auth, listener
@@ -89,10 +90,10 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     found, notes = _find_checkpoint(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
-    device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
+    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
     model = load.load(source, dtype=dtype, device=device)
     if device == "cpu":
-        devices.choose_linear(model, deterministic=recipe.run.deterministic)
+        devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     async with hosted(recipe.env, recipe.run.seed) as env:
@@ -302,7 +303,7 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
     asked = recipe.train.checkpoint_activations
-    much = kept * model.dtype.itemsize > 0.3 * devices.free_bytes(device)
+    much = kept * model.dtype.itemsize > 0.3 * free_bytes(device)
     return Derived(
         device=device, dtype=dtype, micro_tokens=micro, longest=longest,
         checkpoint_activations=much if asked == "auto" else asked,
@@ -316,7 +317,7 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
     # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
     used = weights * (12 if model.dtype.itemsize == 4 else 16)
     used += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
-    free = (devices.free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
+    free = (free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,

@@ -1,10 +1,20 @@
-"""The kernels of the GPU engine, in Triton: the functions of `windfall.engine.cuda.reference`, by the same names.
-Importable only where triton is."""
+"""The Triton kernels of the GPU engine. They have the names and signatures of the functions in
+`windfall.engine.cuda.reference`. This package can be imported only where triton is installed."""
 
-from windfall.engine.cuda.kernels.attention import decode, place_and_decode
-from windfall.engine.cuda.kernels.layers import begin, gate, norm, place
-from windfall.engine.cuda.kernels.prefill import attend
-from windfall.engine.cuda.kernels.sampling import draw
+from windfall.engine.cuda.kernels.decode import decode_attention, rope_store_and_decode
+from windfall.engine.cuda.kernels.layers import add_rms_norm, decode_inputs, rope_and_store, swiglu
+from windfall.engine.cuda.kernels.prefill import prefill_attention
+from windfall.engine.cuda.kernels.sampling import sample
 from windfall.engine.cuda.splits import splits_for
 
-__all__ = ["attend", "begin", "decode", "draw", "gate", "norm", "place", "place_and_decode", "splits_for"]
+__all__ = [
+    "add_rms_norm",
+    "decode_attention",
+    "decode_inputs",
+    "prefill_attention",
+    "rope_and_store",
+    "rope_store_and_decode",
+    "sample",
+    "splits_for",
+    "swiglu",
+]

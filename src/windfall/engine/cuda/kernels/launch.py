@@ -1,12 +1,12 @@
 # pyright: reportMissingImports=false
 """How the kernels of the GPU engine are launched.
 
-From compute capability 9.0 on, a kernel may be put on the device while the one before it is still coming to its end;
-it then waits, first of all, until everything before it is done and visible (`EARLY`). That takes the time of a launch
-out of every kernel of a captured step, and changes nothing else.
+From compute capability 9.0 on, a kernel can be launched while the previous one is still finishing (programmatic
+dependent launch, `PDL`). The kernel first waits until everything before it is done and visible. That hides the launch
+latency of every kernel of a captured step, and changes nothing else.
 
-Tiles were chosen on a card with 227 KiB of shared memory for a block. Others have 99 (L4, L40S, cards for desktops)
-or 163 (A100): there they are made smaller until they fit.
+Tile sizes were chosen on a GPU with 227 KiB of shared memory per block. Other GPUs have 99 KiB (L4, L40S, desktop
+cards) or 163 KiB (A100): there the tiles shrink until they fit.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from windfall.engine.cuda import splits
 
 @cache
 def options() -> dict[str, Any]:
-    """What every kernel is launched with."""
+    """Launch options of every kernel."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 @cache
 def shared_bytes() -> int:
-    """Shared memory that one block may have."""
+    """Upper limit for the shared memory of one block, in bytes."""
     if not torch.cuda.is_available():
         return 1 << 30
     from triton.runtime import driver
@@ -37,6 +37,6 @@ def shared_bytes() -> int:
     return int(driver.active.utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"])
 
 
-def fitted(block: int, stages: int, *, tile: int, head: int, itemsize: int) -> tuple[int, int]:
+def fit_tiling(block: int, stages: int, *, tile: int, head: int, itemsize: int) -> tuple[int, int]:
     """(keys of a block, stages) that fit on this device."""
-    return splits.fitted(block, stages, tile=tile, head=head, itemsize=itemsize, most_bytes=shared_bytes())
+    return splits.fit_tiling(block, stages, tile=tile, head=head, itemsize=itemsize, max_bytes=shared_bytes())

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
-"""What stands between the matrix products of a layer: norms, rotary embedding and the way into the pool, the gate.
+"""What a layer computes between its matrix products: norms, rotary embedding and KV store, SwiGLU.
 
 Rules:
 - each value is rounded to the model's dtype where transformers rounds it: products and sums are float32, then rounded;
-- integers that change from call to call are no part of what is compiled, so that a kernel is compiled once.
+- kernels are not specialized on integers that change from call to call, so each kernel is compiled once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda.kernels import launch
-from windfall.engine.cuda.state import DeviceState, Pool
+from windfall.engine.cuda.state import DeviceState, KVPool
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ROWS", "LAST", "LENGTH"])
-def _begin(ROWS, LAST, LENGTH, IDS, POSITIONS, count, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
+def _decode_inputs(ROWS, LAST, LENGTH, IDS, POSITIONS, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
         gdc_wait()
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(ROWS + i, mask=i < count, other=0)
@@ -28,23 +28,23 @@ def _begin(ROWS, LAST, LENGTH, IDS, POSITIONS, count, BLOCK: tl.constexpr, EARLY
     tl.store(POSITIONS + i, tl.load(LENGTH + slot, mask=i < count, other=0), mask=i < count)
 
 
-def begin(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens (B,) int64 and positions (B,) int32 of a decode step."""
+def decode_inputs(state: DeviceState, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The input tokens (B,) int64 and positions (B,) int32 of a decode step."""
     count = rows.numel()
     ids = torch.empty(count, dtype=torch.int64, device=rows.device)
     positions = torch.empty(count, dtype=torch.int32, device=rows.device)
-    _begin[(triton.cdiv(count, 256),)](
+    _decode_inputs[(triton.cdiv(count, 256),)](
         rows, state.last, state.length, ids, positions, count, BLOCK=256, num_warps=4, **launch.options()
     )
     return ids, positions
 
 
 @triton.jit
-def _norm(
+def _add_rms_norm(
     X, RESIDUAL, WEIGHT, NORMED, SUM, eps,
-    SIZE: tl.constexpr, SIZE_P: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_P: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SIZE_P)
@@ -60,12 +60,12 @@ def _norm(
     tl.store(NORMED + row * SIZE + i, normed, mask=i < SIZE)
 
 
-def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of `x` and `residual`, and its RMSNorm: (normed, sum)."""
     size = x.shape[-1]
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    _norm[(x.numel() // size,)](
+    _add_rms_norm[(x.numel() // size,)](
         x, x if residual is None else residual, weight, normed, total, eps, SIZE=size,
         SIZE_P=triton.next_power_of_2(size), ADD=residual is not None, num_warps=4 if size <= 2048 else 8,
         **launch.options(),
@@ -74,12 +74,12 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
 
 
 @triton.jit
-def _head_norm(a, b, WEIGHT, i, here, eps, HEAD: tl.constexpr):
-    """RMSNorm of heads given as two halves (heads, half), rounded as it goes."""
+def _head_norm(a, b, WEIGHT, i, valid, eps, HEAD: tl.constexpr):
+    """RMSNorm of heads given as two halves (heads, half), with transformers' intermediate roundings."""
     dtype: tl.constexpr = WEIGHT.dtype.element_ty
     factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD + eps)[:, None]
-    wa = tl.load(WEIGHT + i, mask=here, other=0.0).to(tl.float32)
-    wb = tl.load(WEIGHT + HEAD // 2 + i, mask=here, other=0.0).to(tl.float32)
+    wa = tl.load(WEIGHT + i, mask=valid, other=0.0).to(tl.float32)
+    wb = tl.load(WEIGHT + HEAD // 2 + i, mask=valid, other=0.0).to(tl.float32)
     a = ((a * factor).to(dtype).to(tl.float32) * wa).to(dtype).to(tl.float32)
     b = ((b * factor).to(dtype).to(tl.float32) * wb).to(dtype).to(tl.float32)
     return a, b
@@ -89,63 +89,63 @@ def _head_norm(a, b, WEIGHT, i, here, eps, HEAD: tl.constexpr):
     do_not_specialize=["layer", "scratch", "table_stride", "columns"],
     do_not_specialize_on_alignment=["SLOTS", "POSITIONS", "LEFT", "TABLE", "BASE"],
 )
-def _place(
+def _rope_and_store(
     QKV, SLOTS, POSITIONS, LEFT, TABLE, BASE, COS, SIN, QW, KW, OUT, layer, half, scratch, table_stride, columns, eps,
     KV_HEADS: tl.constexpr, KV_HEADS_P: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF_P: tl.constexpr,
-    PAGE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
+    PAGE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program takes `KV_HEADS` heads of a row: some of the queries, or all keys, or all values."""
-    if EARLY:
+    """One program handles `KV_HEADS` heads of a row: some of the queries, or all keys, or all values."""
+    if PDL:
         gdc_wait()
     row, what = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, position = tl.load(SLOTS + row), tl.load(POSITIONS + row)
     dtype: tl.constexpr = QKV.dtype.element_ty
     h = tl.arange(0, KV_HEADS_P)[:, None]
-    # Full tiles throughout, also of what is the same for all heads: loads stay wide and nothing goes through the
+    # All tiles are full, even for values that are the same for all heads: loads stay wide and nothing goes through
     # shared memory.
     i = tl.broadcast_to(tl.arange(0, HALF_P)[None, :], [KV_HEADS_P, HALF_P])
-    here = (h < KV_HEADS) & (i < HEAD // 2)
+    valid = (h < KV_HEADS) & (i < HEAD // 2)
     source = QKV + (row * (GROUP + 2) + what) * (KV_HEADS * HEAD) + h * HEAD + i
-    a = tl.load(source, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(source + HEAD // 2, mask=here, other=0.0).to(tl.float32)
+    a = tl.load(source, mask=valid, other=0.0).to(tl.float32)
+    b = tl.load(source + HEAD // 2, mask=valid, other=0.0).to(tl.float32)
     if what <= GROUP:
         if NORM:
-            a, b = _head_norm(a, b, QW if what < GROUP else KW, i, here, eps, HEAD)
+            a, b = _head_norm(a, b, QW if what < GROUP else KW, i, valid, eps, HEAD)
         at = position * HEAD + i
-        ca = tl.load(COS + at, mask=here, other=0.0).to(tl.float32)
-        cb = tl.load(COS + at + HEAD // 2, mask=here, other=0.0).to(tl.float32)
-        sa = tl.load(SIN + at, mask=here, other=0.0).to(tl.float32)
-        sb = tl.load(SIN + at + HEAD // 2, mask=here, other=0.0).to(tl.float32)
+        ca = tl.load(COS + at, mask=valid, other=0.0).to(tl.float32)
+        cb = tl.load(COS + at + HEAD // 2, mask=valid, other=0.0).to(tl.float32)
+        sa = tl.load(SIN + at, mask=valid, other=0.0).to(tl.float32)
+        sb = tl.load(SIN + at + HEAD // 2, mask=valid, other=0.0).to(tl.float32)
         x = (a * ca).to(dtype).to(tl.float32) + (-b * sa).to(dtype).to(tl.float32)
         b = (b * cb).to(dtype).to(tl.float32) + (a * sb).to(dtype).to(tl.float32)
         a = x
     if what < GROUP:
         to = OUT + (row * GROUP + what) * (KV_HEADS * HEAD) + h * HEAD + i
-        tl.store(to, a.to(dtype), mask=here)
-        tl.store(to + HEAD // 2, b.to(dtype), mask=here)
+        tl.store(to, a.to(dtype), mask=valid)
+        tl.store(to + HEAD // 2, b.to(dtype), mask=valid)
     else:
-        # A slot that has come to its end may stand one token behind the end of its table.
+        # A finished slot may be one token past the end of its page table.
         column = tl.minimum(position // PAGE, columns - 1)
         page = tl.load(TABLE + slot.to(tl.int64) * table_stride + column)
         page = tl.where(tl.load(LEFT + slot) > 0, page, scratch).to(tl.int64)
         pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(dtype)), 16)
         to = pool + (layer.to(tl.int64) * 2 + (what - GROUP)) * half + page * (KV_HEADS * PAGE * HEAD)
         to = to + (position % PAGE) * HEAD + h * (PAGE * HEAD) + i
-        tl.store(to, a.to(dtype), mask=here)
-        tl.store(to + HEAD // 2, b.to(dtype), mask=here)
+        tl.store(to, a.to(dtype), mask=valid)
+        tl.store(to + HEAD // 2, b.to(dtype), mask=valid)
 
 
-def place(
-    qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: Pool, layer: int, cos: Tensor, sin: Tensor,
-    q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
+def rope_and_store(
+    qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
+    sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
-    """Norm (where there are weights) and rotate queries and keys, and put keys and values into the pool. Returns the
-    queries (T, heads, head). `cos` and `sin` are tables in the model's dtype."""
+    """Normalize (where there are weights) and rotate queries and keys, and store keys and values in the pool. Returns
+    the queries (T, heads, head). `cos` and `sin` are tables in the model's dtype."""
     count = qkv.shape[0]
     head = qkv.shape[-1] // (heads + 2 * kv_heads)
     out = torch.empty((count, heads, head), dtype=qkv.dtype, device=qkv.device)
     heads_p, half_p = triton.next_power_of_2(kv_heads), triton.next_power_of_2(head // 2)
-    _place[(count, heads // kv_heads + 2)](
+    _rope_and_store[(count, heads // kv_heads + 2)](
         qkv, slots, positions, state.left, state.table, pool.base, cos, sin,
         cos if q_weight is None else q_weight, cos if k_weight is None else k_weight, out, layer,
         pool.shape[2] * kv_heads * pool.page_size * head, pool.scratch, state.table.stride(0), state.table.shape[1],
@@ -158,8 +158,8 @@ def place(
 
 
 @triton.jit
-def _gate(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
+def _swiglu(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
         gdc_wait()
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     left = tl.load(GATE_UP + row * (2 * SIZE) + i, mask=i < SIZE, other=0.0).to(tl.float32)
@@ -168,9 +168,9 @@ def _gate(GATE_UP, OUT, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.const
     tl.store(OUT + row * SIZE + i, (silu * right).to(OUT.dtype.element_ty), mask=i < SIZE)
 
 
-def gate(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """silu(first half) * second half."""
     count, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((count, size), dtype=gate_up.dtype, device=gate_up.device)
-    _gate[(count, triton.cdiv(size, 1024))](gate_up, out, SIZE=size, BLOCK=1024, num_warps=4, **launch.options())
+    _swiglu[(count, triton.cdiv(size, 1024))](gate_up, out, SIZE=size, BLOCK=1024, num_warps=4, **launch.options())
     return out

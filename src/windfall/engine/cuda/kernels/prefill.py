@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 """Attention of a prefill: chunks of several sequences, each causal over the pages of its sequence so far.
 
-A program takes some tokens of a chunk, for all query heads that share a kv head: one row of its tile is one (token,
-query head). So a short chunk over a long context, as siblings of a group have, reads each key once.
+A program handles some tokens of a chunk, for all query heads that share a kv head: one row of its tile is one (token,
+query head) pair. So a short chunk over a long context, which siblings of a group have, reads each key once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from windfall.engine.cuda.kernels import launch
-from windfall.engine.cuda.kernels.parts import absorb
-from windfall.engine.cuda.state import DeviceState, Pool, Spans
+from windfall.engine.cuda.kernels.attention_common import attend_block
+from windfall.engine.cuda.state import DeviceState, KVPool, Spans
 
 _LOG2E = 1.4426950408889634
 
@@ -24,14 +24,14 @@ _LOG2E = 1.4426950408889634
     do_not_specialize=["layer", "window", "table_stride"],
     do_not_specialize_on_alignment=["SLOT", "FIRST", "COUNT", "START", "TABLE", "BASE"],
 )
-def _attend(
+def _prefill_attention(
     Q, OUT, SLOT, FIRST, COUNT, START, TABLE, BASE, layer, half, table_stride, window, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_wait()
-    # The last tokens of a chunk have the most to do: they come first.
+    # The last tokens of a chunk have the most work, so they are scheduled first.
     kv, chunk, tile = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     count = tl.load(COUNT + chunk)
     if tile * TILE >= count * GROUP:
@@ -42,8 +42,8 @@ def _attend(
     real = token < count
     at = (tl.load(FIRST + chunk) + token).to(tl.int64) * (KV_HEADS * GROUP * HEAD)
     at = (at + (kv * GROUP + m % GROUP) * HEAD)[:, None] + d[None, :]
-    here = real[:, None] & (d < HEAD)[None, :]
-    q = tl.load(Q + at, mask=here, other=0.0)
+    valid = real[:, None] & (d < HEAD)[None, :]
+    q = tl.load(Q + at, mask=valid, other=0.0)
     own = start + token
     end = start + tl.minimum((tile * TILE + TILE - 1) // GROUP, count - 1) + 1
     begin = 0
@@ -61,36 +61,36 @@ def _attend(
         t = first + n
         where = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD) + (t % PAGE) * HEAD)[:, None] + d[None, :]
         wanted = (t < end)[:, None] & (d < HEAD)[None, :]
-        page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < end, other=0)  # for the next time round
+        page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < end, other=0)  # for the next iteration
         k = tl.load(keys + where, mask=wanted, other=0.0)
         v = tl.load(keys + half + where, mask=wanted, other=0.0)
-        seen = t[None, :] <= own[:, None]
+        visible = t[None, :] <= own[:, None]
         if WINDOWED:
-            seen = seen & (t[None, :] > own[:, None] - window)
-        acc, top, total = absorb(q, k, v, seen, acc, top, total, scale)
-    tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=here)
+            visible = visible & (t[None, :] > own[:, None] - window)
+        acc, top, total = attend_block(q, k, v, visible, acc, top, total, scale)
+    tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=valid)
 
 
 def tiling(longest: int, itemsize: int, head: int) -> tuple[int, int, int, int]:
-    """(queries of a tile, keys of a block, warps, stages) for chunks of at most so many tokens."""
+    """(queries of a tile, keys of a block, warps, stages) for chunks of at most `longest` tokens."""
     if itemsize > 2:
         tile, block, warps, stages = 64, 32, 4, 2
     else:
         tile, block, warps, stages = (64, 32, 4, 3) if longest <= 1024 else (128, 64, 8, 3)
-    block, stages = launch.fitted(block, stages, tile=tile, head=head, itemsize=itemsize)
+    block, stages = launch.fit_tiling(block, stages, tile=tile, head=head, itemsize=itemsize)
     return tile, block, warps, stages
 
 
-def attend(
-    q: Tensor, spans: Spans, state: DeviceState, pool: Pool, layer: int, scale: float, window: int | None
+def prefill_attention(
+    q: Tensor, spans: Spans, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention of every chunk over its sequence so far. Rows outside all chunks: anything."""
+    """Causal attention of every chunk over its sequence so far. The output of rows outside all chunks is undefined."""
     count, heads, head = q.shape
     kv_heads = pool.shape[3]
     group = heads // kv_heads
     out = torch.empty((count, heads * head), dtype=q.dtype, device=q.device)
     tile, block, warps, stages = tiling(spans.longest, q.dtype.itemsize, triton.next_power_of_2(head))
-    _attend[(kv_heads, spans.slot.numel(), triton.cdiv(spans.longest * group, tile))](
+    _prefill_attention[(kv_heads, spans.slot.numel(), triton.cdiv(spans.longest * group, tile))](
         q, out, spans.slot, spans.first, spans.count, spans.start, state.table, pool.base, layer,
         pool.shape[2] * kv_heads * pool.page_size * head, state.table.stride(0), window or 0, scale * _LOG2E,
         KV_HEADS=kv_heads, GROUP=group, HEAD=head, HEAD_P=triton.next_power_of_2(head), PAGE=pool.page_size, TILE=tile,

@@ -1,14 +1,15 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
-"""From logits to tokens on the device, by (seed, position) as `windfall.engine.torch.sampler` does, and the state after them.
+"""Sampling on the device: like `windfall.engine.torch.sampler`, from logits and (seed, position). It also updates the
+state of the slots.
 
-Two kernels. The first reads all logits once and leaves, for every block of the vocabulary, its maximum and its sum. The
-second finds the block in which the cumulative sum passes the goal, and within that block the token.
+There are two kernels. The first reads all logits once and stores the maximum and the sum of every block of the
+vocabulary. The second finds the block in which the cumulative sum passes the target, and the token within that block.
 
 Rules:
 - the same logits, shape, seed and position give the same token: nothing depends on the order in which programs run;
-- blocks are added up in float64 and a block itself in float32, so a token differs from the sampler's only where the
-  goal is within rounding of its boundary;
-- whatever the logits are, the token is one of the vocabulary.
+- blocks are summed in float64 and values within a block in float32, so a token differs from the sampler's only where
+  the target is within rounding of a token's boundary;
+- whatever the logits are, the token is in the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.state import STOPS, DeviceState
 
 _BLOCK, _WARPS = 4096, 4
-_CUT_ROWS = 32
-"""Rows that are sorted at a time: bounds the memory that the slow path takes."""
+_TRUNCATED_ROWS = 32
+"""Rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path."""
 
 
 @triton.jit
-def _inverse(TEMPERATURE, slot):
-    """By what a difference of logits is multiplied before exp2."""
+def _inverse_temperature(TEMPERATURE, slot):
+    """Factor for differences of logits before exp2."""
     temperature = tl.load(TEMPERATURE + slot)
     return 1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ROWS", "LEFT", "TEMPERATURE"])
-def _blocks(LOGITS, ROWS, LEFT, TEMPERATURE, MAXIMA, SUMS, size, stride, blocks, BLOCK: tl.constexpr,
-            EARLY: tl.constexpr):  # fmt: skip
-    if EARLY:
+def _block_sums(LOGITS, ROWS, LEFT, TEMPERATURE, MAXIMA, SUMS, size, stride, blocks, BLOCK: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    if PDL:
         gdc_wait()
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(ROWS + row)
     if tl.load(LEFT + slot) > 0:
         i = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(LOGITS + row * stride + i, mask=i < size, other=-float("inf")).to(tl.float32)
-        m = tl.maximum(tl.max(x, 0), -1e30)  # a block may hold nothing but -inf
+        m = tl.maximum(tl.max(x, 0), -1e30)  # all logits of a block may be -inf
         tl.store(MAXIMA + row * blocks + block, m)
-        tl.store(SUMS + row * blocks + block, tl.sum(tl.exp2((x - m) * _inverse(TEMPERATURE, slot)), 0))
+        tl.store(SUMS + row * blocks + block, tl.sum(tl.exp2((x - m) * _inverse_temperature(TEMPERATURE, slot)), 0))
 
 
 @triton.jit
@@ -70,12 +71,12 @@ def _uniform(seed, position):
         "ROWS", "LAST", "LENGTH", "LEFT", "POSITION", "SEED", "TEMPERATURE", "STOP", "TOKENS", "LOGPROBS",
     ]
 )  # fmt: skip
-def _pick(
+def _choose_token(
     LOGITS, ROWS, LAST, LENGTH, LEFT, POSITION, SEED, TEMPERATURE, STOP, MAXIMA, SUMS, TOKENS, LOGPROBS, size,
     stride, blocks, BLOCK: tl.constexpr, BLOCKS_P: tl.constexpr, STOPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(ROWS + row)
@@ -89,13 +90,13 @@ def _pick(
     maxima = tl.load(MAXIMA + row * blocks + b, mask=b < blocks, other=-1e30)
     sums = tl.load(SUMS + row * blocks + b, mask=b < blocks, other=0.0)
     m = tl.max(maxima, 0)
-    inverse = _inverse(TEMPERATURE, slot)
+    inverse = _inverse_temperature(TEMPERATURE, slot)
     sums = sums.to(tl.float64) * tl.exp2((maxima - m) * inverse).to(tl.float64)
     before = tl.cumsum(sums, 0) - sums
     total = tl.sum(sums, 0)
     goal = _uniform(tl.load(SEED + slot), position) * total
     greedy = tl.load(TEMPERATURE + slot) == 0.0
-    # The last block that begins at or before the goal and holds anything; for greedy the first with the maximum.
+    # The last nonempty block that begins at or before the goal; for greedy, the first block with the maximum.
     drawn = tl.max(tl.where((before <= goal) & (sums > 0), b, 0), 0)
     block = tl.where(greedy, tl.min(tl.where(maxima == m, b, BLOCKS_P), 0), drawn)
     block = tl.minimum(block, blocks - 1)
@@ -106,7 +107,7 @@ def _pick(
     rest = (goal - tl.sum(tl.where(b == block, before, 0.0), 0)).to(tl.float32)
     passed = (tl.cumsum(p, 0) > rest) & (p > 0)
     found = tl.min(tl.where(passed, i, size), 0)
-    # By rounding the sum of the block may fall short of the goal: then its last token that has any probability.
+    # Rounding may leave the sum of the block below the goal: then take its last token with a nonzero probability.
     found = tl.where(found < size, found, tl.max(tl.where(p > 0, i, 0), 0))
     token = tl.where(greedy, tl.min(tl.where(x == m, i, size), 0), found)
     token = tl.minimum(token, size - 1)
@@ -120,22 +121,25 @@ def _pick(
     tl.store(LEFT + slot, tl.where(stopped, 0, left - 1))
 
 
-def draw(logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, cut: bool) -> None:
-    """The next token of every active row and its log-prob (inactive: -1 and 0), and the state after it."""
+def sample(
+    logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
+) -> None:
+    """Sample the next token of every active row, write it and its log-prob (inactive rows: -1 and 0), and update the
+    state. `truncate`: apply top-k and top-p."""
     count, size = logits.shape
-    if cut:
-        for i in range(0, count, _CUT_ROWS):
-            part = slice(i, i + _CUT_ROWS)
-            reference.draw(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
+    if truncate:
+        for i in range(0, count, _TRUNCATED_ROWS):
+            part = slice(i, i + _TRUNCATED_ROWS)
+            reference.sample(logits[part], rows[part], state, tokens_out[part], logprobs_out[part], True)
         return
     blocks = triton.cdiv(size, _BLOCK)
     maxima, sums = torch.empty((2, count, blocks), dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
-    _blocks[(blocks, count)](
+    _block_sums[(blocks, count)](
         logits, rows, state.left, state.temperature, maxima, sums, size, stride, blocks, BLOCK=_BLOCK,
         num_warps=_WARPS, **launch.options(),
     )  # fmt: skip
-    _pick[(count,)](
+    _choose_token[(count,)](
         logits, rows, state.last, state.length, state.left, state.position, state.seed, state.temperature, state.stop,
         maxima, sums, tokens_out, logprobs_out, size, stride, blocks, BLOCK=_BLOCK,
         BLOCKS_P=triton.next_power_of_2(blocks), STOPS=STOPS, num_warps=8, **launch.options(),

@@ -1,0 +1,221 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
+"""Attention of a decode step: one query per row over the pages of its sequence.
+
+A program handles one split of the context of one (row, kv head), for all query heads that share that kv head. Rows are
+the first grid dimension: siblings are next to each other, so the pages they share are read from the L2.
+Where a context has several splits, the program that finishes last combines them: there is no second launch.
+Where rows form prefix groups, an earlier launch has read the shared prefix (`shared_prefix.py`). The first split merges
+that result into its own.
+
+Rules:
+- `_finished` is zero between launches: the program that combines the splits resets its counter;
+- for an inactive row, nothing is written but its output, which is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from windfall.engine.cuda.kernels import launch
+from windfall.engine.cuda.kernels.attention_common import (
+    attend_block,
+    load_partial,
+    merge_partials,
+    norm_and_rotate,
+    split_range,
+    store_and_combine,
+    store_kv,
+    sum_partials,
+    tiling,
+)
+from windfall.engine.cuda.kernels.layers import rope_and_store
+from windfall.engine.cuda.kernels.shared_prefix import PREFIX_SPLIT_STEP, attend_shared_prefix, min_prefix_split
+from windfall.engine.cuda.splits import min_split_tokens
+from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups
+
+_LOG2E = 1.4426950408889634
+_MAX_PAIRS = 1 << 17
+"""Upper limit for the (row, kv head) pairs of a step."""
+_MAX_FUSED_PAIRS = 1024
+"""Up to this number of pairs, one fused launch is faster than `rope_and_store` and `decode_attention` in two."""
+_finished: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()
+_UNSPECIALIZED = ["layer", "window", "splits", "min_tokens", "prefix_splits", "prefix_min_tokens", "table_stride"]
+_UNALIGNED = ["FINISHED", "SHARED_TOKENS", "ROWS", "POSITIONS", "LENGTH", "LEFT", "TABLE", "BASE"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
+def _decode_attention(
+    Q, OUT, PARTIALS, FINISHED, ROWS, POSITIONS, LENGTH, LEFT, TABLE, BASE, COS, SIN, QW, KW, SHARED_TOKENS,
+    PREFIX_PARTIALS, layer, half, table_stride, window, scale, splits, min_tokens, prefix_splits, prefix_min_tokens,
+    eps,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_P: tl.constexpr, HEAD: tl.constexpr, HEAD_P: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT_KV: tl.constexpr, FUSED: tl.constexpr,
+    NORM: tl.constexpr, PREFIX_GROUPS: tl.constexpr, SPLIT_STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`PREFIX_GROUPS`: 0: there are none; 1: a shared prefix is one split; 2: it may be several splits."""
+    if PDL:
+        gdc_wait()
+    row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(ROWS + row)
+    # Loads that depend on nothing, or on the slot alone, are issued together: one wait instead of three.
+    pool = tl.multiple_of(tl.load(BASE).to(tl.pointer_type(Q.dtype.element_ty)), 16)
+    end = (tl.load(POSITIONS + row) if FUSED else tl.load(LENGTH + slot)) + 1
+    active = tl.load(LEFT + slot) > 0
+    table = TABLE + slot.to(tl.int64) * table_stride
+    g, d, n = tl.arange(0, GROUP_P), tl.arange(0, HEAD_P), tl.arange(0, BLOCK)
+    valid = (g < GROUP)[:, None] & (d < HEAD)[None, :]
+    inner = g[:, None] * HEAD + d[None, :]
+    at = (row * KV_HEADS + kv) * (GROUP * HEAD) + inner
+    if FUSED:
+        q = norm_and_rotate(Q + (row * (GROUP + 2) * KV_HEADS + kv * GROUP) * HEAD, QW, COS, SIN, inner, d, valid,
+                            end - 1, eps, HEAD, HEAD_P, NORM)  # fmt: skip
+    else:
+        q = tl.load(Q + at, mask=valid, other=0.0)
+
+    lowest = tl.maximum(end - window, 0) if WINDOWED else 0
+    begin = tl.load(SHARED_TOKENS + row) if PREFIX_GROUPS else lowest // BLOCK * BLOCK
+    split_count, first, last = split_range(begin, end, split, splits, min_tokens, BLOCK, SPLIT_KV)
+    page = tl.load(table + (first + n) // PAGE, mask=(first + n) // PAGE < table_stride, other=0)
+    if not active:
+        if split == 0:
+            tl.store(OUT + at, tl.zeros([GROUP_P, HEAD_P], OUT.dtype.element_ty), mask=valid)
+        return
+    if split >= split_count:
+        return
+
+    keys = pool + layer.to(tl.int64) * 2 * half + kv * (PAGE * HEAD)
+    if FUSED and split == split_count - 1:
+        new = Q + (row * (GROUP + 2) + GROUP) * (KV_HEADS * HEAD) + kv * HEAD
+        to = keys + tl.load(table + (end - 1) // PAGE).to(tl.int64) * (KV_HEADS * PAGE * HEAD)
+        store_kv(
+            new, KV_HEADS * HEAD, to + (end - 1) % PAGE * HEAD, half, KW, COS, SIN, end - 1, eps, HEAD, HEAD_P, NORM
+        )
+        tl.debug_barrier()  # other threads of this program read it below
+    m = tl.full([GROUP_P], -1e30, tl.float32)
+    total = tl.zeros([GROUP_P], tl.float32)
+    acc = tl.zeros([GROUP_P, HEAD_P], tl.float32)
+    if PREFIX_GROUPS:
+        prefix_count, _first, _last = split_range(0, begin, 0, prefix_splits, prefix_min_tokens, SPLIT_STEP, True)
+        prefix_count = tl.where(split == 0, prefix_count, 0)
+        prefix_first = (row * KV_HEADS + kv) * prefix_splits
+        if PREFIX_GROUPS == 1:  # loaded now and needed at the end, so nothing waits for it
+            a, b, c = load_partial(PREFIX_PARTIALS, prefix_first, 0, prefix_count, inner, valid, g, GROUP, HEAD)
+    for start in range(first, last, BLOCK):
+        t = start + n
+        ok = t < last
+        if WINDOWED:
+            ok = ok & (t >= lowest)
+        where = (page.to(tl.int64) * (KV_HEADS * PAGE * HEAD) + (t % PAGE) * HEAD)[:, None] + d[None, :]
+        page = tl.load(table + (t + BLOCK) // PAGE, mask=t + BLOCK < last, other=0)  # for the next iteration
+        wanted = ok[:, None] & (d < HEAD)[None, :]
+        k = tl.load(keys + where, mask=wanted, other=0.0)
+        v = tl.load(keys + half + where, mask=wanted, other=0.0)
+        acc, m, total = attend_block(q, k, v, ok[None, :], acc, m, total, scale)
+
+    if PREFIX_GROUPS:
+        if PREFIX_GROUPS == 2:
+            a, b, c = sum_partials(
+                PREFIX_PARTIALS, prefix_first, prefix_count, inner, valid, GROUP, GROUP_P, HEAD, HEAD_P
+            )
+        acc, m, total = merge_partials(acc, m, total, a, b, c)
+    if SPLIT_KV and split_count > 1:
+        store_and_combine(acc, m, total, PARTIALS, FINISHED, OUT, at, inner, valid, row * KV_HEADS + kv, split,
+                          split_count, splits, GROUP, GROUP_P, HEAD, HEAD_P)  # fmt: skip
+    else:
+        tl.store(OUT + at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=valid)
+
+
+def _finished_for(pool: KVPool) -> Tensor:
+    """Zeroed counters of finished splits. They are never freed, because captured graphs hold their address."""
+    if pool not in _finished:
+        capturing = pool.device.startswith("cuda") and torch.cuda.is_current_stream_capturing()
+        assert not capturing, "decode_attention must have run once with this pool before it is captured"
+        _finished[pool] = torch.zeros(_MAX_PAIRS, dtype=torch.int32, device=pool.device)
+    return _finished[pool]
+
+
+def _run(
+    q: Tensor, heads: int, rows: Tensor, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None,
+    splits: int, positions: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float,
+    fused: bool, prefix_groups: PrefixGroups | None,
+) -> Tensor:  # fmt: skip
+    batch, kv_heads, head = len(rows), pool.shape[3], pool.shape[5]
+    assert batch * kv_heads <= _MAX_PAIRS, "too many rows for one step"
+    group = heads // kv_heads
+    out = torch.empty((batch, heads * head), dtype=q.dtype, device=q.device)
+    partials = (
+        torch.empty(batch * heads * splits * (head + 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    )
+    block, warps, stages = tiling(batch * kv_heads * splits, q.dtype.itemsize, triton.next_power_of_2(head))
+    prefix_groups = None if window is not None else prefix_groups
+    prefix, group_mode = (rows, out), 0
+    if prefix_groups is not None:
+        weight = weights[0] if weights else None
+        prefix_partials = attend_shared_prefix(
+            q, heads, rows, state, pool, layer, scale * _LOG2E, prefix_groups, positions, cos, sin, weight, eps, fused
+        )
+        prefix, group_mode = (prefix_groups.shared_tokens, prefix_partials), 1 if prefix_groups.splits == 1 else 2
+    how: dict[str, Any] = {"num_warps": warps, "num_stages": stages, **launch.options()}
+    _decode_attention[(batch, kv_heads, splits)](
+        q, out, partials, _finished_for(pool) if splits > 1 else rows, rows, positions, state.length, state.left,
+        state.table, pool.base, cos, sin, *(weights or (cos, cos)), *prefix, layer,
+        pool.shape[2] * kv_heads * pool.page_size * head, state.table.stride(0), window or 0, scale * _LOG2E, splits,
+        min_split_tokens(batch * kv_heads), prefix_groups.splits if prefix_groups else 1,
+        min_prefix_split(prefix_groups, kv_heads) if prefix_groups else 1, eps, KV_HEADS=kv_heads, GROUP=group,
+        GROUP_P=max(16, triton.next_power_of_2(group)), HEAD=head, HEAD_P=triton.next_power_of_2(head),
+        PAGE=pool.page_size, BLOCK=block, WINDOWED=window is not None, SPLIT_KV=splits > 1, FUSED=fused,
+        NORM=weights is not None, PREFIX_GROUPS=group_mode, SPLIT_STEP=PREFIX_SPLIT_STEP, **how,
+    )  # fmt: skip
+    return out
+
+
+def decode_attention(
+    q: Tensor, rows: Tensor, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None,
+    splits: int, prefix_groups: PrefixGroups | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend one query per row to tokens 0 to `length` of its slot. The result is zero for rows of inactive slots. A
+    prefix group reads its shared prefix once, except where there is a window. With several splits, this must have run
+    once with a pool before it is captured in a graph."""
+    return _run(
+        q, q.shape[1], rows, state, pool, layer, scale, window, splits, rows, q, q, None, 0.0, False, prefix_groups
+    )
+
+
+def rope_store_and_decode(
+    qkv: Tensor, rows: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
+    sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float,
+    window: int | None, splits: int, prefix_groups: PrefixGroups | None = None,
+) -> Tensor:  # fmt: skip
+    """`rope_and_store`, then `decode_attention`; in one launch where that is faster. `positions` come from
+    `decode_inputs`."""
+    if len(rows) * pool.shape[3] > _MAX_FUSED_PAIRS:
+        q = rope_and_store(
+            qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.shape[3]
+        )
+        return decode_attention(q, rows, state, pool, layer, scale, window, splits, prefix_groups)
+    weights = None if q_weight is None or k_weight is None else (q_weight, k_weight)
+    return _run(
+        qkv,
+        heads,
+        rows,
+        state,
+        pool,
+        layer,
+        scale,
+        window,
+        splits,
+        positions,
+        cos,
+        sin,
+        weights,
+        eps,
+        True,
+        prefix_groups,
+    )

@@ -29,10 +29,10 @@ import msgspec
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.ledger.journal import Journal
-from windfall.link import auth
+from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
-from windfall.link.socket import Dialler, Port, Route
+from windfall.link.socket import Dialer, Port, Route
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import Patience
@@ -145,10 +145,10 @@ def shares(profiler: cProfile.Profile, lines: int = 8) -> None:
 
 async def over_links(folder: Path, *, links: int, each: int, count: int, rounds: int, journaled: bool) -> Taken:
     d = dispatch(folder, journaled)
-    gate = Gate("benchmark", TOKEN, log=d._events.instant, most_workers=links)
+    gate = Gate("benchmark", TOKEN, log=d._events.instant, max_workers=links)
     gate.terms = Terms(model="m", engine=ENGINE, heartbeat_s=1.0)
     route = Route(
-        receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES, attend=lambda link: gate.worker(link, d.attend)
+        receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=lambda link: gate.worker(link, d.attend)
     )  # fmt: skip
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
@@ -190,13 +190,9 @@ async def drive(url: str, links: int, each: int, count: int, rounds: int) -> Non
 
 
 async def one(url: str, name: str, each: int, count: int, rounds: int) -> None:
-    dialler = Dialler(url, "/worker", m.ToWorker, ssl=None)
-    link = await dialler.dial()
-    challenge = await link.receive()
-    assert isinstance(challenge, m.Challenge)
-    nonce = auth.nonce()
-    proof = auth.proof(TOKEN, "hello", challenge.run, challenge.nonce, nonce)
-    await link.send(m.Hello(protocol=m.PROTOCOL, nonce=nonce, proof=proof, name=name))
+    dialer = Dialer(url, "/worker", m.ToWorker, ssl=None)
+    link = await dialer.dial()
+    await handshake.join(link, handshake.WORKER, TOKEN, lambda **proof: m.Hello(name=name, **proof))
     handles: list[int] = []
     while len(handles) < each:
         match message := await link.receive():

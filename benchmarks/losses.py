@@ -174,9 +174,11 @@ class Fleet:
 async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: float = 1.0, seed: int = 0) -> Losses:
     rng, out = random.Random(seed), Losses()
     d = Dispatch(events=EventLog(folder / "events.jsonl"))
-    gate = Gate("benchmark", TOKEN, log=d._events.instant, most_workers=100)
+    gate = Gate("benchmark", TOKEN, log=d._events.instant, max_workers=100)
     gate.terms = Terms(model="m", engine=ENGINE, heartbeat_s=0.3)
-    route = Route(receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES, attend=lambda li: gate.worker(li, d.attend))
+    route = Route(
+        receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=lambda li: gate.worker(li, d.attend)
+    )
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
     d.set_offer(Offer(version=0, digest="d", url="http://_:1"))

@@ -33,10 +33,15 @@ TOKEN = "A file that holds the run's token"
 
 def _visible(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Warns of a token that the process list shows."""
-    from windfall.link.auth import given
+    from windfall.link.auth import token_or_path
 
     source = context.get_parameter_source(str(parameter.name))
-    if value is not None and source is not None and source.name == "COMMANDLINE" and isinstance(given(value), str):
+    if (
+        value is not None
+        and source is not None
+        and source.name == "COMMANDLINE"
+        and isinstance(token_or_path(value), str)
+    ):
         said = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
         print(f"warning: --token: {said}", file=sys.stderr)
     return value

@@ -11,7 +11,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.link import messages as m
-from windfall.link.base import TooLarge
+from windfall.link.base import FrameTooLarge
 from windfall.link.memory import MemoryLink, pair
 from windfall.train import remote
 from windfall.train.base import TrainerLost
@@ -176,7 +176,7 @@ def test_a_sample_that_no_frame_holds_ends_the_run_with_a_reason() -> None:
         await trainer.connected(5)
 
         async def send(message: object) -> None:
-            raise TooLarge("an Accumulate of 300,000,000 bytes")
+            raise FrameTooLarge("an Accumulate of 300,000,000 bytes")
 
         ours.send = send  # type: ignore[method-assign]
         with pytest.raises(WindfallError, match="an Accumulate of 300,000,000 bytes"):

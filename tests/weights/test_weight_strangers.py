@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.link.listener import Door
+from windfall.link.listener import Listener
 
 
 def served(serving: Callable[..., Any], **strangers: Any) -> Any:
-    server = serving({"door": Door(**strangers)})
+    server = serving({"limits": Listener(**strangers)})
     server.publisher.publish(1, {"w": torch.arange(4096, dtype=torch.float32)})
     return server
 
@@ -36,14 +36,14 @@ def ended_after(connection: socket.socket) -> float:
     ids=["nothing", "half a request", "no key"],
 )
 def test_who_does_not_show_the_key_is_cut_off(serving: Callable[..., Any], said: bytes) -> None:
-    server = served(serving, prove_s=0.3)
+    server = served(serving, auth_timeout_s=0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
         stranger.sendall(said)
         assert 0.2 < ended_after(stranger) < 2.0
 
 
 def test_a_reader_with_the_key_is_not(serving: Callable[..., Any]) -> None:
-    server = served(serving, prove_s=0.2)
+    server = served(serving, auth_timeout_s=0.2)
     ask = f"GET /weights/1/manifest HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as reader:
         for _ in range(3):  # on one connection, for longer than a stranger could
@@ -53,7 +53,7 @@ def test_a_reader_with_the_key_is_not(serving: Callable[..., Any]) -> None:
 
 
 def test_strangers_keep_no_reader_out(serving: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    server = served(serving, most=4)
+    server = served(serving, max_unauthenticated=4)
     crowd = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(12)]
     try:
         crowd[-1].sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 10_000 + b"\r\n\r\n")

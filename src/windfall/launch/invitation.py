@@ -36,7 +36,7 @@ def own_address() -> str:
 def token(value: str, patience_s: float = 0.0) -> str:
     """The token that is given as `value`: what this file holds, or the value itself. A file that is not there yet is
     waited for, so that workers can be started before their run."""
-    found = auth.given(value)
+    found = auth.token_or_path(value)
     if isinstance(found, str):
         return found
     if not value:

@@ -17,7 +17,7 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.link import messages as m
-from windfall.link.base import Link, LinkClosed, TooLarge
+from windfall.link.base import FrameTooLarge, Link, LinkClosed
 from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.train.sample import Sample
@@ -89,7 +89,7 @@ class RemoteTrainer:
             raise TrainerLost("another trainer has taken its place")
         try:
             await link.send(message)
-        except TooLarge as e:  # the next trainer could not be told either
+        except FrameTooLarge as e:  # the next trainer could not be told either
             raise WindfallError(f"the trainer cannot be sent this: {e}", fix="Lower rollout.max_tokens.") from e
         except LinkClosed as e:
             raise TrainerLost(str(e)) from e

@@ -42,11 +42,11 @@ RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 class Server:
-    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, door: listener.Door) -> None:
-        self.port, self._runner, self._sender, self._door = port, runner, sender, door
+    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, limits: listener.Listener) -> None:
+        self.port, self._runner, self._sender, self._listener = port, runner, sender, limits
 
     async def close(self) -> None:
-        self._door.close()
+        self._listener.close()
         await self._runner.cleanup()
         self._sender.close()
 
@@ -59,13 +59,13 @@ async def serve(
     key: str,
     ssl: SSLContext | None = None,
     write_timeout_s: float = WRITE_TIMEOUT_S,
-    door: listener.Door | None = None,
+    limits: listener.Listener | None = None,
 ) -> Server:
     """Listening when it returns. Port 0 takes a free one."""
     if not key:
         raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix="Give the run's token.")
-    door = door or listener.Door()
-    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, door)
+    limits = limits or listener.Listener()
+    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, limits)
     app = web.Application(middlewares=[handlers.admit], client_max_size=1024)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", handlers.manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/full", handlers.full)
@@ -77,24 +77,26 @@ async def serve(
     await runner.setup()
     assert runner.server is not None, "set up"
     try:
-        port = await door.listen(runner.server, host, port, ssl, backlog=1024)
+        port = await limits.listen(runner.server, host, port, ssl, backlog=1024)
     except OSError as e:
         await runner.cleanup()
         raise WindfallError(f"cannot listen: {e}", where=f"{host}:{port}", fix="Choose another port.") from e
-    return Server(runner, port, handlers.sender, door)
+    return Server(runner, port, handlers.sender, limits)
 
 
 class _Handlers:
-    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, door: listener.Door) -> None:
+    def __init__(
+        self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener
+    ) -> None:
         self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
-        self.write_timeout_s, self.sender, self.door = write_timeout_s, Sender(), door
+        self.write_timeout_s, self.sender, self.listener = write_timeout_s, Sender(), limits
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self.key):
             raise web.HTTPUnauthorized(text="wrong key\n")
-        self.door.proved(request.transport)
+        self.listener.authenticated(request.transport)
         if request.can_read_body:
             raise web.HTTPRequestEntityTooLarge(1, request.content_length or 1, text="no request has a body\n")
         return await handler(request)

@@ -15,7 +15,7 @@ from typing import Any
 
 from windfall.devices import choose_linear, free_bytes, turn
 from windfall.errors import WindfallError
-from windfall.link.messages import EngineSpec, Readied
+from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.models import load
 from windfall.selftest import shrink, verdict
 
@@ -113,7 +113,7 @@ def engine_for(
 
 def timed(
     spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
-) -> tuple[Any, int, Readied]:
+) -> tuple[Any, int, LoadTimes]:
     """The same, and how long its parts took."""
     import torch
 
@@ -125,7 +125,7 @@ def timed(
         raise WindfallError(f"not enough memory for the engine: {said}", where=device, fix=fix) from e
 
 
-def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, Readied]:
+def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
     began_s = time.monotonic()
     model = model_for(spec, device) if given is None else given
     check(spec, device, model)
@@ -144,7 +144,7 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
         built_s = time.monotonic()
         why = _warmed(engine, running, spec.longest)
         if why is None:
-            return engine, running, Readied(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+            return engine, running, LoadTimes(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
         engine.sleep()
         del engine
         model = whole(json.loads(spec.model_config), spec.dtype, device) if given is None else given
@@ -155,7 +155,7 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
     slower = TorchEngine(model, **how, deterministic=spec.deterministic)
     # What was tested holds up to there; a later prompt may be longer than those that the run has seen.
     slower.limit = min(slower.limit, shrink.unchanging(json.loads(spec.model_config)) or slower.limit)
-    return slower, running, Readied(build_s=time.monotonic() - began_s)
+    return slower, running, LoadTimes(build_s=time.monotonic() - began_s)
 
 
 def check(spec: EngineSpec, device: str, model: Any) -> str:

@@ -27,12 +27,12 @@ from windfall.launch import tls
 from windfall.launch.context_check import fit, prompt_lengths
 from windfall.link import auth, listener
 from windfall.link import messages as m
-from windfall.link.socket import Dialler
+from windfall.link.socket import Dialer
 from windfall.models import load
 from windfall.models.text import Text
 from windfall.selftest import verdict
 from windfall.train import activation_memory, checkpoint
-from windfall.train.agent import TrainerHost
+from windfall.train.agent import TrainerAgent
 from windfall.train.checkpoint import CheckpointState
 from windfall.types import LOCAL, Lease
 from windfall.worker import engine_factory as build
@@ -127,13 +127,13 @@ async def _main(recipe: Recipe, folder: Path) -> int:
 
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
-    dialler = Dialler(
+    dialer = Dialer(
         address, "/trainer", m.ToTrainer, ssl=tls.dialling(address, pinned=f.tls_cert),
-        most=m.MAX_TRAINER_FRAME_BYTES,
+        max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
-    host = TrainerHost(
-        trainer=trainer, state=state, secret=secret, dialler=dialler, hello=hello,
-        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.let_go),
+    host = TrainerAgent(
+        trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
+        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.release_module),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
             keep=recipe.checkpoint.keep,
@@ -146,7 +146,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     finally:
         if local is not None:
             local.cancel()
-        await dialler.close()
+        await dialer.close()
         await server.close()
         publisher.close()
 
@@ -205,7 +205,7 @@ async def _beside(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | Non
 
 
 async def _local(
-    recipe: Recipe, host: TrainerHost, model: Any, device: str, secret: str, where: Callable[[], str]
+    recipe: Recipe, host: TrainerAgent, model: Any, device: str, secret: str, where: Callable[[], str]
 ) -> None:
     """The trainer's own engine, as the worker called `local`. Raises what went wrong if it cannot be built."""
     f, address = recipe.fleet, where()

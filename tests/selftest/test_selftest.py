@@ -57,7 +57,7 @@ def test_a_cap_and_a_scale_that_are_left_out_are_seen(monkeypatch: pytest.Monkey
     """The self-test can fail: with the head as it was, one linear map, these were accepted."""
     from windfall.train import logprobs
 
-    monkeypatch.setattr(logprobs, "own_head", lambda model: None)
+    monkeypatch.setattr(logprobs, "custom_head", lambda model: None)
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
@@ -68,7 +68,7 @@ def test_a_router_in_training_mode_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     """As the trainer was: only the gradients of some weights are wrong, and each is compared by itself."""
     from windfall.train.logprobs import Autograd
 
-    monkeypatch.setattr(Autograd, "_learning", lambda self, yes: self.model.train(yes))
+    monkeypatch.setattr(Autograd, "_set_training", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     with pytest.raises(WindfallError, match="gradient differs"):
         judge.trainer(a.config(), longest=100, **ON_CPU)

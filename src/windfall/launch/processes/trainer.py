@@ -151,9 +151,9 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         publisher.close()
 
 
-def _checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]:
+def _checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
     """What to go on from, and what the controller should say about it. Damaged checkpoints are set aside."""
-    found, notes = checkpoint.choose(folder), dict[str, str]()
+    found, notes = checkpoint.newest_intact(folder), dict[str, str]()
     if found is None:
         return None, notes
     print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)

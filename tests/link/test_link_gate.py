@@ -113,11 +113,11 @@ REFUSED: dict[str, tuple[Callable[[OpenGate], Awaitable[str]], str]] = {
 }
 
 
-@pytest.mark.parametrize("who", list(REFUSED))
+@pytest.mark.parametrize("case", list(REFUSED))
 def test_refused_peer_gets_the_reason_and_is_logged_once(
-    open_gate: OpenGate, who: str, caplog: pytest.LogCaptureFixture
+    open_gate: OpenGate, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attempt, why = REFUSED[who]
+    attempt, why = REFUSED[case]
 
     async def run() -> None:
         async with open_gate().open() as d, d.undisturbed():

@@ -92,21 +92,21 @@ async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -
     """
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            asked = await link.receive()
-            if not isinstance(asked, m.Challenge):
+            opening = await link.receive()
+            if not isinstance(opening, m.Challenge):
                 raise LinkClosed(f"{link.peer}: not a windfall controller")
-            if asked.protocol != m.PROTOCOL:
-                what = f"the controller uses protocol {asked.protocol}, this process uses {m.PROTOCOL}"
+            if opening.protocol != m.PROTOCOL:
+                what = f"the controller uses protocol {opening.protocol}, this process uses {m.PROTOCOL}"
                 raise JoinRefused(f"{what}: {SAME_VERSION}", again=False)
             nonce = auth.nonce()
-            proof = auth.proof(secret, role.hello_purpose, asked.run, asked.nonce, nonce)
+            proof = auth.proof(secret, role.hello_purpose, opening.run, opening.nonce, nonce)
             await link.send(hello(protocol=m.PROTOCOL, nonce=nonce, proof=proof))
             answer: Any = await link.receive()
     except TimeoutError:
         raise LinkClosed(f"{link.peer}: waited {TIMEOUT_S:g} s for a {role.welcome.__name__}") from None
     if isinstance(answer, m.Refused):
         raise JoinRefused(clip(answer.why), again=answer.again)
-    expected = auth.proof(secret, role.welcome_purpose, asked.run, asked.nonce, nonce)
+    expected = auth.proof(secret, role.welcome_purpose, opening.run, opening.nonce, nonce)
     if not isinstance(answer, role.welcome) or not auth.equal(answer.proof, expected):
         raise ControllerUnverified(f"{link.peer}: does not know the secret: it is not the controller of this run")
     return answer

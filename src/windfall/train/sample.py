@@ -80,8 +80,8 @@ def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> lis
 
 
 def _even(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    """As few packs as possible, about equally full: each sample goes to the emptiest pack; the number of packs grows
-    until all fit."""
+    """Build as few packs as possible, about equally full: each sample goes to the emptiest pack; the number of packs
+    grows until all fit."""
     count = -(-sum(len(s.ids) for s in samples) // tokens)
     while True:
         out: list[list[Sample]] = [[] for _ in range(count)]

@@ -125,17 +125,17 @@ class Publisher:
                     copy_out.wait(sources.values(), last)
                 if copied:
                     copied()
-                described = manifest.make(
+                new_manifest = manifest.make(
                     version=version, entries=entries, nbytes=nbytes, chunk_bytes=self.chunk_bytes,
                     chunks=tuple(h.result() for h in hashes),
                 )  # fmt: skip
                 if base and not on_device:
-                    blob = delta.encode(base.buffer.data, buffer.data, described, map_=self._pool.map)
+                    blob = delta.encode(base.buffer.data, buffer.data, new_manifest, map_=self._pool.map)
                     delta_buffer = self._store_delta(None if blob is None else [blob], undo)
-                published = self._published(described, buffer, base, delta_buffer)
+                published = self._published(new_manifest, buffer, base, delta_buffer)
                 undo.pop_all()
             self.readable, self._spare = (published, *self.readable[:1]), None
-            return described
+            return new_manifest
 
     def close(self) -> None:
         """Withdraw all versions. Responses in progress are reset before their next piece."""
@@ -268,17 +268,17 @@ class Publisher:
         return stored
 
     def _published(
-        self, described: Manifest, buffer: Buffer, base: Published | None, delta_buffer: Buffer | None
+        self, new_manifest: Manifest, buffer: Buffer, base: Published | None, delta_buffer: Buffer | None
     ) -> Published:
         if base is None or delta_buffer is None:
-            return Published(manifest=described, encoded=described.encode(), buffer=buffer)
-        delta_described = DeltaManifest(
-            base=base.manifest.digest, digest=described.digest, nbytes=delta_buffer.nbytes,
+            return Published(manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer)
+        delta_manifest = DeltaManifest(
+            base=base.manifest.digest, digest=new_manifest.digest, nbytes=delta_buffer.nbytes,
             chunk_bytes=self.chunk_bytes, chunks=self._hashes(delta_buffer.data),
         )  # fmt: skip
         return Published(
-            manifest=described, encoded=described.encode(), buffer=buffer, delta=delta_described,
-            delta_encoded=delta_described.encode(), delta_buffer=delta_buffer,
+            manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer, delta=delta_manifest,
+            delta_encoded=delta_manifest.encode(), delta_buffer=delta_buffer,
         )  # fmt: skip
 
     def _chunks(self, nbytes: int) -> range:

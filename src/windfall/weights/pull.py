@@ -118,11 +118,11 @@ class Puller:
             return got
 
         try:
-            described = self._download_small(to, f"{path}/manifest", stop, parse)
-            if described.nbytes >= missing:
+            delta_manifest = self._download_small(to, f"{path}/manifest", stop, parse)
+            if delta_manifest.nbytes >= missing:
                 return
-            blob = memoryview(bytearray(described.nbytes))
-            self._download(to, path, blob, described, [None] * len(described.chunks), stop)
+            blob = memoryview(bytearray(delta_manifest.nbytes))
+            self._download(to, path, blob, delta_manifest, [None] * len(delta_manifest.chunks), stop)
         except (PullGone, PullDamaged):
             return
         before, self._verified[:] = self._verified[:], [None] * len(self._verified)
@@ -167,11 +167,11 @@ class Puller:
         return got
 
     def _download(
-        self, to: Address, path: str, view: memoryview, described: Manifest | DeltaManifest, verified: list[int | None],
+        self, to: Address, path: str, view: memoryview, source: Manifest | DeltaManifest, verified: list[int | None],
         stop: threading.Event,
     ) -> None:  # fmt: skip
         download = Download(
-            to, path, view, described.chunks, described.chunk_bytes, verified, tries=self.tries, stop=stop,
+            to, path, view, source.chunks, source.chunk_bytes, verified, tries=self.tries, stop=stop,
             on_bytes=self._count_bytes,
         )  # fmt: skip
         try:

@@ -107,40 +107,40 @@ class _Handlers:
         return _response(self._find(request).encoded)
 
     async def full(self, request: web.Request) -> web.StreamResponse:
-        found = self._find(request)
-        return await self._send(request, found, found.buffer)
+        published = self._find(request)
+        return await self._send(request, published, published.buffer)
 
     async def delta_manifest(self, request: web.Request) -> web.StreamResponse:
         return _response(self._find_delta(request).delta_encoded)
 
     async def delta(self, request: web.Request) -> web.StreamResponse:
-        found = self._find_delta(request)
-        assert found.delta_buffer is not None
-        return await self._send(request, found, found.delta_buffer)
+        published = self._find_delta(request)
+        assert published.delta_buffer is not None
+        return await self._send(request, published, published.delta_buffer)
 
     def _find(self, request: web.Request) -> Published:
         version = int(request.match_info["version"])
-        found = self.publisher.find(version)
-        if found is None:
+        published = self.publisher.find(version)
+        if published is None:
             current = self.publisher.current
             if current and version < current.version:
                 raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
             raise web.HTTPNotFound(
                 text=f"version {version} is not published; current is {current and current.version}\n"
             )
-        return found
+        return published
 
     def _find_delta(self, request: web.Request) -> Published:
-        found = self._find(request)
-        if found.delta is None or found.delta.base != request.match_info["base"]:
-            raise web.HTTPNotFound(text=f"version {found.manifest.version} has no delta from this base\n")
-        return found
+        published = self._find(request)
+        if published.delta is None or published.delta.base != request.match_info["base"]:
+            raise web.HTTPNotFound(text=f"version {published.manifest.version} has no delta from this base\n")
+        return published
 
-    async def _send(self, request: web.Request, found: Published, buffer: Buffer) -> web.StreamResponse:
+    async def _send(self, request: web.Request, published: Published, buffer: Buffer) -> web.StreamResponse:
         start, stop = _range(request, buffer.nbytes)
         fd = buffer.dup()
         if fd is None:
-            raise web.HTTPGone(text=f"version {found.manifest.version} is withdrawn\n")
+            raise web.HTTPGone(text=f"version {published.manifest.version} is withdrawn\n")
         part = "Range" in request.headers
         response = web.StreamResponse(status=206 if part else 200, headers={"Accept-Ranges": "bytes"})
         response.content_type = "application/octet-stream"
@@ -150,7 +150,7 @@ class _Handlers:
         transport = request.transport
 
         def may_continue() -> bool:
-            return transport is not None and not transport.is_closing() and found in self.publisher.readable
+            return transport is not None and not transport.is_closing() and published in self.publisher.readable
 
         try:
             async with asyncio.timeout(self.write_timeout_s):

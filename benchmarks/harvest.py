@@ -103,10 +103,10 @@ async def run_trainer(folder: Path) -> int:
 
     from windfall.launch.processes import trainer as training
     from windfall.link import messages as m
-    from windfall.link.socket import Dialler
+    from windfall.link.socket import Dialer
     from windfall.sim.machines.engine import SleepingEngine
     from windfall.sim.machines.trainer import SleepingTrainer
-    from windfall.train.agent import TrainerHost
+    from windfall.train.agent import TrainerAgent
     from windfall.train.checkpoint import CheckpointState
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
@@ -137,9 +137,9 @@ async def run_trainer(folder: Path) -> int:
     )  # fmt: skip
     address = await training._address(folder)
     lock = threading.Lock()
-    host = TrainerHost(
+    host = TrainerAgent(
         trainer=SleepingTrainer(LOCAL), state=CheckpointState(step=0, next_task=0), secret=secret, hello=hello,
-        publish=publish, save=lambda state: "nowhere", dialler=Dialler(address, "/trainer", m.ToTrainer, ssl=None),
+        publish=publish, save=lambda state: "nowhere", dialer=Dialer(address, "/trainer", m.ToTrainer, ssl=None),
         address=lambda: address, lock=lock,
     )  # fmt: skip
     tasks = [asyncio.create_task(host.run())]

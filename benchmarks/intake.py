@@ -1,10 +1,10 @@
-"""How many tokens a second one controller takes in: the first table of benchmarks/fleet.py.
+"""Tokens per second that one controller accepts: the first table of benchmarks/fleet.py.
 
-In process: frames as they come off the wire (bytes), decoded, heard by a Dispatch, taken by its Ledger, journaled.
-Every worker sends one frame per round for all of its responses. One core, no sockets.
+In process: encoded frames are decoded, handled by a Dispatch, accepted by its Ledger and journaled. Every worker sends
+one frame per round for all of its responses. This uses one core and no sockets.
 
-Over links: the same controller behind its real port and gate; a second process dials with many WebSockets and sends
-frames as fast as they are taken. What the controller's own process needed is given beside what the clock says.
+Over links: the same controller behind its real port and gate. A second process dials with many WebSockets and sends
+frames as fast as the controller accepts them. The result has both the CPU time of the controller and the wall time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import msgspec
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.ledger.journal import Journal
-from windfall.link import auth
+from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
-from windfall.link.socket import Dialler, Port, Route
+from windfall.link.socket import Dialer, Port, Route
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import Patience
@@ -49,7 +49,7 @@ ENGINE = m.EngineSpec(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
     tok_per_s: float
-    """Of the controller's CPU time."""
+    """Tokens per second of the controller's CPU time."""
     frame_us: float
     wall_tok_per_s: float
 
@@ -61,7 +61,7 @@ def episode(id: str) -> Episode:
 
 
 def frame(handles: tuple[int, ...], position: int, count: int) -> bytes:
-    """One engine step of a worker; `count` tokens for each of its responses."""
+    """The frame of one engine step of a worker, with `count` tokens for each of its responses."""
     rng, total = random.Random(position), len(handles) * count
     return m.encode(
         m.Tokens(
@@ -84,7 +84,7 @@ def dispatch(folder: Path, journaled: bool) -> Dispatch:
 async def in_process(
     folder: Path, *, workers: int, each: int, count: int, rounds: int, journaled: bool, profile: bool = False
 ) -> Taken:
-    """The median round."""
+    """The figures of the median round."""
     d = dispatch(folder, journaled)
     members, frames = [], []
     for w in range(workers):
@@ -103,7 +103,7 @@ async def in_process(
         frames.append([frame(tuple(names), k * count, count) for k in range(rounds)])
     decode = msgspec.msgpack.Decoder(m.FromWorker).decode
     gc.collect()
-    gc.freeze()  # the frames above are the benchmark's, not the controller's
+    gc.freeze()  # the frames above belong to the benchmark, not to the controller
     profiler, took, walls = cProfile.Profile(), [], []
     for k in range(rounds):
         if profile:
@@ -131,7 +131,7 @@ async def in_process(
 
 
 def shares(profiler: cProfile.Profile, lines: int = 8) -> None:
-    """Where the time goes, by function. The profiler itself makes calls look dearer than loops."""
+    """Print the share of time by function. The profiler makes calls look more expensive than loops."""
     found: dict[tuple[str, int, str], tuple[int, int, float, float, object]] = pstats.Stats(profiler).stats  # pyright: ignore
     total = sum(own for _, _, own, _, _ in found.values())
     for (file, _, name), (_, calls, own, _, _) in sorted(found.items(), key=lambda i: -i[1][2])[:lines]:
@@ -145,10 +145,10 @@ def shares(profiler: cProfile.Profile, lines: int = 8) -> None:
 
 async def over_links(folder: Path, *, links: int, each: int, count: int, rounds: int, journaled: bool) -> Taken:
     d = dispatch(folder, journaled)
-    gate = Gate("benchmark", TOKEN, log=d._events.instant, most_workers=links)
+    gate = Gate("benchmark", TOKEN, log=d._events.instant, max_workers=links)
     gate.terms = Terms(model="m", engine=ENGINE, heartbeat_s=1.0)
     route = Route(
-        receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES, attend=lambda link: gate.worker(link, d.attend)
+        receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=lambda link: gate.worker(link, d.attend)
     )  # fmt: skip
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
@@ -185,18 +185,14 @@ async def over_links(folder: Path, *, links: int, each: int, count: int, rounds:
 
 
 async def drive(url: str, links: int, each: int, count: int, rounds: int) -> None:
-    """The other process: so many workers that send what they have as fast as it is taken."""
+    """The second process: `links` workers that send their frames as fast as the controller accepts them."""
     await asyncio.gather(*(one(url, f"w{n}", each, count, rounds) for n in range(links)))
 
 
 async def one(url: str, name: str, each: int, count: int, rounds: int) -> None:
-    dialler = Dialler(url, "/worker", m.ToWorker, ssl=None)
-    link = await dialler.dial()
-    challenge = await link.receive()
-    assert isinstance(challenge, m.Challenge)
-    nonce = auth.nonce()
-    proof = auth.proof(TOKEN, "hello", challenge.run, challenge.nonce, nonce)
-    await link.send(m.Hello(protocol=m.PROTOCOL, nonce=nonce, proof=proof, name=name))
+    dialer = Dialer(url, "/worker", m.ToWorker, ssl=None)
+    link = await dialer.dial()
+    await handshake.join(link, handshake.WORKER, TOKEN, lambda **proof: m.Hello(name=name, **proof))
     handles: list[int] = []
     while len(handles) < each:
         match message := await link.receive():
@@ -207,25 +203,25 @@ async def one(url: str, name: str, each: int, count: int, rounds: int) -> None:
             case m.Assign():
                 handles += [w.handle for w in message.work]
     frames = [frame(tuple(handles), k * count, count) for k in range(rounds)]
-    await asyncio.sleep(1.0)  # until everybody has made theirs
+    await asyncio.sleep(1.0)  # until all workers have built their frames
     for data in frames:
         await link._socket.send_bytes(data)
-    await link.receive()  # until the controller ends
+    await link.receive()  # wait until the controller ends
 
 
 def work_folder() -> tempfile.TemporaryDirectory[str]:
-    """In memory where there is such a place: the disk is not what is measured."""
+    """A folder in memory if possible, because the disk is not part of the measurement."""
     return tempfile.TemporaryDirectory(prefix="windfall-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description="The driving process of over_links; started by benchmarks/fleet.py.")
+    p = argparse.ArgumentParser(description="Run the sending process of over_links; started by benchmarks/fleet.py.")
     p.add_argument("--url", required=True)
     for name in ("--links", "--each", "--count", "--rounds"):
         p.add_argument(name, type=int, required=True)
     try:
         asyncio.run(drive(**vars(p.parse_args())))
-    except Exception as e:  # fault boundary: the other side ends the links without asking us first
+    except Exception as e:  # fault boundary: the controller closes the links at the end
         if os.environ.get("WINDFALL_TRACE"):
             raise
         del e

@@ -1,13 +1,13 @@
-"""The whole loop on one GPU: SmolLM2-135M learns sums on four worker processes that share the card with the trainer,
-left alone, and with two of the four killed at random throughout.
+"""The whole loop on one GPU: SmolLM2-135M learns sums with four worker processes that share the GPU with the trainer,
+once undisturbed and once with two of the four killed at random throughout.
 
-    python benchmarks/loop_gpu.py                       two runs in turn, some minutes (first: make smollm2)
-    python benchmarks/loop_gpu.py --steps 20 --out FOLDER
+    python benchmarks/loop_gpu.py                       two runs, one after the other, a few minutes (first: make
+    smollm2) python benchmarks/loop_gpu.py --steps 20 --out FOLDER
 
-Every process is the product's own. Each of the five holds a fifth of the card's price ($3.29 per hour, an H200 on spot;
-src/windfall/cost/prices.py has the table). A killed worker's fifth is not paid until another has taken its place.
+All processes are those of the product. Each of the five costs a fifth of the price of the GPU ($3.29 per hour, an H200
+on spot; src/windfall/cost/prices.py has the table). A killed worker is not billed until another one replaces it.
 
-    python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       both rewards, drawn
+    python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       plots both rewards
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def line(name: str, log: list[dict[str, Any]]) -> str:
 
 
 def came_back_s(log: list[dict[str, Any]]) -> list[float]:
-    """From process start to READY, of every worker that came after another was lost."""
+    """Seconds from process start to READY of every worker that joined after the first loss."""
     lost = next((n for n, e in enumerate(log) if e["name"] == "worker_lost"), len(log))
     return [e["age_s"] for e in log[lost:] if e["name"] == "worker_ready" and "age_s" in e]
 

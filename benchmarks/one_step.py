@@ -1,8 +1,9 @@
 """One step of rollout in virtual time, for benchmarks/balance.py: workers with a model of service time, no engine.
 
-A worker's step takes fixed + each * batch seconds and gives one token to each response it runs; a prefill stops it for
-as long as its tokens take, a prompt that a sibling left there is free, and a response that moves is away for a round
-trip. Time jumps from one end, loss, return or tick to the next.
+An engine step of a worker takes fixed + each * batch seconds and generates one token for each running response. A
+prefill blocks the worker in proportion to its tokens. A prompt that a sibling has left in the cache is free. A response
+that moves is away for a round trip. Time jumps from one event to the next: the end of a response, a loss, the arrival
+of a moved response, or a tick.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ ROUND_TRIP_S, TICK_S = 0.05, 0.1
 
 
 class Policy(Protocol):
-    """Decides after everything that happens: gives what is queued, moves what runs."""
+    """Decides after every event: assigns queued responses, moves running ones."""
 
     def decide(self, step: Step) -> None: ...
 
     def back(self, step: Step, r: Response, target: str | None) -> None:
-        """A response that was moved has come back."""
+        """A response that was moved has arrived."""
         ...
 
     def observe(self, step: Step, rng: random.Random) -> None:
-        """Every TICK_S: what each worker has made since."""
+        """Called every TICK_S to observe the tokens that each worker has generated since."""
         ...
 
 
@@ -44,7 +45,8 @@ class Response:
 
 @dataclass(slots=True)
 class Worker:
-    """`clock` counts the tokens that each response running here has made: a response ends when it gets to its end."""
+    """`clock` counts the engine steps, so the tokens of each running response. A response ends when the clock reaches
+    its entry in `ends`."""
 
     name: str
     profile: Profile
@@ -99,7 +101,7 @@ class Worker:
 
 @dataclass(slots=True)
 class Step:
-    """One step: what a policy sees (queue, workers) and may do (give, move)."""
+    """One rollout step: what a policy can read (queue, workers) and do (give, move)."""
 
     workers: dict[str, Worker]
     queue: deque[Response]

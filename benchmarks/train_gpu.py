@@ -1,12 +1,12 @@
-"""Training and publishing on a GPU, beside the plain ways of doing the same: one table each, in about a minute.
+"""Training and publishing on a GPU, compared with plain implementations: one table each, in about a minute.
 
-    python benchmarks/train_gpu.py                 random weights in the shapes of Qwen3 0.6B and, as many layers, 8B
-    python benchmarks/train_gpu.py --profile       also where the time of a step goes
+    python benchmarks/train_gpu.py                 random weights in the shapes of Qwen3 0.6B and 8B (--layers of it)
+    python benchmarks/train_gpu.py --profile       also print the device time of a step by kernel
 
-A step is a gradient of all the tokens and one update of the weights. The plain loop is transformers' module with its
-own attention, logits of the whole batch, cross entropy and torch's AdamW, all in bfloat16; uneven lengths are padded
-there. windfall's step has float32 masters, weighs every token by the algorithm, and reports entropies. Share of peak: 6
-times the weights of the matrix products times the tokens, and attention's products, over 990 TFLOP/s.
+A step is the gradient of all tokens and one update of the weights. The plain loop uses the module of transformers with
+its own attention, logits of the whole batch, cross entropy and the AdamW of torch, all in bfloat16; uneven lengths are
+padded. windfall's step has float32 masters, weights every token by the algorithm, and reports entropies. Share of peak:
+6 times the weights of the matrix products times the tokens, plus the products of attention, over 990 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def flops(model: Any, lengths: list[int]) -> float:
     c = model.config
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     if not c.tie_word_embeddings:
-        weights -= c.vocab_size * c.hidden_size  # an embedding is looked up, not multiplied with
+        weights -= c.vocab_size * c.hidden_size  # an embedding is a lookup, not a product
     pairs = sum(n * n for n in lengths)
     return 6 * weights * sum(lengths) + 6 * pairs * c.num_attention_heads * c.head_dim * c.num_hidden_layers
 
@@ -94,7 +94,7 @@ def line(name: str, model: Any, lengths: list[int], step_s: float, note: str = "
 
 
 def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8) -> float:
-    """Batches of `rows` sequences, longest first, padded."""
+    """The plain loop on padded batches of `rows` sequences, longest first."""
     model = model_of(shape, "sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     batches = []
@@ -180,20 +180,20 @@ def train(layers: int, profiled: bool) -> None:
 
 
 def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> None:
-    """The third version and the one after: buffers are there by then."""
+    """Time the fourth and the fifth version, when all buffers exist."""
     nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
     p, rows = Publisher(**options), []
     first_s = encode_s = 0.0
     for version in range(5):
         torch.manual_seed(version)
-        for t in tensors.values():  # 3 % of the weights change, by their sign
+        for t in tensors.values():  # 3 % of the weights change their sign
             flat = t.view(-1)
             for piece in flat.split(1 << 27):
                 piece.mul_(1 - 2 * (torch.rand(len(piece), device="cuda") < 0.03))
         torch.cuda.synchronize()
-        if p._shadow is not None and p.current is not None and version > 2:
+        if p._device_delta is not None and p.current is not None and version > 2:
             sources = {e: tensors[e.name] for e in p.current.entries}
-            encode_s = timed(lambda s=sources: p._shadow.encode(s, p.current), 2, 1)  # pyright: ignore
+            encode_s = timed(lambda s=sources: p._device_delta.encode(s, p.current), 2, 1)  # pyright: ignore
         started, free_s = time.perf_counter(), []
         p.publish(version, tensors, copied=lambda s=started, out=free_s: out.append(time.perf_counter() - s))
         whole_s = time.perf_counter() - started
@@ -201,7 +201,7 @@ def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> No
         rows.append((whole_s, free_s[0]))
     whole_s, free_s = (min(x) for x in zip(*rows[3:], strict=True))
     delta = p.readable[0].delta
-    where = f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._shadow is not None else "on the host"
+    where = f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._device_delta is not None else "on the host"
     size = f"{delta.nbytes / nbytes:.1%}" if delta else "none"
     print(
         f"{name:<28}{whole_s * 1e3:>9.0f} ms{nbytes / whole_s / 1e9:>7.1f} GB/s{free_s * 1e3:>9.0f} ms{first_s:>8.1f} s"
@@ -211,7 +211,7 @@ def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> No
 
 
 def bus(nbytes: int) -> None:
-    """A plain copy into pinned memory, a GiB at a time."""
+    """Time a plain copy into pinned memory, 1 GiB at a time."""
     source, target = torch.randn(1 << 28, device="cuda"), torch.empty(1 << 28, pin_memory=True)
     copy_s = timed(lambda: target.copy_(source, non_blocking=True), 5)
     rate = (1 << 30) / copy_s
@@ -221,7 +221,7 @@ def bus(nbytes: int) -> None:
 def publishing(layers: int) -> None:
     head = f"{'publishing':<28}{'until it can be pulled':>27}{'copied':>11}{'first':>10}"
     for name, shape, variants in (
-        ("0.6B", SMALL, ({}, {"shadow": False})),
+        ("0.6B", SMALL, ({}, {"device_delta": False})),
         ("8B", {**LARGE, "num_hidden_layers": layers}, ({},)),
     ):
         tensors = {n: p.data for n, p in model_of(shape, NAME).named_parameters()}
@@ -236,8 +236,8 @@ def publishing(layers: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", action="store_true", help="where the time of a step goes")
-    parser.add_argument("--layers", type=int, default=16, help="of the 8B shape, to train")
+    parser.add_argument("--profile", action="store_true", help="print the device time of a step by kernel")
+    parser.add_argument("--layers", type=int, default=16, help="number of layers of the 8B shape in training")
     parser.add_argument("--only", choices=("train", "publish"))
     args = parser.parse_args()
     began = time.perf_counter()

@@ -1,12 +1,13 @@
-"""How fast weights move: a full pull beside a plain socket copy, many readers at once, deltas of real training steps.
+"""Throughput of weight transfer: a full pull beside a plain socket copy, many concurrent readers, and deltas of real
+training steps.
 
     python benchmarks/weights.py                     about five minutes on two cores
     python benchmarks/weights.py --device cuda       publishes and trains from a GPU
 
-Everything is on loopback and in processes of its own: one serves the weights, one is a plain sender (a thread per
-connection, sendfile from the same kind of memory), one per reader. Pulls and plain copies take turns; figures are
-medians. A reader's buffer is in use already, but for the row that says otherwise. A pull verifies every chunk; a plain
-copy verifies nothing.
+All transfers use loopback between separate processes: one serves the weights, one is a plain sender (a thread per
+connection, sendfile from the same kind of memory), and one per reader. Pulls and plain copies alternate; figures are
+medians. The buffer of a reader has been used before, except in the row "first pull". A pull verifies every chunk; a
+plain copy verifies nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from windfall.weights.pull import Puller
 
 KEY = "benchmark"
 ALL_READERS_MIB = 4096
-"""What all readers together hold at most: more of them pull less each."""
+"""Maximum for all readers together; with more readers, each one pulls less."""
 
 
 class Child:
-    """This file in another role; one line of JSON to ask, one to answer."""
+    """This file in another role. A request is one line of JSON, and so is its answer."""
 
     def __init__(self, role: str, *args: str) -> None:
         self.role = role
@@ -71,7 +72,7 @@ def say(**what: Any) -> None:
 
 
 def role_plain(mib: int) -> None:
-    """Sends any range of its buffer to whoever asks with two numbers."""
+    """Send the range of the buffer that each connection requests with two numbers."""
     buffer = Buffer(mib << 20)
     buffer.data[:] = 7
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -92,7 +93,7 @@ def role_plain(mib: int) -> None:
 
 
 def role_serve(mib: int, device: str) -> None:
-    """Two versions in which every element differs, so that going from one to the other is a full copy."""
+    """Serve two versions in which every element differs, so that a pull from one to the other is a full copy."""
     import torch
 
     from windfall.weights.publish import Publisher
@@ -177,7 +178,8 @@ def full(out: Console, mib: int, readers: list[int], repeats: int, parallel: int
 def _readers(
     count: int, nbytes: int, plain: int, told: dict[str, Any], repeats: int, parallel: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds from the word go to the last reader's end, by what was done; first into fresh memory, then again."""
+    """Seconds from the start until the last reader is done, by kind of transfer; first into fresh memory, then
+    again."""
     again: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
     fresh: dict[str, list[float]] = {"one": [], "several": [], "pull": []}
     versions = list(told["versions"].items())
@@ -287,7 +289,7 @@ async def deltas(out: Console, names: list[str], lrs: list[float], steps: int, d
 
 
 def _pull_both(port: int, publisher: Any) -> tuple[float, float]:
-    """Seconds for a full copy of the version before, from the current one, and for the step forward again."""
+    """Seconds to pull the previous version in full, and to pull the current one by its delta."""
     new, old = (p.manifest for p in publisher.readable)
     took: dict[int, list[float]] = {old.version: [], new.version: []}
     reader = Child("read", "--parallel", "4")
@@ -304,10 +306,12 @@ def main() -> None:
     p.add_argument("--mib", type=int, default=1024, help="size of the weights for the full pull")
     p.add_argument("--readers", default="1,4,16")
     p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--parallel", type=int, default=4, help="connections of a puller")
-    p.add_argument("--models", default="tiny,smollm2-135m", help="whose training steps are measured; empty for none")
+    p.add_argument("--parallel", type=int, default=4, help="connections per puller")
+    p.add_argument(
+        "--models", default="tiny,smollm2-135m", help="models whose training steps are measured; empty for none"
+    )
     p.add_argument("--lr", default="1e-6,1e-5")
-    p.add_argument("--step", type=int, default=4, help="which update of the training is published as a delta")
+    p.add_argument("--step", type=int, default=4, help="update of the training that is published as a delta")
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--role", choices=["serve", "plain", "read"], help=argparse.SUPPRESS)
     args = p.parse_args()
@@ -320,7 +324,7 @@ def main() -> None:
             return role_read(args.parallel)
     out = Console()
     if not out.is_terminal:
-        out.width = 150  # a log file wraps nothing
+        out.width = 150  # do not wrap tables in a log file
     if args.readers:
         full(out, args.mib, [int(n) for n in args.readers.split(",")], args.repeats, args.parallel, args.device)
     if args.models:

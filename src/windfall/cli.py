@@ -44,10 +44,15 @@ FILE_SYSTEM_ERRORS = {
 
 def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
     """Warn if the token itself is on the command line, where the process list shows it."""
-    from windfall.link.auth import given
+    from windfall.link.auth import token_or_path
 
     source = context.get_parameter_source(str(parameter.name))
-    if value is not None and source is not None and source.name == "COMMANDLINE" and isinstance(given(value), str):
+    if (
+        value is not None
+        and source is not None
+        and source.name == "COMMANDLINE"
+        and isinstance(token_or_path(value), str)
+    ):
         why = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
         print(f"warning: --token: {why}", file=sys.stderr)
     return value

@@ -307,7 +307,9 @@ def test_run_continues_after_its_trainer_has_failed(here: Path) -> None:
     assert f"{line} (failure 1 of 4)" in process.stdout.replace("\n", " ")
     log = [json.loads(line) for line in (here / "runs/small/events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "step")] == [1, 2, 3]
-    assert next(e["why"] for e in log if e["name"] == "trainer_lost").startswith("it failed: MemoryError: CUDA out of")
+    assert next(e["why"] for e in log if e["name"] == "trainer_lost").startswith(
+        "the trainer failed: MemoryError: CUDA out of"
+    )
     assert "Traceback" in (here / "runs/small/trainer.log").read_text()
     second = next(e for e in log if (e["kind"], e["name"], e.get("step")) == ("scalar", "step", 2))
     assert second["restored"] == second["made"] > 0, "what was generated came from the journal"

@@ -1,4 +1,4 @@
-"""The token and its file, a worker that finds itself at the wrong door, and both over TLS."""
+"""Tokens and their file, a worker that dials the wrong controller, and joining over TLS."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import pytest
 from windfall.config import Fleet
 from windfall.errors import WindfallError
 from windfall.launch import tls
-from windfall.link import auth
+from windfall.link import auth, handshake
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
+from windfall.link.handshake import JoinRefused
 from windfall.link.memory import pair
 from windfall.types import Lease
-from windfall.worker import agent as agents
-from windfall.worker.agent import Agent, JoinRefused
+from windfall.worker.agent import Agent
 
-Door = Any
+OpenGate = Any
 TOKEN = "a-token-for-the-tests-of-links"
 
 
-def test_the_token_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+def test_token_is_created_once_and_readable_by_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "token"
     token = auth.make_token(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -36,56 +36,56 @@ def test_the_token_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
     assert auth.make_token(tmp_path / "another") != token
 
 
-def test_two_processes_make_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one made it between our look and our making."""
+def test_concurrent_creation_yields_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process creates the file between the check and the write."""
     path = tmp_path / "token"
-    made = auth.make_token(path)
+    token = auth.make_token(path)
     monkeypatch.setattr(Path, "is_file", lambda self: False)
-    assert auth.make_token(path) == made
+    assert auth.make_token(path) == token
 
 
-def test_a_token_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="cannot be read"):
         auth.read_token(tmp_path / "token")
     (tmp_path / "token").write_text("short\n")
-    with pytest.raises(WindfallError, match="no token") as caught:
+    with pytest.raises(WindfallError, match="not a token") as caught:
         auth.make_token(tmp_path / "token")
     assert caught.value.where == str(tmp_path / "token")
     assert "Delete" in caught.value.fix
 
 
-def test_a_proof_is_of_all_its_parts() -> None:
+def test_proof_depends_on_all_its_parts() -> None:
     proof = auth.proof("token", "hello", "run", b"ab", b"c")
     assert len(proof) == 32
     others = [("other", "hello", "run", b"ab", b"c"), ("token", "welcome", "run", b"ab", b"c"),
               ("token", "hello", "nur", b"ab", b"c"), ("token", "hello", "run", b"a", b"bc"),
               ("token", "hello", "run", b"abc"), ("token", "hellorun", "", b"ab", b"c")]  # fmt: skip
-    for token, said, run, *nonces in others:
-        assert not auth.same(proof, auth.proof(token, said, run, *nonces))
+    for token, purpose, run, *nonces in others:
+        assert not auth.equal(proof, auth.proof(token, purpose, run, *nonces))
     assert auth.weights_key("token") != "token"
     assert len({auth.nonce() for _ in range(100)}) == 100
 
 
 def worker(url: str = "http://127.0.0.1:1", token: str = TOKEN, **options: Any) -> tuple[Agent, list[str]]:
-    """An agent that will not get as far as an engine, and what it says."""
-    said: list[str] = []
+    """An agent that fails to build an engine, and the lines that it logs."""
+    lines: list[str] = []
 
     def build(engine: m.EngineSpec) -> Any:
-        raise WindfallError("built: so it was let in")
+        raise WindfallError("accepted, and asked to build")
 
-    agent = Agent(url, token, name="w", lease=Lease(), build=build, puller=None, say=said.append, **options)
-    return agent, said
+    agent = Agent(url, token, name="w", lease=Lease(), build=build, puller=None, say=lines.append, **options)
+    return agent, lines
 
 
-def shake(play: Callable[[Any], Any], token: str = TOKEN) -> m.Welcome:
-    """Let an agent meet a controller that is played by `play`."""
+def join(play: Callable[[Any], Any], token: str = TOKEN) -> m.Welcome:
+    """Let a worker's agent join a controller that behaves like `play`."""
 
     async def run() -> m.Welcome:
         ours, theirs = pair("worker", "controller")
         agent, _ = worker(token=token)
         playing = asyncio.create_task(play(theirs))
         try:
-            return await agent._shake(ours)  # type: ignore[arg-type]
+            return await agent._handshake(ours)  # type: ignore[arg-type]
         finally:
             playing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -94,14 +94,14 @@ def shake(play: Callable[[Any], Any], token: str = TOKEN) -> m.Welcome:
     return asyncio.run(run())
 
 
-def controller(token: str = TOKEN, said: str = "welcome", old: bool = False) -> Callable[[Any], Any]:
-    """One that knows `token`. `old`: it answers with what was right for another connection."""
+def controller(token: str = TOKEN, purpose: str = "welcome", replay: bool = False) -> Callable[[Any], Any]:
+    """A controller that knows `token`. With `replay`, it sends a welcome that was valid on another connection."""
 
     async def play(link: Any) -> None:
         nonce = auth.nonce()
         await link.send(m.Challenge(protocol=m.PROTOCOL, run="demo", nonce=nonce))
         hello = await link.receive()
-        proof = auth.proof(token, said, "demo", nonce, auth.nonce() if old else hello.nonce)
+        proof = auth.proof(token, purpose, "demo", nonce, auth.nonce() if replay else hello.nonce)
         engine = m.EngineSpec(
             model_config="{}", dtype="float32", kv_tokens=1, page_size=1, max_running=1, max_rows=1,
             deterministic=True, longest=1, wanted=1,
@@ -111,21 +111,21 @@ def controller(token: str = TOKEN, said: str = "welcome", old: bool = False) -> 
     return play
 
 
-def test_a_worker_joins_the_right_controller() -> None:
-    assert shake(controller()).worker == "w"
+def test_worker_joins_the_right_controller() -> None:
+    assert join(controller()).worker == "w"
 
 
 @pytest.mark.parametrize(
-    "play", [controller(token="a-guess"), controller(said="hello"), controller(old=True)],
+    "play", [controller(token="a-guess"), controller(purpose="hello"), controller(replay=True)],
     ids=["does not know the token", "reflects the worker's own proof", "replays an old welcome"],
 )  # fmt: skip
-def test_a_worker_refuses_a_controller_that_cannot_prove_itself(play: Callable[[Any], Any]) -> None:
-    with pytest.raises(JoinRefused, match="does not know the token") as caught:
-        shake(play)
+def test_worker_refuses_an_unverified_controller(play: Callable[[Any], Any]) -> None:
+    with pytest.raises(JoinRefused, match="does not know the secret") as caught:
+        join(play)
     assert not caught.value.again
 
 
-def test_a_worker_knows_no_controller_at_all_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_distinguishes_no_controller_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     async def other_protocol(link: Any) -> None:
         await link.send(m.Challenge(protocol=m.PROTOCOL + 1, run="demo", nonce=b"n"))
 
@@ -141,24 +141,24 @@ def test_a_worker_knows_no_controller_at_all_from_a_wrong_one(monkeypatch: pytes
         await link.send(m.Refused(why="full", again=True))
 
     with pytest.raises(JoinRefused, match="install the same version"):
-        shake(other_protocol)
+        join(other_protocol)
     with pytest.raises(LinkClosed, match="not a windfall controller"):
-        shake(no_controller)
+        join(no_controller)
     with pytest.raises(JoinRefused, match="full") as caught:
-        shake(refuses)
+        join(refuses)
     assert caught.value.again
-    monkeypatch.setattr(agents, "SHAKE_S", 0.1)
-    with pytest.raises(LinkClosed, match=r"waited 0.1 s for its Welcome"):
-        shake(silent)
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.1)
+    with pytest.raises(LinkClosed, match=r"waited 0.1 s for a Welcome"):
+        join(silent)
 
 
-def test_a_worker_with_the_wrong_token_ends_with_3(door: Door) -> None:
+def test_worker_with_the_wrong_token_exits_with_3(open_gate: OpenGate) -> None:
     async def run() -> None:
-        async with door().open() as d:
-            agent, said = worker(d.url, token="not-the-token-of-this-run")
+        async with open_gate().open() as d:
+            agent, lines = worker(d.url, token="not-the-token-of-this-run")
             assert await agent.run() == 3
-            assert any("wrong token" in line for line in said)
-            assert not any("not-the-token" in line for line in said)
+            assert any("wrong token" in line for line in lines)
+            assert not any("not-the-token" in line for line in lines)
             assert len(d.logged) == 1
 
     asyncio.run(run())
@@ -168,7 +168,7 @@ def test_a_worker_with_the_wrong_token_ends_with_3(door: Door) -> None:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     """Self-signed, for 127.0.0.1."""
     if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl command")
+        pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
@@ -179,33 +179,33 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     return Fleet(tls_cert=cert, tls_key=key)
 
 
-def test_a_worker_joins_over_tls_with_the_certificate_only(door: Door, certificate: Fleet) -> None:
-    async def join(url: str, **trust: Any) -> tuple[int, str]:
-        agent, said = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
-        return await agent.run(), "\n".join(said)
+def test_worker_joins_over_tls_only_with_the_certificate(open_gate: OpenGate, certificate: Fleet) -> None:
+    async def outcome(url: str, **trust: Any) -> tuple[int, str]:
+        agent, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
+        return await agent.run(), "\n".join(lines)
 
     async def run() -> None:
-        async with door().open(ssl=tls.server_context(certificate)) as d:
+        async with open_gate().open(ssl=tls.server_context(certificate)) as d:
             assert d.url.startswith("https://")
             for trust in ({"ca": certificate.tls_cert}, {"pinned": certificate.tls_cert}):
-                code, said = await join(d.url, **trust)
-                assert (code, "built: so it was let in" in said) == (3, True), said
-            code, said = await join(d.url)
+                code, log = await outcome(d.url, **trust)
+                assert (code, "accepted, and asked to build" in log) == (3, True), log
+            code, log = await outcome(d.url)
             assert code == 1
-            assert "certificate verify failed" in said.lower()
+            assert "certificate verify failed" in log.lower()
             by_name = d.url.replace("127.0.0.1", "localhost")
-            code, said = await join(by_name, ca=certificate.tls_cert)
+            code, log = await outcome(by_name, ca=certificate.tls_cert)
             assert code == 1, "the certificate is for another name"
-            assert (await join(by_name, pinned=certificate.tls_cert))[0] == 3
-            code, said = await join(d.url.replace("https", "http"))
-            assert code == 1, "a door with TLS is none without"
+            assert (await outcome(by_name, pinned=certificate.tls_cert))[0] == 3
+            code, log = await outcome(d.url.replace("https", "http"))
+            assert code == 1, "a port with TLS accepted a connection without"
             assert d.logged == []
 
     asyncio.run(run())
 
 
 class Chain:
-    """A root, what it issued, and a certificate for 127.0.0.1 that was issued by that."""
+    """A root, an intermediate issued by it, and a certificate for 127.0.0.1 issued by the intermediate."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -220,14 +220,14 @@ class Chain:
         return self.folder / f"{name}.pem"
 
     def fleet(self, leaf: str = "leaf") -> Fleet:
-        """The server shows the whole chain, as one with a bought certificate does."""
+        """The server presents the whole chain, like one with a purchased certificate."""
         return Fleet(tls_cert=self.pem(f"{leaf}-chain"), tls_key=self.folder / f"{leaf}.key")
 
     def _issue(self, name: str, by: str | None, *extensions: str) -> None:
         kind, rest = extensions[0], extensions[1:]
         at = self.folder / name
-        said = "\n".join((f"basicConstraints=critical,{kind}", *rest))
-        at.with_suffix(".ext").write_text(said)
+        extension_lines = "\n".join((f"basicConstraints=critical,{kind}", *rest))
+        at.with_suffix(".ext").write_text(extension_lines)
         new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}"]
         self._run("req", *new, "-keyout", f"{at}.key", "-out", f"{at}.csr")
         signer = ["-signkey", f"{at}.key"] if by is None else [
@@ -242,27 +242,27 @@ class Chain:
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl command")
+        pytest.skip("openssl is not installed")
     return Chain(tmp_path_factory.mktemp("chain"))
 
 
-def test_a_certificate_that_somebody_issued_can_be_pinned(door: Door, chain: Chain) -> None:
+def test_issued_certificate_can_be_pinned(open_gate: OpenGate, chain: Chain) -> None:
     async def joins(url: str, **trust: Any) -> bool:
-        agent, said = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
+        agent, lines = worker(url, ssl=tls.client_context(url, **trust), patience_s=0.0)
         code = await agent.run()
-        assert (code == 3) == ("built: so it was let in" in "".join(said)), said
+        assert (code == 3) == ("accepted, and asked to build" in "".join(lines)), lines
         return code == 3
 
     async def run() -> None:
-        async with door().open(ssl=tls.server_context(chain.fleet())) as d:
+        async with open_gate().open(ssl=tls.server_context(chain.fleet())) as d:
             by_name = d.url.replace("127.0.0.1", "localhost")
             assert await joins(by_name, pinned=chain.pem("leaf"))
-            assert await joins(by_name, pinned=chain.pem("leaf-chain")), "with its issuer behind it"
+            assert await joins(by_name, pinned=chain.pem("leaf-chain")), "followed by its issuer"
             for ca in ("root", "middle", "leaf", "leaf-chain"):
                 assert await joins(d.url, ca=chain.pem(ca)), ca
                 assert not await joins(by_name, ca=chain.pem(ca)), "the certificate is for another name"
             assert not await joins(d.url, ca=chain.pem("sibling"))
-        async with door().open(ssl=tls.server_context(chain.fleet("sibling"))) as d:
+        async with open_gate().open(ssl=tls.server_context(chain.fleet("sibling"))) as d:
             for pinned in ("leaf", "leaf-chain"):
                 assert not await joins(d.url, pinned=chain.pem(pinned)), "another certificate of the same issuer"
             assert await joins(d.url, pinned=chain.pem("sibling-chain"))
@@ -270,12 +270,12 @@ def test_a_certificate_that_somebody_issued_can_be_pinned(door: Door, chain: Cha
     asyncio.run(run())
 
 
-def test_a_ca_is_trusted_besides_those_of_the_system(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SSL_CERT_FILE", str(chain.pem("root")))  # as the system's
+def test_ca_is_trusted_in_addition_to_those_of_the_system(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(chain.pem("root")))  # instead of the system's
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
 
-    def trusted(**given: Any) -> set[str]:
-        context = tls.client_context("https://127.0.0.1", **given)
+    def trusted(**options: Any) -> set[str]:
+        context = tls.client_context("https://127.0.0.1", **options)
         assert context is not None
         return {dict(pair[0] for pair in c["subject"])["commonName"] for c in context.get_ca_certs()}  # type: ignore
 
@@ -284,7 +284,7 @@ def test_a_ca_is_trusted_besides_those_of_the_system(chain: Chain, monkeypatch: 
     assert "root" not in trusted(pinned=chain.pem("leaf-chain"))
 
 
-def test_certificates_that_cannot_be_used_are_refused(certificate: Fleet, tmp_path: Path) -> None:
+def test_unusable_certificates_are_refused(certificate: Fleet, tmp_path: Path) -> None:
     assert certificate.tls_cert is not None
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no certificate")

@@ -1,6 +1,6 @@
-"""What every kind of link keeps: in memory, and over a real port seen from either end.
+"""The contract of every kind of link: in memory, and over a real port from either end.
 
-Not covered: a link between two machines, and what a network may do to it (the weights' tests have a proxy for that).
+Not covered: a link between two machines, and network faults (the tests of weights/ have a proxy for those).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def left(n: object) -> m.Left:
     return m.Left(why=str(n))
 
 
-def test_order_is_kept_both_ways(links: Links) -> None:
+def test_order_is_kept_in_both_directions(links: Links) -> None:
     async def run() -> None:
         async with links() as (ours, theirs):
 
@@ -41,7 +41,7 @@ def test_order_is_kept_both_ways(links: Links) -> None:
 
 
 async def _fill(link: Any) -> tuple[asyncio.Task[None], list[int]]:
-    """Send until nothing goes any more: the task that is stuck, and how many it has sent."""
+    """Send until the sender blocks. Returns the blocked task, and the number of messages that it has sent."""
     sent = [0]
 
     async def send() -> None:
@@ -57,14 +57,14 @@ async def _fill(link: Any) -> tuple[asyncio.Task[None], list[int]]:
     return sending, sent
 
 
-def test_the_sender_waits_for_the_reader(links: Links) -> None:
+def test_sender_waits_for_the_reader(links: Links) -> None:
     async def run() -> None:
         async with links() as (ours, theirs):
             sending, sent = await _fill(ours)
             assert not sending.done()
-            assert 1 < sent[0] < 1000, "nobody reads, and it has room for ever"
+            assert 1 < sent[0] < 1000, "the sender never waits for a reader"
             stuck = sent[0]
-            for n in range(stuck + 20):  # what waited, and what can be sent because of that
+            for n in range(stuck + 20):  # the messages in flight, and those that they held up
                 assert (await theirs.receive()).why[:6] == f"{n:06d}"
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -73,21 +73,21 @@ def test_the_sender_waits_for_the_reader(links: Links) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("who", ["ours", "theirs"])
-def test_a_sender_that_waits_learns_of_the_close(links: Links, who: str) -> None:
+@pytest.mark.parametrize("closing_end", ["ours", "theirs"])
+def test_waiting_sender_is_interrupted_by_a_close(links: Links, closing_end: str) -> None:
     async def run() -> None:
         async with links() as (ours, theirs):
             sending, _ = await _fill(ours)
             started = time.monotonic()
-            await (ours if who == "ours" else theirs).close("enough")  # nobody reads it: as with a frozen peer
+            await (ours if closing_end == "ours" else theirs).close("enough")  # no reader, as with a frozen peer
             with pytest.raises(LinkClosed):
                 await asyncio.wait_for(sending, 5)
-            assert time.monotonic() - started < 2.0, "more than the closing handshake may take"
+            assert time.monotonic() - started < 2.0, "longer than the limit of the closing handshake"
 
     asyncio.run(run())
 
 
-def test_a_close_is_seen_at_once_with_its_reason(links: Links) -> None:
+def test_close_is_seen_at_once_with_its_reason(links: Links) -> None:
     async def run() -> None:
         async with links() as (ours, theirs):
             waiting = asyncio.create_task(theirs.receive())
@@ -102,8 +102,8 @@ def test_a_close_is_seen_at_once_with_its_reason(links: Links) -> None:
     asyncio.run(run())
 
 
-def test_who_waits_on_the_closed_end_itself_is_freed(links: Links) -> None:
-    """The controller gives a worker up while its own loop waits for that worker's next message."""
+def test_receiver_on_the_closing_end_is_interrupted(links: Links) -> None:
+    """The controller drops a worker while its own loop waits for that worker's next message."""
 
     async def run() -> None:
         async with links() as (ours, theirs):
@@ -127,7 +127,7 @@ def test_messages_before_the_close_arrive(links: Links) -> None:
                 await ours.send(left(n))
             closing = asyncio.create_task(ours.close("enough"))
             assert [(await theirs.receive()).why for _ in range(100)] == [str(n) for n in range(100)]
-            for _ in range(3):  # and it stays closed
+            for _ in range(3):  # it stays closed
                 with pytest.raises(LinkClosed):
                     await theirs.receive()
             await closing
@@ -135,16 +135,16 @@ def test_messages_before_the_close_arrive(links: Links) -> None:
     asyncio.run(run())
 
 
-def test_a_message_and_the_close_right_behind_it(links: Links) -> None:
-    """The reader waits already: the last word must not be lost to the close that comes with it."""
+def test_message_right_before_a_close_arrives(links: Links) -> None:
+    """A reader is waiting: the close must not overtake the last message."""
 
     async def run() -> None:
         async with links() as (ours, theirs):
             reading = asyncio.create_task(theirs.receive())
             await asyncio.sleep(0.05)
-            await ours.send(left("the last word"))
+            await ours.send(left("the last message"))
             closing = asyncio.create_task(ours.close())
-            assert await asyncio.wait_for(reading, 5) == left("the last word")
+            assert await asyncio.wait_for(reading, 5) == left("the last message")
             with pytest.raises(LinkClosed):
                 await theirs.receive()
             await closing
@@ -164,13 +164,13 @@ def test_nothing_can_be_sent_after_the_close(links: Links) -> None:
                     await link.send(left(1))
                 with pytest.raises(LinkClosed):
                     await link.receive()
-                await link.close("again")  # does no harm
+                await link.close("again")  # has no effect
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("why", ["ä" * 200, "a" + "漢" * 100, "plain " * 50, ""])
-def test_any_text_can_be_a_reason(links: Links, why: str) -> None:
+def test_any_text_may_be_a_close_reason(links: Links, why: str) -> None:
     async def run() -> None:
         async with links() as (ours, theirs):
             reading = asyncio.create_task(theirs.receive())
@@ -195,7 +195,7 @@ def test_both_close_at_once(links: Links) -> None:
     asyncio.run(run())
 
 
-def test_a_peer_that_dies_is_seen_at_once(sockets: Links) -> None:
+def test_dead_peer_is_detected_at_once(sockets: Links) -> None:
     """No closing handshake: its kernel closes the connection, as after kill -9."""
 
     async def run() -> None:

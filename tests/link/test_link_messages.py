@@ -1,4 +1,4 @@
-"""Every message comes out as it went in; what is no message is refused, whatever it is, and closes that link alone."""
+"""Every message survives a round trip. Any frame that is not a message is refused and closes only its own link."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
 }  # fmt: skip
 
 
-def of(kind: Any) -> st.SearchStrategy[Any]:
-    """Any instance of a struct, made from its fields' types."""
+def instances(kind: Any) -> st.SearchStrategy[Any]:
+    """Any instance of a struct, built from the types of its fields."""
     return st.builds(kind, **{f.name: _field(f.type) for f in msgspec.structs.fields(kind)})
 
 
@@ -41,7 +41,7 @@ def _field(type_: Any) -> st.SearchStrategy[Any]:
     if type_ in BY_TYPE:
         return BY_TYPE[type_]
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
-        return of(type_)
+        return instances(type_)
     if getattr(type_, "__origin__", None) is Literal:
         return st.sampled_from(args)
     if getattr(type_, "__origin__", None) is tuple:
@@ -53,14 +53,14 @@ def _field(type_: Any) -> st.SearchStrategy[Any]:
     return st.one_of(*map(_field, args))  # a union
 
 
-MESSAGES = st.one_of(*map(of, KINDS))
+MESSAGES = st.one_of(*map(instances, KINDS))
 
 
 def unions(kind: Any) -> list[Any]:
     return [union for union in UNIONS.values() if kind in get_args(union)]
 
 
-def test_every_message_travels_somewhere_and_has_a_tag_of_its_own() -> None:
+def test_every_message_is_in_a_union_and_has_its_own_tag() -> None:
     assert set(KINDS) == {kind for union in UNIONS.values() for kind in get_args(union)}
     assert len({k.__struct_config__.tag for k in KINDS}) == len(KINDS)
 
@@ -84,8 +84,8 @@ WRONG: dict[Any, list[Any]] = {
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 @given(data=st.data())
 @settings(max_examples=5, deadline=None)
-def test_a_field_that_lacks_or_is_of_another_type_is_refused(kind: Any, data: st.DataObject) -> None:
-    plain = msgspec.msgpack.decode(m.encode(data.draw(of(kind))))
+def test_missing_or_mistyped_field_is_refused(kind: Any, data: st.DataObject) -> None:
+    plain = msgspec.msgpack.decode(m.encode(data.draw(instances(kind))))
     fields = msgspec.structs.fields(kind)
     bad: list[Any] = [plain[: 1 + n] for n in range(sum(f.required for f in fields))]
     bad += [[99, *plain[1:]], [None, *plain[1:]], dict(enumerate(plain)), plain[0], []]
@@ -98,11 +98,11 @@ def test_a_field_that_lacks_or_is_of_another_type_is_refused(kind: Any, data: st
                 msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=union)
 
 
-@given(message=of(m.Tokens), data=st.data())
+@given(message=instances(m.Tokens), data=st.data())
 @settings(max_examples=150, deadline=None)
 @example(message=None, data=None)
-def test_columns_fit_or_are_refused(message: m.Tokens | None, data: Any) -> None:
-    if message is None:  # one by hand that is right
+def test_columns_match_or_are_refused(message: m.Tokens | None, data: Any) -> None:
+    if message is None:  # a valid frame written by hand
         right = _tokens(handles=(7, 8), positions=(0, 3), counts=(2, 1), tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0])
         tokens, logprobs = m.columns(right)
         assert (tokens.tolist(), logprobs.tolist()) == ([1, 2, 3], [-1.0, -2.0, -3.0])
@@ -131,7 +131,7 @@ def _tokens(*, tokens: list[int], logprobs: list[float], **fields: Any) -> m.Tok
         {"finished": {-1: "stop"}}, {"counts": ()}, {"handles": (), "positions": (), "counts": ()},
     ],
 )  # fmt: skip
-def test_columns_that_do_not_fit(change: dict[str, Any]) -> None:
+def test_mismatched_columns_are_refused(change: dict[str, Any]) -> None:
     right = _tokens(handles=(7, 8), positions=(0, 3), counts=(2, 1), tokens=[1, 2, 3], logprobs=[-1.0, -2.0, -3.0])
     m.columns(right)
     with pytest.raises(ValueError, match=r"."):
@@ -139,15 +139,15 @@ def test_columns_that_do_not_fit(change: dict[str, Any]) -> None:
 
 
 STATS = m.encode(m.Stats(running=1, made=2, steps=3, idle_s=0.5))
-NO_MESSAGES = {
+INVALID_FRAMES = {
     "nothing": b"",
     "noise": bytes(range(256)),
     "torn": STATS[:-3],
-    "more behind it": STATS + b"\0",
-    "another's message": m.encode(m.Assign(work=())),
+    "trailing bytes": STATS + b"\0",
+    "a message of the other direction": m.encode(m.Assign(work=())),
     "unknown tag": b"\x92\x63\xa1x",
-    "text that is none": b"\x92\x11\xa1\xff",
-    "nesting without end": b"\x93\x11\xa1x" + b"\x91" * 50_000,
+    "invalid UTF-8": b"\x92\x11\xa1\xff",
+    "endless nesting": b"\x93\x11\xa1x" + b"\x91" * 50_000,
     "four billion handles": b"\x98\x0b\x01\xdd\xff\xff\xff\xff",
     "four billion fields": b"\xdd\xff\xff\xff\xff\x0b",
     "a map": b"\x81\xa1a\x01",
@@ -155,14 +155,14 @@ NO_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("frame", list(NO_MESSAGES.values()), ids=list(NO_MESSAGES))
-def test_what_is_no_message_closes_that_link_alone(sockets: Callable[[], Any], frame: bytes) -> None:
+@pytest.mark.parametrize("frame", list(INVALID_FRAMES.values()), ids=list(INVALID_FRAMES))
+def test_invalid_frame_closes_only_its_own_link(sockets: Callable[[], Any], frame: bytes) -> None:
     async def run() -> None:
         async with sockets() as (ours, theirs), sockets() as (other, others):
             theirs._decode = msgspec.msgpack.Decoder(m.FromWorker).decode
             await ours.send(m.Left(why="before"))
             await ours._socket.send_bytes(frame)
-            with pytest.raises(LinkClosed):  # the sender is told, and can send no more
+            with pytest.raises(LinkClosed):  # the sender is notified, and cannot send any more
                 await asyncio.wait_for(_until_closed(ours, theirs), 5)
             with pytest.raises(LinkClosed):
                 await theirs.send(m.Left(why="after"))
@@ -182,8 +182,9 @@ async def _until_closed(ours: Any, theirs: Any) -> None:
     await reading
 
 
-def test_random_damage_never_gets_past_the_link() -> None:
-    """Bytes of good frames changed, cut or doubled: it is a message of the right type, or an error the link knows."""
+def test_randomly_damaged_frame_is_a_message_or_an_error() -> None:
+    """Bytes of valid frames are changed, removed or duplicated: the result is a message of the right type, or an error
+    that the link handles."""
     rng, decode = random.Random(0), msgspec.msgpack.Decoder(m.FromWorker).decode
     frames = [STATS, m.encode(_tokens(handles=(1, 2), positions=(0, 0), tokens=[1, 2], logprobs=[-1.0, -1.0]))]
     frames.append(
@@ -203,13 +204,13 @@ def test_random_damage_never_gets_past_the_link() -> None:
                     frame[at:at] = frame[at : at + rng.randint(1, 9)]
         try:
             assert isinstance(decode(bytes(frame)), get_args(m.FromWorker))
-        except (ValueError, RecursionError):  # what SocketLink.receive turns into BadFrame
+        except (ValueError, RecursionError):  # SocketLink.receive turns these into BadFrame
             refused += 1
     assert 5_000 < refused < 20_000
 
 
-def test_numbers_that_are_none_travel_as_they_are() -> None:
-    """The link does not judge; the ledger does."""
+def test_nan_is_transmitted_unchanged() -> None:
+    """The ledger checks values, not the link."""
     frame = _tokens(handles=(1,), positions=(0,), tokens=[1], logprobs=[math.nan])
     back = msgspec.msgpack.decode(m.encode(frame), type=m.FromWorker)
     assert math.isnan(m.columns(back)[1][0])

@@ -81,13 +81,13 @@ class Site:
         self.events = EventLog(folder / "events.jsonl")
         patience = Patience(suspect_s=2.0, gone_s=5.0, tick_s=0.05)
         self.dispatch = Dispatch(events=self.events, patience=patience)
-        self.gate = Gate("run", TOKEN, log=self.events.instant, most_workers=8)
+        self.gate = Gate("run", TOKEN, log=self.events.instant, max_workers=8)
         self.gate.terms = Terms(model="model-1", engine=SPEC, heartbeat_s=0.1)
         self.hellos: list[m.Hello] = []
         self.dispatch.set_offer(Offer(version=0, digest="d0", url="http://_:99"))
         self.ended: set[str] = set()
         self.dispatch.listen(self.ended.add, lambda id, why: None)
-        routes = {"/worker": Route(receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES, attend=self._accept)}
+        routes = {"/worker": Route(receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=self._accept)}
         self.port = Port("127.0.0.1", 0, routes, None)
 
     async def _accept(self, link: Link) -> None:

@@ -57,7 +57,7 @@ def test_missing_cap_and_missing_scale_are_detected(monkeypatch: pytest.MonkeyPa
     """The self-test can fail: with a plain linear head, as in an earlier version, these models would be accepted."""
     from windfall.train import logprobs
 
-    monkeypatch.setattr(logprobs, "own_head", lambda model: None)
+    monkeypatch.setattr(logprobs, "custom_head", lambda model: None)
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
@@ -68,7 +68,7 @@ def test_router_in_training_mode_is_detected(monkeypatch: pytest.MonkeyPatch) ->
     """Only the gradients of some weights are wrong, as in an earlier trainer; each weight is compared separately."""
     from windfall.train.logprobs import Autograd
 
-    monkeypatch.setattr(Autograd, "_learning", lambda self, yes: self.model.train(yes))
+    monkeypatch.setattr(Autograd, "_set_training", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     with pytest.raises(WindfallError, match="gradient differs"):
         judge.judge_trainer(a.config(), longest=100, **ON_CPU)

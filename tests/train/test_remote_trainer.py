@@ -1,4 +1,5 @@
-"""The controller's side of the trainer's link: whoever comes back is another, and is not asked to go on midway."""
+"""The controller's side of the trainer's link: a trainer that dials in again is a new one, and does not continue a
+step."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 
 from windfall.errors import WindfallError
 from windfall.link import messages as m
-from windfall.link.base import TooLarge
+from windfall.link.base import FrameTooLarge
 from windfall.link.memory import MemoryLink, pair
 from windfall.train import remote
 from windfall.train.base import TrainerLost
@@ -41,70 +42,70 @@ async def answer(link: MemoryLink, reply: object) -> None:
     await link.send(reply)
 
 
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 10))
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 10))
 
 
-def test_it_answers() -> None:
-    async def story() -> None:
+def test_request_is_answered() -> None:
+    async def scenario() -> None:
         trainer = RemoteTrainer()
-        link, attending = dial(trainer, 3)
+        link, serving = dial(trainer, 3)
         assert (await trainer.connected(5)).step == 3
         answering = asyncio.create_task(answer(link, m.Done(s=0.5)))
         assert await trainer.accumulate([]) == 0.5
         await answering
         await link.close()
-        await attending
+        await serving
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("final", [False, True])
-def test_a_failure_is_a_lost_trainer_unless_a_person_has_to_put_it_right(final: bool) -> None:
-    async def story() -> None:
+def test_failure_is_a_lost_trainer_unless_a_person_must_fix_it(final: bool) -> None:
+    async def scenario() -> None:
         trainer = RemoteTrainer()
-        link, attending = dial(trainer, 3)
+        link, serving = dial(trainer, 3)
         await trainer.connected(5)
-        said = m.Failed(error="OutOfMemoryError: CUDA out of memory", final=final)
-        answering = asyncio.create_task(answer(link, said))
+        failed = m.Failed(error="OutOfMemoryError: CUDA out of memory", final=final)
+        answering = asyncio.create_task(answer(link, failed))
         with pytest.raises(WindfallError if final else TrainerLost, match="CUDA out of memory"):
             await trainer.accumulate([])
         await answering
         await link.close()
-        await attending
+        await serving
 
-    run(story())
+    run(scenario())
 
 
 @pytest.mark.parametrize("first_is_frozen", [False, True])
-def test_a_successor_is_not_asked_to_go_on_with_the_step_of_another(first_is_frozen: bool) -> None:
-    """It has the weights of the last checkpoint: a gradient of a later step must not reach it."""
+def test_new_trainer_does_not_continue_the_step_of_another(first_is_frozen: bool) -> None:
+    """It has the weights of the last checkpoint, so it must not get a gradient of a later step."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         trainer = RemoteTrainer()
-        first, attending = dial(trainer, 3)
+        first, serving = dial(trainer, 3)
         await trainer.connected(5)
         if not first_is_frozen:
             await first.close("killed")
-            await attending
-        second, attending_too = dial(trainer, 0)
+            await serving
+        second, second_serving = dial(trainer, 0)
         await asyncio.sleep(0.01)
-        with pytest.raises(TrainerLost, match="taken its place"):
+        with pytest.raises(TrainerLost, match="has replaced it"):
             await trainer.accumulate([])
         assert (await trainer.connected(5)).step == 0
         answering = asyncio.create_task(answer(second, m.Done(s=0.1)))
         assert await trainer.accumulate([]) == 0.1
         await answering
         await second.close()
-        await asyncio.gather(attending, attending_too)
+        await asyncio.gather(serving, second_serving)
 
-    run(story())
+    run(scenario())
 
 
-def test_lost_while_it_is_waited_for() -> None:
-    async def story() -> None:
+def test_trainer_lost_during_a_request() -> None:
+    async def scenario() -> None:
         trainer = RemoteTrainer()
-        link, attending = dial(trainer, 1)
+        link, serving = dial(trainer, 1)
         await trainer.connected(5)
         asking = asyncio.create_task(trainer.save())
         await asyncio.sleep(0.01)
@@ -113,9 +114,9 @@ def test_lost_while_it_is_waited_for() -> None:
             await asking
         with pytest.raises(TrainerLost, match="no trainer"):
             await trainer.save()
-        await attending
+        await serving
 
-    run(story())
+    run(scenario())
 
 
 def sample(tokens: int, mark: float = 0.0) -> Sample:
@@ -126,7 +127,7 @@ def sample(tokens: int, mark: float = 0.0) -> Sample:
     )  # fmt: skip
 
 
-def test_a_large_batch_travels_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FRAME_BYTES", 1 << 16)
     samples = [sample(n, mark) for mark, n in enumerate((700, 900, 1500, 20, 20, 5000, 30))]
     frames: list[Any] = []
@@ -140,9 +141,9 @@ def test_a_large_batch_travels_in_several_messages(monkeypatch: pytest.MonkeyPat
             else:
                 await link.send(m.Done(s=0.5))
 
-    async def story() -> None:
+    async def scenario() -> None:
         trainer = RemoteTrainer()
-        link, attending = dial(trainer, 3)
+        link, serving = dial(trainer, 3)
         await trainer.connected(5)
         playing = asyncio.create_task(play(link))
         took_s = await trainer.accumulate(samples)
@@ -161,27 +162,27 @@ def test_a_large_batch_travels_in_several_messages(monkeypatch: pytest.MonkeyPat
         assert frames == [m.Accumulate(samples=())]
         playing.cancel()
         await link.close()
-        await attending
+        await serving
 
-    run(story())
+    run(scenario())
 
 
-def test_a_sample_that_no_frame_holds_ends_the_run_with_a_reason() -> None:
-    """Not as a lost trainer: the next one could not be told either, and the run would try for ever."""
+def test_sample_over_the_frame_limit_ends_the_run_with_a_reason() -> None:
+    """It is not a lost trainer: the next one could not receive the sample either, and the run would retry forever."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         trainer = RemoteTrainer()
         ours, _ = pair()
-        attending = asyncio.create_task(trainer.attend(ours, hello(1)))
+        serving = asyncio.create_task(trainer.attend(ours, hello(1)))
         await trainer.connected(5)
 
         async def send(message: object) -> None:
-            raise TooLarge("an Accumulate of 300,000,000 bytes")
+            raise FrameTooLarge("an Accumulate of 300,000,000 bytes")
 
         ours.send = send  # type: ignore[method-assign]
         with pytest.raises(WindfallError, match="an Accumulate of 300,000,000 bytes"):
             await trainer.accumulate([sample(4)])
         await ours.close()
-        await attending
+        await serving
 
-    run(story())
+    run(scenario())

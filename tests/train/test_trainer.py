@@ -1,4 +1,4 @@
-"""What every trainer must do: gradients by the formula, in any order; log-probs that agree with the engine's."""
+"""The contract of a trainer: gradients as in the formulas, in any order; log-probs that agree with the engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from windfall import algorithms, config
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import load
-from windfall.train import head
-from windfall.train import logprobs as chunked
+from windfall.train import head, logprobs
 from windfall.train.gradients import Gradients
 from windfall.train.optimizer import Optimizer
 from windfall.train.sample import Sample, credit, outcomes, packs
@@ -30,28 +29,28 @@ def model() -> Any:
 
 
 def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
-    """Real responses of the model, sampled by the engine, with made-up advantages."""
+    """Real responses of the model, sampled by the engine, with random advantages."""
     rng, engine = random.Random(seed), TorchEngine(model, kv_tokens=4096)
-    asked = [
+    requests = [
         Request(id=str(i), prompt=tuple(rng.randrange(3, 13) for _ in range(rng.randint(1, 20))), seed=i,
                 max_tokens=rng.randint(1, 50))
         for i in range(count)
     ]  # fmt: skip
-    said: dict[str, list[tuple[int, float]]] = {r.id: [] for r in asked}
-    for r in asked:
+    generated: dict[str, list[tuple[int, float]]] = {r.id: [] for r in requests}
+    for r in requests:
         engine.add(r)
     while len(engine):
         for c in engine.step():
-            said[c.id] += zip(c.tokens, c.logprobs, strict=True)
+            generated[c.id] += zip(c.tokens, c.logprobs, strict=True)
     return [
         Sample(
-            ids=(*r.prompt, *(t for t, _ in said[r.id])),
-            targets=tuple(range(len(r.prompt), len(r.prompt) + len(said[r.id]))),
-            behaviour=np.array([lp for _, lp in said[r.id]]),
+            ids=(*r.prompt, *(t for t, _ in generated[r.id])),
+            targets=tuple(range(len(r.prompt), len(r.prompt) + len(generated[r.id]))),
+            behaviour=np.array([lp for _, lp in generated[r.id]]),
             advantage=rng.uniform(-1, 1),
             limit=50,
         )
-        for r in asked
+        for r in requests
     ]
 
 
@@ -67,8 +66,8 @@ def gradients(t: TorchTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in t.model.parameters() if p.grad is not None]).clone()
 
 
-def test_an_engine_that_computes_another_model_ends_it_before_the_update(model: Any) -> None:
-    """A run whose log-probs were 1.2 nats apart on average ended with status 0 before."""
+def test_engine_that_computes_another_model_is_detected_before_the_update(model: Any) -> None:
+    """Such a run, with log-probs 1.2 nats apart on average, once ended with status 0."""
     made = [replace(s, behaviour=s.behaviour - 1.2) for s in samples(model, 4)]
     t = trainer(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -76,27 +75,28 @@ def test_an_engine_that_computes_another_model_ends_it_before_the_update(model: 
     with pytest.raises(WindfallError, match=r"engine and trainer disagree .* differ by 1\.2 nats") as failed:
         t.finish()
     assert failed.value.where == "train.engine_gap_limit"
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "nothing was applied"
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "the weights must not change"
     allowed = trainer(model, train={"engine_gap_limit": 1.5})
     allowed.accumulate(made)
     assert allowed.finish().engine_gap == pytest.approx(1.2, abs=1e-3)
 
 
-def test_logprobs_equal_the_engines_to_1e_5(model: Any) -> None:
+def test_logprobs_equal_those_of_the_engine_to_1e_5(model: Any) -> None:
     made = samples(model, 16)
     for pack in packs(made, 300):
-        logp, _ = chunked.Learner(model).score(pack, 1.0)
-        # Relative for very unlikely tokens: float32 itself has no more than 1e-6 at a log-prob of -10.
+        logp, _ = logprobs.Learner(model).score(pack, 1.0)
+        # Relative for very unlikely tokens: float32 has a precision of only 1e-6 at a log-prob of -10.
         ours, theirs = logp.detach().numpy(), np.concatenate([s.behaviour for s in pack])
         assert np.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
         assert np.abs(ours - theirs).mean() < 1e-6
 
 
-def test_tiles_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole responses in a tile, a response cut into several, or all at once: the gradient is plain autograd's."""
+def test_tiles_do_not_change_the_gradient(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several responses in a tile, a response split into several, or all at once: the gradient equals that of
+    autograd."""
     made = samples(model, 5)
     weights = np.random.default_rng(0).normal(size=sum(len(s.targets) for s in made))
-    logp, entropy = plainly(model, made, 0.7)
+    logp, entropy = reference_logprobs(model, made, 0.7)
     (-torch.from_numpy(weights).float() * logp).sum().backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     for rows in (7, 60, 10_000):
@@ -108,27 +108,27 @@ def test_tiles_change_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
             seen.append(np.stack(numbers))
             return weights[sizes[first] : sizes[last]]
 
-        chunked.Learner(model, Gradients(model)).learn(made, 0.7, weigh)
+        logprobs.Learner(model, Gradients(model)).learn(made, 0.7, weigh)
         ours, theirs = np.concatenate(seen, 1), torch.stack((logp, entropy)).detach().numpy()
         assert np.allclose(ours, theirs, atol=1e-5)
         for n, p in model.named_parameters():
             assert (p.grad - expected[n]).norm() < 1e-5 * expected[n].norm(), n
 
 
-def plainly(model: Any, made: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies by transformers' own attention, a sequence at a time."""
-    was, parts = model.config._attn_implementation, []
+def reference_logprobs(model: Any, made: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies with the attention of transformers, one sequence at a time."""
+    implementation, parts = model.config._attn_implementation, []
     model.set_attn_implementation("eager")
     for s in made:
         logp = torch.log_softmax(model(torch.tensor([s.ids])).logits[0] / temperature, -1)[[t - 1 for t in s.targets]]
         mine = logp.gather(1, torch.tensor([[s.ids[t]] for t in s.targets]))[:, 0]
         parts.append((mine, -(logp.exp() * logp).sum(-1)))
-    model.set_attn_implementation(was)
+    model.set_attn_implementation(implementation)
     return torch.cat([p for p, _ in parts]), torch.cat([e for _, e in parts])
 
 
-def test_gradient_is_that_of_the_textbook_loss(model: Any) -> None:
-    """On-policy GRPO, written out with transformers' own forward pass, one padded row per response."""
+def test_gradient_equals_that_of_the_textbook_loss(model: Any) -> None:
+    """On-policy GRPO, written out with the forward pass of transformers, one response at a time."""
     made = samples(model)
     t = trainer(model, algorithm={"importance_cap": 1e9})
     t.accumulate(made)
@@ -148,9 +148,9 @@ def test_gradient_is_that_of_the_textbook_loss(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
-def test_gradient_is_the_one_that_the_docs_state(model: Any, name: str) -> None:
-    """docs/algorithms.md written out in plain torch: surrogate, truncated importance, KL; a second update of a step, on
-    responses with the environment's words between the policy's."""
+def test_gradient_equals_the_formulas_in_the_docs(model: Any, name: str) -> None:
+    """docs/algorithms.md written out in plain torch: surrogate, truncated importance, KL; for the second update of a
+    step, on responses with tokens of the environment between those of the policy."""
     kl, cap, options = 0.3, 1.05, {"clip_high": 0.01} if name in ("dapo", "cispo", "gspo") else {}
     rng = np.random.default_rng(1)
     made = [
@@ -186,7 +186,7 @@ def test_gradient_is_the_one_that_the_docs_state(model: Any, name: str) -> None:
 
 
 def _plain(model: Any, s: Sample) -> torch.Tensor:
-    logp, _ = plainly(model, [s], 1.0)
+    logp, _ = reference_logprobs(model, [s], 1.0)
     return logp
 
 
@@ -205,10 +205,10 @@ def _textbook(
         case "cispo":
             surrogate = trust * ratio.detach().clamp(1 - low, 1 + high) * advantage * logp
         case "gspo":
-            # Each token carries an equal part of the response's ratio: s_i / |y_i|, with the gradient of its log-prob.
-            whole = (logp - old).mean().exp()
-            part = whole.detach() * (logp - logp.detach()).exp() / len(logp)
-            clips = whole > 1 + high if advantage > 0 else whole < 1 - low
+            # Each token has an equal part of the ratio of the response, s_i / |y_i|, with the gradient of its log-prob.
+            sequence_ratio = (logp - old).mean().exp()
+            part = sequence_ratio.detach() * (logp - logp.detach()).exp() / len(logp)
+            clips = sequence_ratio > 1 + high if advantage > 0 else sequence_ratio < 1 - low
             surrogate = trust * part * advantage * float(not clips)
         case _:
             surrogate = trust * torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -232,13 +232,15 @@ def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -
     assert torch.allclose(gradients(pieces), expected, atol=2e-5, rtol=1e-3)
 
 
-def test_what_has_no_credit_is_reported_and_costs_no_backward_pass(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups whose responses all got the same reward: half of them at the end of the demo."""
+def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is the case for groups with equal rewards: half of the groups at the end of the demo."""
     made = samples(model)
     some = [s if i % 2 else replace(s, advantage=0.0) for i, s in enumerate(made)]
     calls: list[int] = []
-    backward = chunked.Autograd.backward
-    monkeypatch.setattr(chunked.Autograd, "backward", lambda *args: (calls.append(1), backward(*args)))
+    backward = logprobs.Autograd.backward
+    monkeypatch.setattr(logprobs.Autograd, "backward", lambda *args: (calls.append(1), backward(*args)))
     gradients = []
     for given in (some, [s for s in some if s.advantage]):
         t = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
@@ -261,7 +263,7 @@ def test_what_has_no_credit_is_reported_and_costs_no_backward_pass(model: Any, m
         assert report.skipped == "nothing"
 
 
-def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any) -> None:
+def test_several_updates_use_the_policy_at_the_start_of_the_step(model: Any) -> None:
     made = samples(model, 8)
     t = trainer(model, train={"lr": 5e-3})
     prepared = t.prepare(made)
@@ -271,11 +273,11 @@ def test_several_updates_compare_with_the_policy_the_step_began_with(model: Any)
     t.accumulate(prepared)
     second = t.finish()
     assert first.clipped == 0
-    assert second.clipped > 0  # the policy has moved away from `old`, and the clip has seen it
-    assert second.engine_gap == pytest.approx(first.engine_gap)  # `old` has stayed
+    assert second.clipped > 0  # the policy has moved away from `old`, so tokens are clipped
+    assert second.engine_gap == pytest.approx(first.engine_gap)  # `old` has not changed
 
 
-def test_kl_pulls_back_to_the_reference(model: Any) -> None:
+def test_kl_pulls_the_policy_to_the_reference(model: Any) -> None:
     made = [replace(s, advantage=0.0) for s in samples(model)]
     reference = load.load("tiny", dtype="float32", device="cpu")
     with torch.no_grad():
@@ -293,7 +295,7 @@ def test_kl_pulls_back_to_the_reference(model: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_log_probs_that_are_not_finite_are_above_any_limit(model: Any, value: float) -> None:
+def test_non_finite_logprobs_exceed_any_limit(model: Any, value: float) -> None:
     made = samples(model, 4)
     t = trainer(model, train={"engine_gap_limit": 1e6})
     t.accumulate([replace(made[0], behaviour=np.full_like(made[0].behaviour, value)), *made[1:]])
@@ -301,7 +303,7 @@ def test_log_probs_that_are_not_finite_are_above_any_limit(model: Any, value: fl
         t.finish()
 
 
-def test_a_gradient_that_is_not_finite_is_not_used(model: Any) -> None:
+def test_non_finite_gradient_is_not_used(model: Any) -> None:
     made = samples(model, 4)
     before = {n: p.clone() for n, p in model.named_parameters()}
     t = trainer(model)
@@ -312,8 +314,9 @@ def test_a_gradient_that_is_not_finite_is_not_used(model: Any) -> None:
     assert not t.finish().skipped
 
 
-def test_an_update_without_any_credit_moves_nothing(model: Any) -> None:
-    """Not through momentum, and not by weight decay; only the schedule goes on. So it does when it is resumed."""
+def test_update_without_advantages_changes_no_weight(model: Any) -> None:
+    """Neither momentum nor weight decay moves the weights; only the schedule continues. The same holds after a
+    resume."""
     made = samples(model, 4)
     t = trainer(model, train={"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "engine_gap_limit": 1e6})
     t.accumulate(made)
@@ -351,7 +354,7 @@ def test_activation_checkpointing_changes_no_gradient(model: Any) -> None:
 
 
 def test_bfloat16_has_float32_masters() -> None:
-    """A change too small for bfloat16 is not lost: it adds up in the master."""
+    """A change too small for bfloat16 is not lost: the master accumulates it."""
     layer = torch.nn.Linear(4, 4, bias=False).bfloat16()
     torch.nn.init.ones_(layer.weight)
     o = Optimizer(layer, config.Train(lr=1e-4, clip_norm=1e9), total_updates=100)
@@ -363,7 +366,7 @@ def test_bfloat16_has_float32_masters() -> None:
     assert layer.weight.float().mean().item() == pytest.approx(1 - 50e-4, abs=0.004)
 
 
-def test_schedules() -> None:
+def test_learning_rate_schedules() -> None:
     layer = torch.nn.Linear(1, 1)
     rates = {}
     for kind in ("constant", "linear", "cosine"):
@@ -378,7 +381,7 @@ def test_schedules() -> None:
     assert rates["cosine"][6] == pytest.approx(0.5)
 
 
-def test_credit_leaves_out_what_has_no_reward_and_trains_on_sampled_tokens_only() -> None:
+def test_credit_skips_responses_without_reward_and_trains_only_on_sampled_tokens() -> None:
     def response(i: int, reward: float | None) -> Response:
         return Response(id=f"0/{i}", prompt=(5, 6), tokens=(7, 8, 9), logprobs=(-1.0, 0.0, -2.0),
                         sampled=(True, False, True), versions=(0, -1, 0), finish="stop", reward=reward)  # fmt: skip
@@ -393,7 +396,7 @@ def test_credit_leaves_out_what_has_no_reward_and_trains_on_sampled_tokens_only(
     assert made[0].behaviour.tolist() == [-1.0, -2.0]
 
 
-def test_packs_hold_everything_once_and_keep_to_the_budget(model: Any) -> None:
+def test_packs_contain_every_sample_once_within_the_budget(model: Any) -> None:
     made = samples(model, 20)
     packed = packs(made, 100)
     assert sorted(id(s) for p in packed for s in p) == sorted(id(s) for s in made)
@@ -401,9 +404,7 @@ def test_packs_hold_everything_once_and_keep_to_the_budget(model: Any) -> None:
     assert len(packs(made, 10**9)) == 1
 
 
-def test_a_model_that_changes_its_logits_after_the_head_is_trained_with_them(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_with_changed_logits_is_trained_on_them(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, weight = model.forward, model.get_output_embeddings().weight
 
     def capped(*args: Any, **kwargs: Any) -> Any:
@@ -420,14 +421,14 @@ def test_a_model_that_changes_its_logits_after_the_head_is_trained_with_them(
     model.set_attn_implementation("windfall")
     theirs, gradients = weight.grad.clone(), Gradients(model)
     gradients.zero()
-    learner = chunked.Learner(model, gradients)
+    learner = logprobs.Learner(model, gradients)
     torch.testing.assert_close(learner.score([sample], 0.7)[0], logp.detach(), atol=1e-5, rtol=0)
     learner.learn([sample], 0.7, lambda first, last, logp, entropy: np.ones(len(logp)))
     torch.testing.assert_close(weight.grad, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_learning_leaves_dropout_out(model: Any) -> None:
-    """As rollout does: else the policy that is trained is not the one that spoke."""
+def test_training_does_not_apply_dropout(model: Any) -> None:
+    """Rollout does not apply it either; otherwise the trained policy would not be the one that generated."""
     mlp = model.model.layers[0].mlp
     mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5)).eval()
     made, found = samples(model, 2), []
@@ -436,7 +437,7 @@ def test_learning_leaves_dropout_out(model: Any) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         gradients = Gradients(model)
         gradients.zero()
-        chunked.Learner(model, gradients).learn(made, 1.0, lambda first, last, logp, entropy: np.ones(len(logp)))
+        logprobs.Learner(model, gradients).learn(made, 1.0, lambda first, last, logp, entropy: np.ones(len(logp)))
         found.append(model.model.embed_tokens.weight.grad.clone())
         assert not any(m.training for m in model.modules())
     torch.testing.assert_close(*found)

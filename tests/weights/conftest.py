@@ -1,4 +1,4 @@
-"""A publisher and its server in a thread of their own, and a proxy that can do to a connection what networks do."""
+"""A publisher with its server in a separate thread, and a proxy that injects network faults."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Served:
         return Puller(**{"key": KEY, "timeout_s": 5.0, **options})
 
     def ask(self, path: str, *lines: str, key: str = KEY, method: str = "GET", body: bytes = b"") -> bytes:
-        """Everything that the server answers to one request, head and body."""
+        """The complete answer of the server to one request, header and body."""
         head = "\r\n".join((f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", *lines))
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as s:
             s.sendall(f"{head}\r\nAuthorization: Bearer {key}\r\n\r\n".encode() + body)
@@ -57,28 +57,28 @@ class Served:
 
 @pytest.fixture
 def serving() -> Iterator[Callable[..., Served]]:
-    made: list[Served] = []
+    servers: list[Served] = []
 
     def make(server: dict[str, Any] | None = None, **publisher: Any) -> Served:
-        made.append(Served(Publisher(**{"chunk_bytes": 1 << 16, **publisher}), **(server or {})))
-        return made[-1]
+        servers.append(Served(Publisher(**{"chunk_bytes": 1 << 16, **publisher}), **(server or {})))
+        return servers[-1]
 
     yield make
-    for s in made:
+    for s in servers:
         s.close()
 
 
 Rule = Callable[[int, int, bytes], bytes | None]
-"""(number of the connection, bytes sent on it so far, data) to what is passed on; None cuts the connection."""
+"""From (number of the connection, bytes forwarded so far, data) to the data to forward; None closes the connection."""
 
 
 class Proxy:
-    """Between puller and server. Keeps what was asked, and counts what was passed on."""
+    """Between puller and server. Records the requests, and counts the bytes forwarded to the puller."""
 
     def __init__(self, port: int, rule: Rule) -> None:
         self.rule, self.upstream = rule, port
-        self.asked: list[str] = []
-        self.passed = self.connections = 0
+        self.requests: list[str] = []
+        self.forwarded = self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open: list[socket.socket] = []
@@ -99,7 +99,7 @@ class Proxy:
     def _up(self, client: socket.socket, server: socket.socket) -> None:
         try:
             while data := client.recv(1 << 16):
-                self.asked += [x for x in data.decode().split("\r\n") if x.startswith(("GET", "Range"))]
+                self.requests += [x for x in data.decode().split("\r\n") if x.startswith(("GET", "Range"))]
                 server.sendall(data)
         except OSError:
             pass
@@ -113,7 +113,7 @@ class Proxy:
                     break
                 client.sendall(out)
                 sent += len(out)
-                self.passed += len(out)
+                self.forwarded += len(out)
             client.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
@@ -126,12 +126,12 @@ class Proxy:
 
 @pytest.fixture
 def proxied() -> Iterator[Callable[[Served, Rule], Proxy]]:
-    made: list[Proxy] = []
+    proxies: list[Proxy] = []
 
     def make(served: Served, rule: Rule) -> Proxy:
-        made.append(Proxy(served.port, rule))
-        return made[-1]
+        proxies.append(Proxy(served.port, rule))
+        return proxies[-1]
 
     yield make
-    for p in made:
+    for p in proxies:
         p.close()

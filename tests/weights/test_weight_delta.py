@@ -1,4 +1,4 @@
-"""A delta turns the old bytes into the new ones exactly; one that is damaged changes nothing."""
+"""A delta turns the old bytes into exactly the new ones. A damaged delta changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def described(*tensors: tuple[str, int]) -> Manifest:
 
 
 def random_bytes(m: Manifest, rng: np.random.Generator) -> np.ndarray:
-    """Any bit pattern, NaN payloads among them; zeros between tensors."""
+    """Any bit pattern, including NaN payloads; zeros between tensors."""
     out = np.zeros(m.nbytes, np.uint8)
     for e in m.entries:
         out[e.offset : e.offset + e.nbytes] = rng.integers(0, 256, e.nbytes, np.uint8)
@@ -32,7 +32,7 @@ def random_bytes(m: Manifest, rng: np.random.Generator) -> np.ndarray:
 
 
 def change(m: Manifest, old: np.ndarray, density: float, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """Some elements by one bit; how many."""
+    """Change some elements by one bit. Returns the new bytes and the number of changes."""
     new, count = old.copy(), 0
     for e in m.entries:
         words = new[e.offset : e.offset + e.nbytes].view(f"<u{WIDTHS[e.dtype]}")
@@ -42,9 +42,9 @@ def change(m: Manifest, old: np.ndarray, density: float, rng: np.random.Generato
     return new, count
 
 
-def ways(blob: bytes) -> set[int]:
+def encodings(blob: bytes) -> set[int]:
     rows = int(np.frombuffer(blob, "<u8", 1, 8)[0])
-    return set(np.frombuffer(blob, delta.ROW, rows, 16)["way"].tolist())
+    return set(np.frombuffer(blob, delta.ROW, rows, 16)["encoding"].tolist())
 
 
 @settings(max_examples=60, deadline=None)
@@ -57,11 +57,11 @@ def ways(blob: bytes) -> set[int]:
     density=st.sampled_from([0.0, 0.0005, 0.01, 0.1, 0.5, 0.97, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_exact_for_any_change(sizes: list[tuple[str, int]], density: float, seed: int) -> None:
+def test_delta_is_exact_for_any_change(sizes: list[tuple[str, int]], density: float, seed: int) -> None:
     m, rng = described(*sizes), np.random.default_rng(seed)
     old = random_bytes(m, rng)
     new, _ = change(m, old, density, rng)
-    blob = delta.encode(old, new, m, worth=100)
+    blob = delta.encode(old, new, m, max_ratio=100)
     assert blob is not None
     got = old.copy()
     delta.apply(got, blob, m)
@@ -69,38 +69,40 @@ def test_exact_for_any_change(sizes: list[tuple[str, int]], density: float, seed
 
 
 @pytest.mark.parametrize(
-    ("density", "way"), [(1.0, delta.ALL), (0.4, delta.BITMAP), (0.03, delta.GAPS), (0.0003, delta.PLACES)]
+    ("density", "encoding"), [(1.0, delta.ALL), (0.4, delta.BITMAP), (0.03, delta.GAPS), (0.0003, delta.POSITIONS)]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_shortest_index(dtype: str, density: float, way: int) -> None:
+def test_shortest_index_is_chosen(dtype: str, density: float, encoding: int) -> None:
     m, rng = described((dtype, 3 * B + 77)), np.random.default_rng(1)
     old = random_bytes(m, rng)
     new, count = change(m, old, density, rng)
-    blob = delta.encode(old, new, m, worth=2)
+    blob = delta.encode(old, new, m, max_ratio=2)
     assert blob is not None
-    assert way in ways(blob)
-    index = {delta.ALL: 0, delta.BITMAP: (3 * B + 77) / 8, delta.GAPS: 1.01 * count, delta.PLACES: 2 * count}[way]
+    assert encoding in encodings(blob)
+    index = {delta.ALL: 0, delta.BITMAP: (3 * B + 77) / 8, delta.GAPS: 1.01 * count, delta.POSITIONS: 2 * count}[
+        encoding
+    ]
     assert len(blob) <= index + count * WIDTHS[dtype] + 16 + 4 * delta.ROW.itemsize + 8
     got = old.copy()
     delta.apply(got, blob, m)
     assert (got == new).all()
 
 
-def test_nan_and_signed_zero() -> None:
+def test_nan_and_signed_zero_are_preserved() -> None:
     m = described(("float32", 4))
     old = np.array([0.0, np.nan, np.nan, 1.0], np.float32).view(np.uint8)
     new = old.copy()
     new[3] = 0x80  # -0.0, which equals 0.0
     new[8] = 1  # another NaN
-    blob = delta.encode(old, new, m, worth=100)
+    blob = delta.encode(old, new, m, max_ratio=100)
     assert blob is not None
     got = old.copy()
     delta.apply(got, blob, m)
     assert (got == new).all()
-    assert len(blob) > len(delta.encode(old, old, m, worth=100) or b"")
+    assert len(blob) > len(delta.encode(old, old, m, max_ratio=100) or b"")
 
 
-def test_none_when_it_is_no_smaller() -> None:
+def test_no_delta_if_it_is_not_smaller() -> None:
     m, rng = described(("bfloat16", 100 * B)), np.random.default_rng(0)
     old = random_bytes(m, rng)
     assert delta.encode(old, change(m, old, 1.0, rng)[0], m) is None
@@ -113,7 +115,7 @@ def test_none_when_it_is_no_smaller() -> None:
     assert len(same) == 16
 
 
-def test_gives_up_early_on_a_sample() -> None:
+def test_gives_up_early_on_a_sample_of_blocks() -> None:
     m, rng, seen = described(("bfloat16", 300 * B)), np.random.default_rng(0), []
     old = random_bytes(m, rng)
 
@@ -121,15 +123,15 @@ def test_gives_up_early_on_a_sample() -> None:
         seen.append(runs)
         return map(work, runs)
 
-    assert delta.encode(old, old ^ np.uint8(1), m, spread=counting) is None
+    assert delta.encode(old, old ^ np.uint8(1), m, map_=counting) is None
     assert not seen
-    assert delta.encode(old, old, m, spread=counting) is not None
+    assert delta.encode(old, old, m, map_=counting) is not None
     assert seen
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_a_damaged_blob_is_refused_or_stays_inside_and_never_half_applied(data: st.DataObject) -> None:
+def test_damaged_blob_is_refused_or_stays_in_bounds_and_is_never_half_applied(data: st.DataObject) -> None:
     m, rng = described(("float32", 700), ("bfloat16", 900), ("bfloat16", 300)), np.random.default_rng(5)
     old = random_bytes(m, rng)
     new = old.copy()
@@ -151,7 +153,7 @@ def test_a_damaged_blob_is_refused_or_stays_inside_and_never_half_applied(data: 
     except WindfallError:
         assert (got[: m.nbytes] == old).all()
     else:
-        assert kind == "flip"  # of a value or of a place: only the checksums of the result can tell
+        assert kind == "flip"  # of a value or a position: only the checksums of the result detect that
     assert (got[m.nbytes :] == 0xAB).all()
     outside = np.ones(m.nbytes, bool)
     for e in m.entries:
@@ -159,8 +161,8 @@ def test_a_damaged_blob_is_refused_or_stays_inside_and_never_half_applied(data: 
     assert (got[: m.nbytes][outside] == 0).all()
 
 
-def row(block: int, changes: int, index: bytes, way: int, values: bytes) -> bytes:
-    table = np.array([(block, changes, len(index), way)], delta.ROW)
+def row(block: int, changes: int, index: bytes, encoding: int, values: bytes) -> bytes:
+    table = np.array([(block, changes, len(index), encoding)], delta.ROW)
     return delta.MAGIC + np.uint64(1).tobytes() + table.tobytes() + index + values
 
 
@@ -172,19 +174,19 @@ def row(block: int, changes: int, index: bytes, way: int, values: bytes) -> byte
         delta.MAGIC,
         delta.MAGIC + np.uint64(2**63).tobytes(),
         row(1, 1, b"\0", delta.GAPS, b"\0\0"),  # no such block
-        row(0, 1, b"\x0a", delta.GAPS, b"\0\0"),  # eleventh of ten
-        row(0, 2, b"\x09\x00", delta.GAPS, b"\0\0\0\0"),  # second one is the eleventh
-        row(0, 2, b"\x01", delta.GAPS, b"\0\0\0\0"),  # one place for two values
-        row(0, 1, b"\x0a\x00", delta.PLACES, b"\0\0"),
-        row(0, 2, b"\x05\x00\x05\x00", delta.PLACES, b"\0\0\0\0"),  # twice the same
-        row(0, 1, b"\x00\x04", delta.BITMAP, b"\0\0"),  # a bit after the last
+        row(0, 1, b"\x0a", delta.GAPS, b"\0\0"),  # element 11 of 10
+        row(0, 2, b"\x09\x00", delta.GAPS, b"\0\0\0\0"),  # the second change is element 11
+        row(0, 2, b"\x01", delta.GAPS, b"\0\0\0\0"),  # one position for two values
+        row(0, 1, b"\x0a\x00", delta.POSITIONS, b"\0\0"),
+        row(0, 2, b"\x05\x00\x05\x00", delta.POSITIONS, b"\0\0\0\0"),  # the same position twice
+        row(0, 1, b"\x00\x04", delta.BITMAP, b"\0\0"),  # a bit after the last element
         row(0, 2, b"\x01\x00", delta.BITMAP, b"\0\0\0\0"),
         row(0, 1, b"\x01", delta.BITMAP, b"\0\0"),  # too short
         row(0, 9, b"", delta.ALL, bytes(18)),
         row(0, 1, b"\0", 7, b"\0\0"),
     ],
 )
-def test_what_does_not_fit_is_refused(blob: bytes) -> None:
+def test_inconsistent_blob_is_refused(blob: bytes) -> None:
     m, got = described(("bfloat16", 10)), np.arange(20, dtype=np.uint8)
     with pytest.raises(WindfallError, match="weight delta"):
         delta.apply(got, blob, m)
@@ -192,7 +194,7 @@ def test_what_does_not_fit_is_refused(blob: bytes) -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0, 0), (0, 2)])
-def test_blocks_out_of_order_twice_or_unknown_are_refused(order: tuple[int, int]) -> None:
+def test_unordered_duplicate_or_unknown_blocks_are_refused(order: tuple[int, int]) -> None:
     m = described(("bfloat16", 10), ("bfloat16", 10))
     got = np.arange(m.nbytes, dtype=np.uint8)
     table = np.array([(n, 1, 1, delta.GAPS) for n in order], delta.ROW)

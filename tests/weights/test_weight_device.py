@@ -1,4 +1,4 @@
-"""What is published from a device: the same bytes, the same delta, whatever is overlapped."""
+"""Publishing from a device gives the same bytes and the same delta as from the host, whatever overlaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from windfall.weights import copy_out, delta, manifest
 from windfall.weights import device_delta as device
 from windfall.weights.buffers import Buffer
-from windfall.weights.device_delta import Shadow
+from windfall.weights.device_delta import DeviceDelta
 from windfall.weights.manifest import Manifest, TensorEntry
 from windfall.weights.publish import Publisher
 
@@ -25,7 +25,7 @@ DTYPES = ["float32", "bfloat16", "int8", "int64"]
 
 
 def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, dict[TensorEntry, torch.Tensor]]:
-    """As Publisher lays it out."""
+    """Manifest, bytes and sources, laid out as by a Publisher."""
     rows = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape), i) for i, (n, t) in enumerate(tensors.items())]
     entries, nbytes = manifest.layout(rows)
     data = np.zeros(nbytes, np.uint8)
@@ -38,8 +38,10 @@ def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, 
     return made, data, {e: tensors[e.name] for e in entries}
 
 
-def drawn(sizes: list[tuple[str, int]], rng: np.random.Generator, where: str = "cpu") -> dict[str, torch.Tensor]:
-    """Any bit pattern, NaN payloads among them."""
+def random_tensors(
+    sizes: list[tuple[str, int]], rng: np.random.Generator, where: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Any bit pattern, including NaN payloads."""
     out = {}
     for i, (dtype, n) in enumerate(sizes):
         kind = getattr(torch, dtype)
@@ -61,14 +63,16 @@ def changed(tensors: dict[str, torch.Tensor], densities: Any, rng: np.random.Gen
     return out
 
 
-def both(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], worth: float) -> tuple[bytes | None, bytes | None]:
-    """By numpy and by torch."""
+def both(
+    old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], max_ratio: float
+) -> tuple[bytes | None, bytes | None]:
+    """The delta computed by numpy, and by torch."""
     made, before, sources = version_of(old)
-    _, after, changed_ = version_of(new)
-    shadow = Shadow(made.entries, made.nbytes, next(iter(old.values())).device)
-    shadow.take(sources, 0)
-    pieces = shadow.encode({e: changed_[e] for e in sources}, made, worth)
-    return delta.encode(before, after, made, worth=worth), None if pieces is None else b"".join(pieces)
+    _, after, new_sources = version_of(new)
+    encoder = DeviceDelta(made.entries, made.nbytes, next(iter(old.values())).device)
+    encoder.store(sources, 0)
+    pieces = encoder.encode({e: new_sources[e] for e in sources}, made, max_ratio)
+    return delta.encode(before, after, made, max_ratio=max_ratio), None if pieces is None else b"".join(pieces)
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,18 +82,16 @@ def both(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], worth: floa
     slab=st.sampled_from([1, 1 << 26]),
     seed=st.integers(0, 2**32),
 )
-def test_the_blob_is_the_one_that_numpy_makes(
-    sizes: list[tuple[str, int]], density: list[float], slab: int, seed: int
-) -> None:
+def test_blob_equals_the_one_of_numpy(sizes: list[tuple[str, int]], density: list[float], slab: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    old = drawn(sizes, rng)
+    old = random_tensors(sizes, rng)
     if not sum(n for _, n in sizes):
         return
-    whole, device.SLAB = device.SLAB, slab
+    default, device.SLAB = device.SLAB, slab
     try:
-        expected, found = both(old, changed(old, density[: len(sizes)], rng), worth=100)
+        expected, found = both(old, changed(old, density[: len(sizes)], rng), max_ratio=100)
     finally:
-        device.SLAB = whole
+        device.SLAB = default
     assert expected is not None
     assert found == expected
 
@@ -99,36 +101,36 @@ B = delta.BLOCK
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=cuda)])
 @pytest.mark.parametrize("density", [0.0, 0.0003, 0.004, 0.03, 0.4, 0.9, 1.0])
-def test_whole_blocks_and_tensors_without_a_gap_between_them(where: str, density: float) -> None:
+def test_blob_equals_the_one_of_numpy_for_whole_blocks_and_adjacent_tensors(where: str, density: float) -> None:
     rng = np.random.default_rng(7)
-    old = drawn([("bfloat16", 2 * B), ("bfloat16", 3 * B + 77), ("float32", B), ("bfloat16", 5)], rng, where)
-    expected, found = both(old, changed(old, [density] * 4, rng), worth=2)
+    old = random_tensors([("bfloat16", 2 * B), ("bfloat16", 3 * B + 77), ("float32", B), ("bfloat16", 5)], rng, where)
+    expected, found = both(old, changed(old, [density] * 4, rng), max_ratio=2)
     assert expected is not None
     assert found == expected
 
 
 @pytest.mark.parametrize("density", [0.02, 0.5, 0.9, 1.0])
-def test_it_gives_up_when_numpy_would(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gives_up_when_numpy_does(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "BLOCK", 256)
     monkeypatch.setattr(device, "BLOCK", 256)
     rng = np.random.default_rng(0)
-    old = drawn([("bfloat16", 256 * 300), ("bfloat16", 700)], rng)
-    expected, found = both(old, changed(old, [density] * 2, rng), worth=0.9)
+    old = random_tensors([("bfloat16", 256 * 300), ("bfloat16", 700)], rng)
+    expected, found = both(old, changed(old, [density] * 2, rng), max_ratio=0.9)
     assert (expected is None) == (density >= 0.9)
     assert found == expected
 
 
-def test_it_looks_first_where_numpy_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the blocks that are looked at first have changed, all of them: both give up, though little has changed."""
+def test_samples_the_same_blocks_as_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sampled blocks changed, and no others: both give up, although little has changed."""
     monkeypatch.setattr(delta, "BLOCK", 256)
     monkeypatch.setattr(device, "BLOCK", 256)
-    old = drawn([("bfloat16", 256 * 300)], np.random.default_rng(0))
+    old = random_tensors([("bfloat16", 256 * 300)], np.random.default_rng(0))
     new = {"t0": old["t0"].clone()}
     for i in range(0, 300, 4):
         new["t0"].view(torch.int16)[256 * i : 256 * (i + 1)] ^= 1
-    assert both(old, new, worth=0.9) == (None, None)
+    assert both(old, new, max_ratio=0.9) == (None, None)
     new["t0"].view(torch.int16)[: 256 * 100] = old["t0"].view(torch.int16)[: 256 * 100]
-    expected, found = both(old, new, worth=0.9)
+    expected, found = both(old, new, max_ratio=0.9)
     assert expected is not None
     assert found == expected
 
@@ -136,7 +138,7 @@ def test_it_looks_first_where_numpy_looks(monkeypatch: pytest.MonkeyPatch) -> No
 def weights(seed: int, where: str = "cpu") -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     out = {f"w{i}": torch.randn(n, 65).bfloat16().to(where) for i, n in enumerate((3000, 1, 700, 64))}
-    return {**out, "steps": torch.arange(7, device=where), "turned": torch.randn(40, 30).to(where).t()}
+    return {**out, "steps": torch.arange(7, device=where), "transposed": torch.randn(40, 30).to(where).t()}
 
 
 def moved(w: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -148,9 +150,9 @@ def moved(w: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=cuda)])
-def test_a_publisher_with_a_shadow_publishes_the_same(where: str) -> None:
-    """As one without; full copies and deltas, over several versions, a new layout among them."""
-    plain, ours = Publisher(chunk_bytes=1 << 12, shadow=False), Publisher(chunk_bytes=1 << 12, shadow=True)
+def test_publisher_with_device_delta_publishes_the_same(where: str) -> None:
+    """Full copies and deltas equal those of a publisher without it, over several versions, including a new layout."""
+    plain, ours = Publisher(chunk_bytes=1 << 12, device_delta=False), Publisher(chunk_bytes=1 << 12, device_delta=True)
     versions = [weights(0, where)]
     for i in range(3):
         versions.append(moved(versions[-1], i))
@@ -165,26 +167,26 @@ def test_a_publisher_with_a_shadow_publishes_the_same(where: str) -> None:
             assert b.delta_buffer is not None
             assert (a.delta_buffer.data == b.delta_buffer.data).all()
     assert ours.readable[0].delta is not None or plain.readable[0].delta is None
-    assert ours._shadow is not None
+    assert ours._device_delta is not None
     plain.close()
     ours.close()
 
 
-def test_no_room_for_a_shadow_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may have taken the room since it was looked for: buffers are compared instead."""
+def test_no_memory_for_a_device_delta_falls_back_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other work may have taken the memory since the check. The buffers are compared on the host instead."""
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(device, "Shadow", full)
-    with closing(Publisher(chunk_bytes=1 << 12, shadow=True)) as publisher:
+    monkeypatch.setattr(device, "DeviceDelta", full)
+    with closing(Publisher(chunk_bytes=1 << 12, device_delta=True)) as publisher:
         for version in range(2):
             assert publisher.publish(version, {"w": torch.full((64,), float(version))}).version == version
-        assert publisher._wants_shadow is False
+        assert publisher._use_device_delta is False
 
 
-def test_after_a_publish_that_failed_the_next_delta_is_not_against_it() -> None:
-    p, w = Publisher(shadow=True, chunk_bytes=1 << 12), weights(0)
+def test_failed_publish_is_not_the_base_of_the_next_delta() -> None:
+    p, w = Publisher(device_delta=True, chunk_bytes=1 << 12), weights(0)
     p.publish(0, w)
 
     def fail() -> None:
@@ -194,7 +196,7 @@ def test_after_a_publish_that_failed_the_next_delta_is_not_against_it() -> None:
         p.publish(1, moved(w, 1), copied=fail)
     new = moved(w, 2)
     p.publish(2, new)
-    plain = Publisher(shadow=False, chunk_bytes=1 << 12)
+    plain = Publisher(device_delta=False, chunk_bytes=1 << 12)
     plain.publish(0, w)
     plain.publish(2, new)
     assert plain.readable[0].delta is not None
@@ -203,8 +205,8 @@ def test_after_a_publish_that_failed_the_next_delta_is_not_against_it() -> None:
     plain.close()
 
 
-def test_hashing_goes_on_after_the_tensors_are_free() -> None:
-    """`copied` is called while checksums are still being made, and they are those of what was copied."""
+def test_hashing_continues_after_the_tensors_are_free() -> None:
+    """`copied` is called while checksums are still computed; the checksums are those of the copied bytes."""
     p, w, seen = Publisher(chunk_bytes=1 << 12, threads=1), {"a": torch.zeros(100_000)}, []
     held = threading.Event()
     p._pool.submit(held.wait, 10)  # the only thread that hashes
@@ -222,8 +224,8 @@ def test_hashing_goes_on_after_the_tensors_are_free() -> None:
     other.close()
 
 
-def test_a_chunk_is_hashed_when_its_bytes_are_there_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU's bytes, with events that remember what had been copied when they were recorded."""
+def test_chunk_is_hashed_only_after_its_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU's bytes, with events that record which bytes had been copied."""
 
     class Event:
         def __init__(self, **_: Any) -> None:
@@ -243,14 +245,14 @@ def test_a_chunk_is_hashed_when_its_bytes_are_there_and_not_before(monkeypatch: 
     monkeypatch.setattr(p, "_pin", lambda buffer: None)
     entries, nbytes, sources = p._layout(tensors)
     buffer = Buffer(nbytes)
-    asked: list[tuple[int, Any]] = []
-    monkeypatch.setattr(p, "_hash", lambda data, at, there: asked.append((at, there)))
+    hashed: list[tuple[int, Any]] = []
+    monkeypatch.setattr(p, "_hash", lambda data, at, copied: hashed.append((at, copied)))
     hashes, last = p._copy(buffer, sources, object())
     for h in hashes:
         h.result()
-    assert sorted(at for at, _ in asked) == list(range(0, nbytes, 1 << 10))
-    assert len({id(there) for _, there in asked}) > 5, "hashing begins before the end"
-    assert all((there.seen[at : at + 1024] == buffer.data[at : at + 1024]).all() for at, there in asked)
+    assert sorted(at for at, _ in hashed) == list(range(0, nbytes, 1 << 10))
+    assert len({id(copied) for _, copied in hashed}) > 5, "hashing must start before the last byte is copied"
+    assert all((copied.seen[at : at + 1024] == buffer.data[at : at + 1024]).all() for at, copied in hashed)
     assert (last.seen == buffer.data).all()
     for e in entries:
         expected = tensors[e.name].contiguous().view(-1).view(torch.uint8).numpy() if e.nbytes else []
@@ -260,8 +262,8 @@ def test_a_chunk_is_hashed_when_its_bytes_are_there_and_not_before(monkeypatch: 
 
 
 @cuda
-def test_what_is_copied_on_the_side_is_what_was_there() -> None:
-    """Work queued before the publish is in it, work queued after `copied` is not."""
+def test_copy_on_the_side_stream_sees_the_published_values() -> None:
+    """Work enqueued before the publish is included, work enqueued after `copied` is not."""
     p, w = Publisher(chunk_bytes=1 << 16), {"a": torch.zeros(1 << 24, device="cuda", dtype=torch.bfloat16)}
     for v in range(4):
         busy = torch.randn(4096, 4096, device="cuda")

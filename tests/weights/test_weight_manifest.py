@@ -1,4 +1,4 @@
-"""A manifest comes back as it was, and one that is wrong in any way is refused before anyone acts on it."""
+"""A manifest survives a round trip, and an inconsistent one is refused before it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windfall.weights import manifest
 from windfall.weights.manifest import DeltaManifest, Manifest, TensorEntry
 
 
-def made(version: int = 3) -> Manifest:
+def example(version: int = 3) -> Manifest:
     rows = [
         ("a", "float32", (5, 7), 0),
         ("b", "bfloat16", (), 1),
@@ -25,35 +25,35 @@ def made(version: int = 3) -> Manifest:
 
 
 def forged(**changes: Any) -> bytes:
-    """Changed, with the digest that belongs to the change: only the other checks can refuse it."""
-    m = msgspec.structs.replace(made(), **changes)
+    """A changed manifest with a matching digest: only the other checks can refuse it."""
+    m = msgspec.structs.replace(example(), **changes)
     digest = manifest._digest(m.entries, m.nbytes, m.chunk_bytes, m.chunks)
     return msgspec.structs.replace(m, digest=digest).encode()
 
 
 def entry(at: int, **changes: Any) -> dict[str, Any]:
-    entries = list(made().entries)
+    entries = list(example().entries)
     entries[at] = msgspec.structs.replace(entries[at], **changes)
     return {"entries": tuple(entries)}
 
 
 def test_round_trip() -> None:
-    m = made()
+    m = example()
     assert manifest.decode(m.encode()) == m
     assert m.nbytes == 192 + 64 + 72
     assert [e.offset for e in m.entries] == [0, 192, 0, 256]
     assert [e.name for e in m.ranges()] == ["a", "b", "c"]
 
 
-def test_digest_is_of_the_bytes_not_of_the_version() -> None:
-    assert made(1).digest == made(2).digest
-    other = msgspec.structs.replace(made(), chunks=(9, *made().chunks[1:]))
+def test_digest_covers_the_bytes_but_not_the_version() -> None:
+    assert example(1).digest == example(2).digest
+    other = msgspec.structs.replace(example(), chunks=(9, *example().chunks[1:]))
     with pytest.raises(WindfallError, match="digest"):
         manifest.decode(other.encode())
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error"),
     [
         ({"version": -1}, "negative"),
         ({"nbytes": 1 << 50}, "bytes in chunks"),
@@ -62,31 +62,31 @@ def test_digest_is_of_the_bytes_not_of_the_version() -> None:
         ({"chunk_bytes": 1 << 40}, "bytes in chunks"),
         ({"chunks": (1,)}, "1 checksums"),
         ({"chunks": (0, 1, -2)}, "checksums"),
-        ({"entries": made().entries[:3]}, "tensors end at"),
-        ({"entries": (*made().entries, made().entries[0])}, "under one name"),
-        (entry(0, nbytes=136), "bytes are not those"),
-        (entry(0, shape=(-5, -7)), "bytes are not those"),
-        (entry(0, shape=(1 << 60,)), "bytes are not those"),
+        ({"entries": example().entries[:3]}, "the tensors end at"),
+        ({"entries": (*example().entries, example().entries[0])}, "the same name"),
+        (entry(0, nbytes=136), "do not match"),
+        (entry(0, shape=(-5, -7)), "do not match"),
+        (entry(0, shape=(1 << 60,)), "do not match"),
         (entry(0, dtype="float31"), "dtype 'float31'"),
         (entry(1, offset=190), "not aligned"),
         (entry(1, offset=-64), "not aligned"),
         (entry(3, offset=320), "not inside"),
-        (entry(1, offset=128), "lies on another"),
-        (entry(1, offset=0), "lies on another"),
-        (entry(2, shape=(7, 5)), "lies on another"),
+        (entry(1, offset=128), "overlaps another"),
+        (entry(1, offset=0), "overlaps another"),
+        (entry(2, shape=(7, 5)), "overlaps another"),
     ],
 )
-def test_what_is_inconsistent_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(WindfallError, match=says):
+def test_inconsistent_manifest_is_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(WindfallError, match=error):
         manifest.decode(forged(**changes))
 
 
-def test_what_is_no_manifest_is_refused() -> None:
-    good = made().encode()
+def test_invalid_encoding_is_refused() -> None:
+    good = example().encode()
     for bad in (b"", b"\x00", good[:-1], good + b"\x00", msgspec.msgpack.encode({"version": "3"}), b"<html>"):
-        with pytest.raises(WindfallError, match="cannot be read"):
+        with pytest.raises(WindfallError, match="cannot be decoded"):
             manifest.decode(bad)
-    unknown = {**msgspec.to_builtins(made()), "more": 1}
+    unknown = {**msgspec.to_builtins(example()), "more": 1}
     with pytest.raises(WindfallError, match="more"):
         manifest.decode(msgspec.msgpack.encode(unknown))
 
@@ -98,7 +98,7 @@ def test_delta_manifest() -> None:
         manifest.decode_delta(msgspec.structs.replace(d, chunks=(1, 2)).encode())
 
 
-def test_an_entry_without_elements() -> None:
+def test_entry_without_elements() -> None:
     entries, nbytes = manifest.layout([("none", "float32", (0, 4), 0), ("a", "int8", (3,), 1)])
     assert entries[0] == TensorEntry(name="none", dtype="float32", shape=(0, 4), offset=0, nbytes=0)
     m = manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=64, chunks=(7,))

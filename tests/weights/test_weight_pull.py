@@ -1,4 +1,4 @@
-"""Publish, serve and pull over real sockets on loopback: what arrives is what was published, bit for bit."""
+"""Publish, serve and pull over real sockets on loopback: the pulled bytes equal the published ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def weights(seed: int = 0, count: int = 200_000) -> Tensors:
         "embed": tied,
         "big": torch.randn(count // 100, 100, generator=g),
         "half": torch.randn(333, generator=g).bfloat16(),
-        "turned": torch.randn(30, 50, generator=g).T,
+        "transposed": torch.randn(30, 50, generator=g).T,
         "steps": torch.tensor(7),
         "none": torch.empty(0, 3),
         "head": tied,
@@ -48,7 +48,7 @@ def moved(old: Tensors, share: float) -> Tensors:
     return {**old, "big": big}
 
 
-def same(a: Tensors, b: Tensors) -> bool:
+def equal(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
@@ -57,12 +57,12 @@ def test_full_copy(serving: Callable[..., Any]) -> None:
     m = s.publisher.publish(4, w)
     p = s.puller()
     assert p.pull(s.url, 4, m.digest) == m == p.held == s.publisher.current
-    assert same(p.tensors(), w)
+    assert equal(p.tensors(), w)
     assert p.bytes_received == m.nbytes + len(m.encode())
     assert (p.retries, p.delta_used) == (0, 0)
 
 
-def test_tied_tensors_are_sent_once_and_come_tied(serving: Callable[..., Any]) -> None:
+def test_tied_tensors_are_sent_once_and_arrive_tied(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
     assert m.nbytes < sum(t.nbytes for t in w.values()) - w["head"].nbytes + 64 * len(w)
@@ -72,7 +72,7 @@ def test_tied_tensors_are_sent_once_and_come_tied(serving: Callable[..., Any]) -
     assert got["embed"].data_ptr() == got["head"].data_ptr()
 
 
-def test_views_not_copies(serving: Callable[..., Any]) -> None:
+def test_tensors_are_views_of_the_buffer(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     p = s.puller()
     p.pull(s.url, 0, s.publisher.publish(0, w).digest)
@@ -80,17 +80,17 @@ def test_views_not_copies(serving: Callable[..., Any]) -> None:
     assert int(p.tensors()["steps"]) == 9
 
 
-def test_cast(serving: Callable[..., Any]) -> None:
+def test_publisher_casts_to_its_dtype(serving: Callable[..., Any]) -> None:
     s, w = serving(dtype="bfloat16"), weights()
     p = s.puller()
     m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
     got = p.tensors()
     assert m.nbytes < 0.51 * sum(t.nbytes for k, t in w.items() if k != "head")
-    assert same(got, {k: t.bfloat16() if t.is_floating_point() else t for k, t in w.items()})
+    assert equal(got, {k: t.bfloat16() if t.is_floating_point() else t for k, t in w.items()})
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_delta(serving: Callable[..., Any], dtype: str | None) -> None:
+def test_delta_is_pulled_if_small(serving: Callable[..., Any], dtype: str | None) -> None:
     s, w = serving(dtype=dtype), weights()
     p = s.puller()
     first = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
@@ -102,7 +102,7 @@ def test_delta(serving: Callable[..., Any], dtype: str | None) -> None:
     late = s.puller()
     late.pull(s.url, 1, second.digest)
     assert late.delta_used == 0
-    assert same(late.tensors(), p.tensors())
+    assert equal(late.tensors(), p.tensors())
     assert torch.equal(p.tensors()["big"], new["big"].bfloat16() if dtype else new["big"])
 
 
@@ -116,7 +116,7 @@ def test_no_delta_when_everything_changed(serving: Callable[..., Any]) -> None:
     assert all(torch.equal(t, new[k]) for k, t in p.tensors().items())
 
 
-def test_chunks_that_did_not_change_are_not_fetched(serving: Callable[..., Any]) -> None:
+def test_unchanged_chunks_are_not_downloaded(serving: Callable[..., Any]) -> None:
     s, w = serving(delta=False), weights()
     p = s.puller()
     m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
@@ -124,10 +124,10 @@ def test_chunks_that_did_not_change_are_not_fetched(serving: Callable[..., Any])
     m = s.publisher.publish(1, new)
     p.pull(s.url, 1, m.digest)
     assert p.bytes_received - before == len(m.encode()) + m.nbytes % m.chunk_bytes
-    assert same(p.tensors(), new)
+    assert equal(p.tensors(), new)
 
 
-def test_same_bytes_move_nothing(serving: Callable[..., Any]) -> None:
+def test_same_bytes_are_not_downloaded(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     p = s.puller()
     m = p.pull(s.url, 0, s.publisher.publish(0, w).digest)
@@ -139,8 +139,8 @@ def test_same_bytes_move_nothing(serving: Callable[..., Any]) -> None:
     assert p.held.version == 1
 
 
-def test_a_delta_that_leads_elsewhere_is_made_good(serving: Callable[..., Any]) -> None:
-    """The blob is intact by its own checksums and changes a value it should not: only the result can tell."""
+def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> None:
+    """The blob matches its own checksums but changes a wrong value: only the result reveals that."""
     s, w = serving(), weights()
     p = s.puller()
     p.pull(s.url, 0, s.publisher.publish(0, w).digest)
@@ -154,17 +154,17 @@ def test_a_delta_that_leads_elsewhere_is_made_good(serving: Callable[..., Any]) 
     before = p.bytes_received
     p.pull(s.url, 1, m.digest)
     assert p.delta_used == 0
-    assert same(p.tensors(), new)
-    assert p.bytes_received - before < 0.5 * m.nbytes  # what the delta got right stays
+    assert equal(p.tensors(), new)
+    assert p.bytes_received - before < 0.5 * m.nbytes  # correct chunks are kept
 
 
-def test_eight_readers_at_once(serving: Callable[..., Any]) -> None:
+def test_eight_concurrent_readers(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights(count=500_000)
     m = s.publisher.publish(0, w)
     pullers = [s.puller() for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert {x.digest for x in pool.map(lambda p: p.pull(s.url, 0, m.digest), pullers)} == {m.digest}
-    assert all(same(p.tensors(), w) for p in pullers)
+    assert all(equal(p.tensors(), w) for p in pullers)
 
 
 def _hanging(s: Any, path: str) -> socket.socket:
@@ -182,7 +182,7 @@ def _read_all(c: socket.socket) -> None:
         pass
 
 
-def test_readers_that_die_or_stall_disturb_nobody(serving: Callable[..., Any]) -> None:
+def test_dead_or_stalled_readers_disturb_no_other(serving: Callable[..., Any]) -> None:
     s, w = serving(server={"write_timeout_s": 0.3}), weights(count=4_000_000)
     m = s.publisher.publish(0, w)
     for _ in range(5):
@@ -190,23 +190,23 @@ def test_readers_that_die_or_stall_disturb_nobody(serving: Callable[..., Any]) -
     slow = _hanging(s, "/weights/0/full")
     p = s.puller()
     p.pull(s.url, 0, m.digest)
-    assert same(p.tensors(), w)
+    assert equal(p.tensors(), w)
     time.sleep(0.6)
-    with pytest.raises(ConnectionResetError):  # cut off before the end, not waited for
+    with pytest.raises(ConnectionResetError):  # disconnected before the end
         _read_all(slow)
     for version in (1, 2, 3):
         s.publisher.publish(version, w)
     slow.close()
 
 
-def test_many_stalled_readers_take_no_thread(serving: Callable[..., Any]) -> None:
+def test_stalled_readers_occupy_no_thread(serving: Callable[..., Any]) -> None:
     s, w = serving(), {"big": torch.randn(3_000_000)}
     m = s.publisher.publish(0, w)
     stalled = [_hanging(s, "/weights/0/full") for _ in range(60)]
-    p, began = s.puller(), time.monotonic()
+    p, started = s.puller(), time.monotonic()
     p.pull(s.url, 0, m.digest)
-    assert time.monotonic() - began < 3
-    assert same(p.tensors(), w)
+    assert time.monotonic() - started < 3
+    assert equal(p.tensors(), w)
     for c in stalled:
         c.close()
 
@@ -214,16 +214,16 @@ def test_many_stalled_readers_take_no_thread(serving: Callable[..., Any]) -> Non
 def test_wrong_key_is_refused_at_once(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(PullFailed, match="401 wrong key"):
         s.puller(key="another").pull(s.url, 0, m.digest)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - started < 1
     for path in ("manifest", "full", f"delta/{'0' * 32}/manifest", f"delta/{'0' * 32}"):
         assert s.ask(f"/weights/0/{path}", key="").startswith(b"HTTP/1.1 401")
     assert s.ask("/elsewhere", key="x").startswith(b"HTTP/1.1 401")
 
 
-def test_requests_that_are_not_ours_are_refused(serving: Callable[..., Any]) -> None:
+def test_invalid_requests_are_refused(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
     n = m.nbytes
@@ -242,67 +242,67 @@ def test_requests_that_are_not_ours_are_refused(serving: Callable[..., Any]) -> 
 def test_withdrawn_and_unknown_versions(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     digests = [s.publisher.publish(v, moved(w, 0.01 * v)).digest for v in range(3)]
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(PullGone, match="withdrawn; current is 2"):
         s.puller().pull(s.url, 0, digests[0])
     with pytest.raises(PullGone, match="not published"):
         s.puller().pull(s.url, 9, digests[0])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - started < 1
     for v in (1, 2):
         p = s.puller()
         p.pull(s.url, v, digests[v])
-        assert same(p.tensors(), moved(w, 0.01 * v))
+        assert equal(p.tensors(), moved(w, 0.01 * v))
 
 
-def test_another_digest_than_the_one_told_is_refused(serving: Callable[..., Any]) -> None:
+def test_unexpected_digest_is_refused(serving: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
     p = s.puller(tries=2)
-    with pytest.raises(PullFailed, match=f"{m.digest}, not 0, {'0' * 32}"):
+    with pytest.raises(PullFailed, match=f"{m.digest}, expected 0, {'0' * 32}"):
         p.pull(s.url, 0, "0" * 32)
     assert p.held is None
-    with pytest.raises(WindfallError, match="no whole version"):
+    with pytest.raises(WindfallError, match="no complete version"):
         p.tensors()
 
 
 def test_publishing_while_readers_read(serving: Callable[..., Any]) -> None:
-    """A reader of an old version ends right or is told; it never holds a mixture."""
+    """A reader of an old version succeeds or gets an error; it never holds a mixture."""
     s, done = serving(), threading.Event()
-    said: dict[int, str] = {}
+    published: dict[int, str] = {}
     tensors = {v: {"big": torch.full((1_000_000,), float(v))} for v in range(12)}
 
     def publish() -> None:
         for v, t in tensors.items():
-            said[v] = s.publisher.publish(v, t).digest
+            published[v] = s.publisher.publish(v, t).digest
             time.sleep(0.02)
         done.set()
 
     def read(_: int) -> tuple[int, int]:
-        p, right, told = s.puller(parallel=2), 0, 0
+        p, succeeded, gone = s.puller(parallel=2), 0, 0
         last = False
         while not last:
-            last = done.is_set()  # nothing is published any more: the pull after this must succeed
+            last = done.is_set()  # no more versions follow: the next pull must succeed
             current = s.publisher.current
-            if current is None or current.version not in said:
+            if current is None or current.version not in published:
                 continue
             try:
                 got = p.pull(s.url, current.version, current.digest)
             except PullGone:
                 assert not last
-                told += 1
+                gone += 1
                 continue
             assert torch.equal(p.tensors()["big"], tensors[got.version]["big"])
-            right += 1
-        return right, told
+            succeeded += 1
+        return succeeded, gone
 
     with ThreadPoolExecutor(4) as pool:
         readers = [pool.submit(read, i) for i in range(3)]
         pool.submit(publish).result(30)
         outcomes = [r.result(30) for r in readers]
-    assert all(right for right, _ in outcomes)
+    assert all(succeeded for succeeded, _ in outcomes)
 
 
-def test_what_is_withdrawn_mid_read_is_cut(serving: Callable[..., Any]) -> None:
+def test_reader_of_a_withdrawn_version_is_disconnected(serving: Callable[..., Any]) -> None:
     s, w = serving(), {"big": torch.zeros(8_000_000)}
     s.publisher.publish(0, w)
     c = _hanging(s, "/weights/0/full")
@@ -321,11 +321,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         subprocess.run(command.split(), cwd=folder, check=True, capture_output=True, timeout=30)
     except FileNotFoundError:
-        pytest.skip("no openssl command to make a certificate with")
+        pytest.skip("openssl is not installed")
     return folder
 
 
-def test_tls(serving: Callable[..., Any], certificate: Path) -> None:
+def test_pull_over_tls(serving: Callable[..., Any], certificate: Path) -> None:
     inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     inside.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
     s, w = serving(server={"ssl": inside}), weights(count=500_000)
@@ -333,19 +333,21 @@ def test_tls(serving: Callable[..., Any], certificate: Path) -> None:
     trusted = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
     p = s.puller(ssl=trusted)
     p.pull(s.url, 0, m.digest)
-    assert same(p.tensors(), w)
+    assert equal(p.tensors(), w)
     m = s.publisher.publish(1, moved(w, 0.01))
     p.pull(s.url, 1, m.digest)
     assert p.delta_used == 1
     with pytest.raises(PullFailed, match="not trusted"):
         s.puller().pull(s.url, 1, m.digest)
-    with pytest.raises(WindfallError, match="TLS is set up"):
+    with pytest.raises(WindfallError, match="TLS is configured"):
         p.pull(f"http://127.0.0.1:{s.port}", 2, "0" * 32)
 
 
-def test_publisher_keeps_order_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publisher_requires_rising_versions_and_leaves_no_file_or_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fds = len(os.listdir("/proc/self/fd"))
-    for free in (1e12, 0.0):  # in memory; then in files of the folder
+    for free in (1e12, 0.0):  # in memory, then in files of the folder
         monkeypatch.setattr(buffers, "free_bytes", lambda free=free: free)
         p, w = Publisher(tmp_path), weights()
         for v in range(6):
@@ -375,16 +377,16 @@ def test_publisher_keeps_order_and_leaves_nothing(tmp_path: Path, monkeypatch: p
 def test_tensors_may_change_once_copied() -> None:
     p, w = Publisher(), {"a": torch.zeros(1000)}
 
-    def go_on() -> None:
+    def overwrite() -> None:
         w["a"].fill_(1.0)
 
-    m = p.publish(0, w, copied=go_on)
+    m = p.publish(0, w, copied=overwrite)
     assert not np.frombuffer(p.readable[0].buffer.data, np.float32).any()
     assert m.digest != p.publish(1, w).digest
     p.close()
 
 
-def test_an_old_version_is_withdrawn_before_its_buffer_is_written() -> None:
+def test_old_version_is_withdrawn_before_its_buffer_is_overwritten() -> None:
     p, seen = Publisher(), []
     for v in range(3):
         p.publish(v, {"a": torch.full((1000,), float(v))}, copied=lambda: seen.append(p.readable))
@@ -393,8 +395,8 @@ def test_an_old_version_is_withdrawn_before_its_buffer_is_written() -> None:
     p.close()
 
 
-def test_what_lay_in_a_buffer_before_changes_no_digest() -> None:
-    """Bytes between tensors are zero, also where another layout had a tensor."""
+def test_reused_buffer_does_not_change_the_digest() -> None:
+    """Bytes between tensors are zero, even where another layout had a tensor."""
     p, w = Publisher(), {"a": torch.ones(3), "b": torch.ones(13)}
     for v in range(2):
         p.publish(v, {"a": torch.ones(29)})
@@ -405,7 +407,7 @@ def test_what_lay_in_a_buffer_before_changes_no_digest() -> None:
     fresh.close()
 
 
-def test_what_no_puller_can_use_is_refused() -> None:
+def test_invalid_puller_options_are_refused() -> None:
     for options in ({"key": ""}, {"key": "a\r\nb"}, {"key": "k", "parallel": 0}, {"key": "k", "timeout_s": 0}):
         with pytest.raises(WindfallError):
             Puller(**options)
@@ -414,7 +416,7 @@ def test_what_no_puller_can_use_is_refused() -> None:
             Puller(key="k").pull(url, 0, "0" * 32)
 
 
-def test_only_the_ends_need_torch() -> None:
+def test_import_does_not_need_torch() -> None:
     code = "import sys; from windfall.weights import publish, pull, serve; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -26,7 +26,7 @@ from windfall.worker.preemption import PreemptionNotice
 def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            w, e = start(boot=lambda: m.Readied(import_s=1.5, build_s=0.25)), episode("1/0")
+            w, e = start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25)), episode("1/0")
             w.may_build.clear()
             s.dispatch.open(e)
             await s.until(lambda: w.builds and w.puller.bytes_received == 100, "the weights are here")
@@ -45,7 +45,7 @@ def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
 def test_where_the_time_went_is_in_the_event_log(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            start(boot=lambda: m.Readied(import_s=1.5, build_s=0.25))
+            start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25))
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is ready")
             s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
             s.dispatch.open(episode("1/0"))
@@ -148,7 +148,7 @@ def test_preparations_are_waited_for_and_their_errors_are_told(monkeypatch: pyte
     may_go = threading.Event()
     monkeypatch.setattr(startup, "prepare", lambda device, threads: may_go.wait(WAIT_S) and device)
     start = startup.Boot("cpu", 1)
-    assert start.took == m.Readied()
+    assert start.took == m.LoadTimes()
     may_go.set()
     assert start.found() == "cpu"
     assert start.took.import_s > 0

@@ -38,7 +38,7 @@ def own_address() -> str:
 def token(value: str, patience_s: float = 0.0) -> str:
     """The token: the contents of the file `value`, or `value` itself. Waits up to `patience_s` seconds for a file that
     does not exist yet, so that workers can be started before their run."""
-    source = auth.given(value)
+    source = auth.token_or_path(value)
     if isinstance(source, str):
         return source
     if not value:

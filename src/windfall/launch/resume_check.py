@@ -76,6 +76,6 @@ def finished(recipe: Recipe, folder: Path) -> int | None:
         return None
     try:
         checkpoint.check(path)
-    except checksums.Damaged:  # the trainer reports it, sets it aside, and repeats the last steps
+    except checksums.DamagedCheckpoint:  # the trainer reports it, sets it aside, and repeats the last steps
         return None
     return step

@@ -1,45 +1,45 @@
-"""The Link seam: one connection between two parties. `tests/link/test_link_contract.py` says what every kind does."""
+"""The Link seam: one connection between two processes. `tests/link/test_link_contract.py` is its contract."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-CLIPPED = 200
+MAX_QUOTED_CHARS = 200
 
 
 class LinkClosed(Exception):
-    """The other side is not there any more, or never was. Says why, as far as is known."""
+    """The connection ended or could not be established. The text gives the reason as far as it is known."""
 
 
 class BadFrame(LinkClosed):
-    """The other side sent something that is no message. The link is closed."""
+    """The peer sent a frame that is not a valid message. The link is closed."""
 
 
-class TooLarge(LinkClosed):
-    """A message that the other side would refuse for its size. It was not sent."""
+class FrameTooLarge(LinkClosed):
+    """The message exceeds the peer's frame limit. It was not sent."""
 
 
 def clip(text: object) -> str:
-    """What somebody else has said, fit to be logged or sent on: however long it was, and whatever is in it.
+    """Make text from a peer safe to log or forward: limit its length and replace unprintable characters.
 
     >>> clip("a" * 300) == "a" * 199 + "…", clip(ValueError("two\\nlines"))
     (True, 'two?lines')
     """
-    said = str(text)
-    said = said if len(said) <= CLIPPED else said[: CLIPPED - 1] + "…"
-    return "".join(c if c.isprintable() else "?" for c in said)
+    quoted = str(text)
+    quoted = quoted if len(quoted) <= MAX_QUOTED_CHARS else quoted[: MAX_QUOTED_CHARS - 1] + "…"
+    return "".join(c if c.isprintable() else "?" for c in quoted)
 
 
 class Link(Protocol):
     peer: str
-    """Who is at the other end, for messages."""
+    """Address of the other end, for logs and errors."""
 
     async def send(self, message: object) -> None:
-        """Waits while the other side does not read. LinkClosed once it is gone."""
+        """Send a message. Waits while the peer does not read. Raises LinkClosed once the peer is gone."""
         ...
 
     async def receive(self) -> object:
-        """The next message, in the order in which they were sent. LinkClosed once there will be none."""
+        """Return the next message, in the order of sending. Raises LinkClosed once no more messages can arrive."""
         ...
 
     async def close(self, why: str = "") -> None: ...

@@ -1,7 +1,8 @@
-"""The door of the controller: who is let in as a worker or as the trainer, and who is refused, with the reason.
+"""Admission to the controller: accepts authenticated workers and the trainer, and refuses other peers with a reason.
 
-The trainer has a secret of its own, which no worker knows: whoever is let in as the trainer says what the weights are.
-A refusal is logged, at most a few per second, and cut short: somebody who knocks without end must not fill the disk.
+The trainer has a secret of its own that no worker knows, because the trainer determines what the run's weights are.
+Refusals are logged with clipped text and a rate limit of MAX_LOGGED_PER_S, so a peer that dials in a loop cannot fill
+the disk.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from windfall.link import auth
+from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.types import LOCAL
 
-SHAKE_S = 10.0
-LOGGED_PER_S = 5
+MAX_LOGGED_PER_S = 5
+"""Refusals logged per second; further refusals are not logged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What a worker is told."""
+    """What the Welcome of every worker contains."""
 
     model: str
     engine: m.EngineSpec
@@ -33,26 +34,29 @@ class Terms:
 
 
 @runtime_checkable
-class Guarded(Protocol):
-    """A link over a port, which keeps strangers short until it is told. One in memory has none."""
+class LimitedLink(Protocol):
+    """A link that is limited in time and bytes until its peer is authenticated. A link in memory has no such limits."""
 
-    def proved(self) -> object: ...
+    def authenticated(self) -> object: ...
 
 
 class Gate:
     def __init__(
-        self, run: str, token: str, *, log: Callable[..., None], most_workers: int, trainer_secret: str = ""
+        self, run: str, token: str, *, log: Callable[..., None], max_workers: int, trainer_secret: str = ""
     ) -> None:
-        """Without a `trainer_secret`, nobody is let in as the trainer."""
-        self.run, self._token, self._log, self.most_workers = run, token, log, most_workers
+        """Without a `trainer_secret`, no trainer is accepted."""
+        self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
         self._trainer_secret = trainer_secret
         self.terms: Terms | None = None
-        """None: there is no trainer yet, and so no model; workers are asked to come again."""
+        """None until a trainer has joined: the model is not known yet, and workers are asked to dial again later."""
         self.workers = 0
-        self._knocks: list[float] = []
+        """Workers connected now."""
+        self._logged_at: list[float] = []
+        """Times of the refusals logged within the last second (monotonic clock, seconds)."""
 
-    async def worker(self, link: Link, attend: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
-        hello, challenge = await self._meet(link, m.Hello, "hello", self._secret)
+    async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
+        """Authenticate a worker, and serve its link until it ends."""
+        hello, proof = await self._authenticate(link, handshake.WORKER, self._worker_secret)
         if hello is None:
             return
         terms = self.terms
@@ -61,15 +65,16 @@ class Gate:
         elif hello.model and hello.model != terms.model:
             await self._refuse(link, f"the run trains model {terms.model}, this worker has {hello.model}")
         elif not 0 < len(hello.name) <= 64 or not hello.name.isprintable() or "#" in hello.name:
-            await self._refuse(link, "a worker's name is 1 to 64 printable characters without '#'")
+            await self._refuse(link, "a worker's name must be 1 to 64 printable characters without '#'")
         elif max(map(len, (hello.lease.device, hello.lease.region, hello.digest))) > 128:
-            await self._refuse(link, "a device, a region or a digest of more than 128 characters")
+            await self._refuse(link, "the device, region or digest is longer than 128 characters")
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
-            await self._refuse(link, f"a price of {hello.lease.price_usd_per_h} $ per hour")
-        elif self.workers >= self.most_workers:
-            await self._refuse(link, f"the run has its {self.most_workers} workers (fleet.max_workers)", again=True)
+            await self._refuse(link, f"invalid price: {hello.lease.price_usd_per_h} $ per hour")
+        elif self.workers >= self.max_workers:
+            await self._refuse(
+                link, f"the run has its maximum of {self.max_workers} workers (fleet.max_workers)", again=True
+            )
         else:
-            proof = auth.proof(self._secret(hello), "welcome", self.run, challenge, hello.nonce)
             self.workers += 1
             try:
                 await link.send(
@@ -82,61 +87,45 @@ class Gate:
                         stalled_s=terms.stalled_s,
                     )
                 )
-                await attend(link, hello)
+                await serve(link, hello)
             finally:
                 self.workers -= 1
 
-    async def trainer(self, link: Link, attend: Callable[[Link, m.TrainerHello], Awaitable[None]]) -> None:
+    async def trainer(self, link: Link, serve: Callable[[Link, m.TrainerHello], Awaitable[None]]) -> None:
+        """Authenticate the trainer, and serve its link until it ends."""
         if not self._trainer_secret:
             await self._refuse(link, "no trainer is expected here")
             return
-        hello, challenge = await self._meet(link, m.TrainerHello, "trainer", lambda hello: self._trainer_secret)
+        hello, proof = await self._authenticate(link, handshake.TRAINER, lambda hello: self._trainer_secret)
         if hello is not None:
-            proof = auth.proof(self._trainer_secret, "trainer welcome", self.run, challenge, hello.nonce)
             await link.send(m.TrainerWelcome(proof=proof))
-            await attend(link, hello)
+            await serve(link, hello)
 
-    def _secret(self, hello: m.Hello) -> str:
-        """What a worker must know. Only the trainer's process may call itself `local`: that name is paused and resumed
-        with training, and billed as the trainer."""
+    def _worker_secret(self, hello: m.Hello) -> str:
+        """The secret that a worker must know. Only the trainer's process may use the name `local`: that worker is
+        paused and resumed with training, and billed as the trainer."""
         return self._trainer_secret if hello.name == LOCAL else self._token
 
-    async def _meet(self, link: Link, kind: type[Any], said: str, secret: Callable[[Any], str]) -> tuple[Any, bytes]:
-        """Challenge it; its Hello if it knows the secret, else None."""
-        challenge = auth.nonce()
+    async def _authenticate(self, link: Link, role: handshake.Role, secret: Callable[[Any], str]) -> tuple[Any, bytes]:
+        """The peer's hello and the proof for its welcome. The hello is None if the peer was refused or is gone."""
         try:
-            async with asyncio.timeout(SHAKE_S):
-                await link.send(m.Challenge(protocol=m.PROTOCOL, run=self.run, nonce=challenge))
-                hello: Any = await link.receive()
-        except TimeoutError:
-            await self._refuse(link, f"said nothing for {SHAKE_S:g} s")
-            return None, challenge
+            hello, proof = await handshake.challenge(link, role, self.run, secret)
+        except handshake.PeerRefused as e:
+            await self._refuse(link, str(e))
         except BadFrame as e:
-            self._knock(link, str(e))
-            return None, challenge
+            self._log_refusal(link, str(e))
         except LinkClosed:
-            return None, challenge
-        if not isinstance(hello, kind):
-            await self._refuse(link, f"a {kind.__name__} was expected, not a {type(hello).__name__}")
-        elif hello.protocol != m.PROTOCOL:
-            fix = "install the same version of windfall on both"
-            await self._refuse(link, f"protocol {hello.protocol}, this run speaks {m.PROTOCOL}: {fix}")
-        elif (
-            not (needed := secret(hello))  # an empty one proves nothing
-            or len(hello.nonce) != auth.NONCE_BYTES
-            or not auth.same(hello.proof, auth.proof(needed, said, self.run, challenge, hello.nonce))
-        ):
-            await self._refuse(link, "wrong token, or a Hello made for another challenge")
+            pass
         else:
-            if isinstance(link, Guarded):
-                link.proved()
-            return hello, challenge
-        return None, challenge
+            if isinstance(link, LimitedLink):
+                link.authenticated()
+            return hello, proof
+        return None, b""
 
     async def _refuse(self, link: Link, why: str, *, again: bool = False) -> None:
         why = clip(why)
         if not again:
-            self._knock(link, why)
+            self._log_refusal(link, why)
         try:
             async with asyncio.timeout(1.0):
                 await link.send(m.Refused(why=why, again=again))
@@ -144,9 +133,9 @@ class Gate:
             pass
         await link.close(why)
 
-    def _knock(self, link: Link, why: str) -> None:
+    def _log_refusal(self, link: Link, why: str) -> None:
         now = time.monotonic()
-        self._knocks = [t for t in self._knocks if now - t < 1.0]
-        if len(self._knocks) < LOGGED_PER_S:
-            self._knocks.append(now)
+        self._logged_at = [t for t in self._logged_at if now - t < 1.0]
+        if len(self._logged_at) < MAX_LOGGED_PER_S:
+            self._logged_at.append(now)
             self._log("refused", peer=link.peer, why=clip(why))

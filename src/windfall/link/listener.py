@@ -1,12 +1,13 @@
-"""A port that strangers can reach. Until somebody has shown who he is, he is short of everything:
+"""A listening port that limits peers until they have authenticated. An unauthenticated peer has limited
 
-- time: PROVE_S after he came he is cut off, whatever he has sent so far (with TLS, so long again for its handshake);
-- places: there are `most` of them. Whoever comes when all are taken gets the place of the one who has waited longest
-  among those of the busiest address, so that a crowd from one machine keeps nobody else out;
-- bytes: as many as `bound` says, all frames together.
+- time: its connection is closed AUTH_TIMEOUT_S after it was opened, whatever the peer has sent (a TLS handshake may
+  take the same time again);
+- connections: at most `max_unauthenticated` are open. When the limit is reached, a new connection replaces the oldest
+  one from the address with the most connections, so that one machine cannot keep other peers out;
+- bytes: `limit_bytes` sets the total of all frames.
 
-Who has proved himself is passed on to what stands behind the port, and costs nothing more. A process that is out of
-file descriptors says so now and then, not for each connection that it cannot take.
+An authenticated peer is passed on to the server behind the port, without further overhead. A process that has run out
+of file descriptors logs that once per LOG_INTERVAL_S, not for every connection that it cannot accept.
 """
 
 from __future__ import annotations
@@ -25,98 +26,104 @@ from typing import Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 
-PROVE_S = 20.0
-STRANGERS = 256
-HEAD_BYTES = 8 << 10
-"""Of a request with all its headers, about."""
-SAID_EVERY_S = 60.0
-FILES = 1 << 20
+AUTH_TIMEOUT_S = 20.0
+MAX_UNAUTHENTICATED = 256
+REQUEST_BYTES = 8 << 10
+"""Approximate size of an HTTP request with all its headers."""
+LOG_INTERVAL_S = 60.0
+MAX_FILES = 1 << 20
 
 log = logging.getLogger(__name__)
-# Whoever speaks no HTTP is answered with 400; a traceback for each would let a stranger fill the disk.
-log.addFilter(lambda said: not (said.exc_info and isinstance(said.exc_info[1], HttpProcessingError)))
+# A peer that does not speak HTTP is answered with 400. A traceback for each would let it fill the disk.
+log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
-class Door:
-    def __init__(self, *, most: int = STRANGERS, prove_s: float = PROVE_S) -> None:
-        self.most, self._prove_s = most, prove_s
-        self._strangers: dict[asyncio.BaseTransport, _Stranger] = {}
-        """In the order in which they came."""
+class Listener:
+    def __init__(
+        self, *, max_unauthenticated: int = MAX_UNAUTHENTICATED, auth_timeout_s: float = AUTH_TIMEOUT_S
+    ) -> None:
+        self.max_unauthenticated, self._auth_timeout_s = max_unauthenticated, auth_timeout_s
+        self._peers: dict[asyncio.BaseTransport, _UnauthenticatedPeer] = {}
+        """Unauthenticated peers, oldest connection first."""
         self._server: asyncio.Server | None = None
 
     async def listen(
-        self, inner: Callable[[], Any], host: str, port: int, ssl: tls.SSLContext | None, backlog: int = 128
+        self, make_protocol: Callable[[], Any], host: str, port: int, ssl: tls.SSLContext | None, backlog: int = 128
     ) -> int:
-        """`inner` makes what attends to one connection, like a web.Server. OSError where the port is not to be had."""
+        """Listen, and return the port. `make_protocol` creates the handler of one connection, like a web.Server.
+        Raises OSError if the port is not available."""
         loop = asyncio.get_running_loop()
-        _say_rarely(loop)
+        _limit_descriptor_errors(loop)
         self._server = await loop.create_server(
-            lambda: _Stranger(self, inner()), host, port, ssl=ssl, backlog=backlog, reuse_address=True,
-            ssl_handshake_timeout=self._prove_s if ssl else None,
+            lambda: _UnauthenticatedPeer(self, make_protocol()), host, port, ssl=ssl, backlog=backlog,
+            reuse_address=True, ssl_handshake_timeout=self._auth_timeout_s if ssl else None,
         )  # fmt: skip
         return self._server.sockets[0].getsockname()[1]
 
-    def proved(self, transport: asyncio.BaseTransport | None) -> None:
-        """This one is known now. Does no harm when it was before, or is gone."""
-        stranger = self._strangers.pop(transport, None) if transport else None
-        if stranger is not None:
-            stranger.done()
-            stranger.transport.set_protocol(stranger.inner)
+    def authenticated(self, transport: asyncio.BaseTransport | None) -> None:
+        """Lift the limits of this peer. Has no effect if they were lifted before, or if the peer is gone."""
+        peer = self._peers.pop(transport, None) if transport else None
+        if peer is not None:
+            peer.cancel_timeout()
+            peer.transport.set_protocol(peer.inner)
 
-    def bound(self, transport: asyncio.BaseTransport | None, most_bytes: int, over: Callable[[], object]) -> None:
-        """Until this one is known, so many bytes after its request. What is more goes nowhere, and `over` is called."""
-        stranger = self._strangers.get(transport) if transport else None
-        if stranger is not None:
-            stranger.most_bytes, stranger.over = HEAD_BYTES + most_bytes, over
-            if stranger.came_bytes > stranger.most_bytes:  # right behind the request
-                over()
+    def limit_bytes(
+        self, transport: asyncio.BaseTransport | None, max_bytes: int, exceeded: Callable[[], object]
+    ) -> None:
+        """Accept `max_bytes` after the request until this peer is authenticated. Further bytes are dropped, and
+        `exceeded` is called."""
+        peer = self._peers.get(transport) if transport else None
+        if peer is not None:
+            peer.max_bytes, peer.exceeded = REQUEST_BYTES + max_bytes, exceeded
+            if peer.received_bytes > peer.max_bytes:  # they arrived together with the request
+                exceeded()
 
     def close(self) -> None:
-        """Nobody else comes in. Those who are in are the business of what stands behind."""
+        """Accept no more connections. Open connections belong to the server behind the port."""
         if self._server is not None:
             self._server.close()
 
-    def came(self, stranger: _Stranger) -> Callable[[], None]:
-        if len(self._strangers) >= self.most:
-            crowd = Counter(s.address for s in self._strangers.values()).most_common(1)[0][0]
-            first = next(t for t, s in self._strangers.items() if s.address == crowd)
-            self._strangers.pop(first).cut()
-        self._strangers[stranger.transport] = stranger
-        return asyncio.get_running_loop().call_later(self._prove_s, stranger.cut).cancel
+    def add(self, peer: _UnauthenticatedPeer) -> Callable[[], None]:
+        """Register a new connection, and start its timeout. Returns a function that cancels the timeout."""
+        if len(self._peers) >= self.max_unauthenticated:
+            busiest = Counter(p.address for p in self._peers.values()).most_common(1)[0][0]
+            oldest = next(t for t, p in self._peers.items() if p.address == busiest)
+            self._peers.pop(oldest).abort()
+        self._peers[peer.transport] = peer
+        return asyncio.get_running_loop().call_later(self._auth_timeout_s, peer.abort).cancel
 
-    def left(self, stranger: _Stranger) -> None:
-        self._strangers.pop(stranger.transport, None)
+    def remove(self, peer: _UnauthenticatedPeer) -> None:
+        self._peers.pop(peer.transport, None)
 
 
-class _Stranger(asyncio.Protocol):
-    """Passes everything on, and keeps count."""
+class _UnauthenticatedPeer(asyncio.Protocol):
+    """Forwards everything to the inner protocol, and counts the bytes received."""
 
     transport: asyncio.Transport
 
-    def __init__(self, door: Door, inner: Any) -> None:
-        self.inner, self._door = inner, door
+    def __init__(self, listener: Listener, inner: Any) -> None:
+        self.inner, self._listener = inner, listener
         self.address = "?"
-        self.came_bytes, self.most_bytes = 0, 1 << 62
-        self.over: Callable[[], object] = lambda: None
-        self.done: Callable[[], None] = lambda: None
-        """Stops the clock."""
+        self.received_bytes, self.max_bytes = 0, 1 << 62
+        self.exceeded: Callable[[], object] = lambda: None
+        self.cancel_timeout: Callable[[], None] = lambda: None
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if peer else "?"
         self.inner.connection_made(transport)
-        self.done = self._door.came(self)
+        self.cancel_timeout = self._listener.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.done()
-        self._door.left(self)
+        self.cancel_timeout()
+        self._listener.remove(self)
         self.inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self.came_bytes += len(data)
-        if self.came_bytes > self.most_bytes:
-            self.over()
+        self.received_bytes += len(data)
+        if self.received_bytes > self.max_bytes:
+            self.exceeded()
         else:
             self.inner.data_received(data)
 
@@ -129,21 +136,23 @@ class _Stranger(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.inner.resume_writing()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         self.transport.abort()
 
 
-def is_here(peer: Any, own: Any) -> bool:
-    """Of a connection's two addresses: does it come from this very machine?
+def is_same_machine(peer: Any, own: Any) -> bool:
+    """Whether a connection comes from this machine, by its peer address and its own address.
 
-    >>> is_here(("127.0.0.1", 5), ("127.0.0.1", 80)), is_here(("::ffff:127.0.0.1", 5), ("::", 80))
+    >>> is_same_machine(("127.0.0.1", 5), ("127.0.0.1", 80)), is_same_machine(("::ffff:127.0.0.1", 5), ("::", 80))
     (True, True)
-    >>> is_here(("10.0.0.5", 5), ("10.0.0.5", 80)), is_here(("10.0.0.6", 5), ("10.0.0.5", 80)), is_here(None, None)
-    (True, False, False)
+    >>> is_same_machine(("10.0.0.5", 5), ("10.0.0.5", 80)), is_same_machine(("10.0.0.6", 5), ("10.0.0.5", 80))
+    (True, False)
+    >>> is_same_machine(None, None)
+    False
     """
     if not peer or not own:
         return False
-    if peer[0] == own[0]:  # a run that listens on one address of this machine is dialled there by its trainer, too
+    if peer[0] == own[0]:  # the trainer dials the address on which the run listens, which need not be a loopback one
         return True
     try:
         address = ipaddress.ip_address(peer[0].partition("%")[0])
@@ -153,32 +162,36 @@ def is_here(peer: Any, own: Any) -> bool:
 
 
 def raise_file_limit() -> int:
-    """Every connection takes a file descriptor: allow this process all that it may have. How many those are."""
+    """Raise the limit of open files as far as allowed, and return it: every connection takes a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return soft
-    with contextlib.suppress(OSError, ValueError):  # then it stays as it was
+    with contextlib.suppress(OSError, ValueError):  # the limit stays as it was
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def _say_rarely(loop: asyncio.AbstractEventLoop) -> None:
-    """asyncio tells of every connection that it has no descriptor for, hundreds of times per second."""
-    before, said_s = loop.get_exception_handler(), -SAID_EVERY_S
+def _limit_descriptor_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """asyncio reports every connection for which it has no descriptor, hundreds of times per second. Log only some."""
+    previous, logged_s = loop.get_exception_handler(), -LOG_INTERVAL_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal said_s
+        nonlocal logged_s
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            if time.monotonic() - said_s >= SAID_EVERY_S:
-                said_s = time.monotonic()
+            if time.monotonic() - logged_s >= LOG_INTERVAL_S:
+                logged_s = time.monotonic()
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                log.error("%s: connections wait. This process may have %d files open: ulimit -n", error.strerror, limit)
+                log.error(
+                    "%s: connections wait. This process may open %d files; raise the limit with ulimit -n",
+                    error.strerror,
+                    limit,
+                )
         elif isinstance(error, ValueError) and "._start_serving(" in context.get("message", ""):
-            pass  # it wanted to try again, hundreds of times, and the port was closed meanwhile
-        elif before is not None:
-            before(loop, context)
+            pass  # asyncio retries, hundreds of times, after the port was closed
+        elif previous is not None:
+            previous(loop, context)
         else:
             loop.default_exception_handler(context)
 

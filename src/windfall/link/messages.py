@@ -1,12 +1,12 @@
-"""What goes over a link: typed msgspec structs, msgpack arrays on the wire. Changing any of them changes PROTOCOL.
+"""The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
     controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume, Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
 
-A *handle* is the number of one assignment of one response to one worker. A response that moves gets a new one, so a
-frame that comes too late is known by its handle alone.
+A *handle* is the number of one assignment of one response to one worker. A response that moves to another worker gets a
+new handle, so a late frame is recognized by its handle alone.
 """
 
 from __future__ import annotations
@@ -20,215 +20,269 @@ from windfall.types import Finish, Lease, Sampling
 
 PROTOCOL = 3
 MAX_FRAME_BYTES = 8 << 20
-"""Of a worker's frames: far above an engine step of thousands of responses."""
+"""Size limit of a worker's frames: far above an engine step of thousands of responses."""
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The common base. A message that lacks a field, or has one of another type, is refused when it is decoded."""
+    """The common base. Decoding refuses a message with a missing field or a field of the wrong type."""
 
 
 class Challenge(Message, frozen=True, tag=1):
+    """Controller to worker or trainer, first message on a link: prove that you know the secret (link/handshake.py)."""
+
     protocol: int
+    """PROTOCOL of the controller."""
     run: str
+    """Name of the run."""
     nonce: bytes
+    """Random bytes that the peer's proof must cover."""
 
 
 class Hello(Message, frozen=True, tag=2):
-    """`proof` answers the challenge; `version` and `digest` say which weights the worker holds already (-1: none)."""
+    """Worker to controller: the answer to Challenge."""
 
     protocol: int
+    """PROTOCOL of the worker."""
     nonce: bytes
+    """Random bytes that the controller's proof must cover."""
     proof: bytes
+    """HMAC that shows that the worker knows the run's token."""
     name: str
+    """Name of the worker, 1 to 64 printable characters."""
     lease: Lease = Lease()
     model: str = ""
-    """The fingerprint of the model that it has built; empty: none yet, it will take the run's."""
+    """Fingerprint of the model that the worker has built. Empty: none yet, it will build the run's."""
     version: int = -1
+    """Version of the weights that the worker holds already; -1 if it has none."""
     digest: str = ""
+    """Digest of these weights."""
     age_s: float = 0.0
-    """How long its process has been running: it is paid for since then."""
+    """Seconds that the worker's process has been running. It is billed from its start."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to build the run's engine. A value of 0 is worked out from its own memory."""
+    """What a worker needs to build the run's engine. A value of 0 is derived from the worker's own memory."""
 
     model_config: str
-    """The model's configuration as JSON. Its weights are pulled."""
+    """The model's configuration as JSON. The weights are pulled separately."""
     dtype: str
     kv_tokens: int
+    """Capacity of the KV cache, in tokens."""
     page_size: int
+    """Tokens in one page of the KV cache."""
     max_running: int
+    """Limit of responses that are decoded at once."""
     max_rows: int
+    """Limit of token rows in one forward pass."""
     deterministic: bool
     longest: int
-    """Prompt and response together."""
+    """Tokens of the longest possible sequence, prompt and response together."""
     wanted: int
-    """Responses of one step: no worker needs room for more."""
+    """Responses of one step. No worker needs room for more."""
     checked: tuple[str, ...] = ()
-    """What the trainer has found right of this model: see selftest/verdict.py."""
+    """Self-tests of this model that passed on the trainer; see selftest/verdict.py."""
 
 
 class Welcome(Message, frozen=True, tag=3):
+    """Controller to worker: the worker has joined the run."""
+
     proof: bytes
+    """HMAC that shows that the controller knows the run's token."""
     worker: str
-    """What the controller calls it from now on."""
+    """The controller's name for this worker."""
     model: str
+    """Fingerprint of the run's model."""
     engine: EngineSpec
     heartbeat_s: float
+    """Seconds between two Stats."""
     stalled_s: float = 60.0
-    """An engine that has work and makes no step for so long is of no use, and its worker ends."""
+    """Seconds without an engine step, despite work, after which the engine counts as stuck and the worker exits."""
 
 
 class Refused(Message, frozen=True, tag=4):
+    """Controller to worker or trainer, before it closes the link: this peer may not join."""
+
     why: str
     again: bool = False
-    """Worth dialling again later?"""
+    """True if a later attempt may succeed."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One response to generate, or to continue."""
+
     handle: int
     prompt: bytes
-    """Prompt and the tokens so far: uint32, one after the other."""
+    """Prompt and the tokens generated so far: consecutive uint32."""
     position: int
+    """Position in the response of the first token to generate."""
     seed: int
+    """Sampling is a function of the seed, the position and the logits."""
     max_tokens: int
+    """Tokens to generate at most, from `position` on."""
     sampling: Sampling
     stop: tuple[int, ...]
+    """Token ids that end the response."""
 
 
 class Assign(Message, frozen=True, tag=5):
+    """Controller to worker: generate these responses."""
+
     work: tuple[Work, ...]
 
 
 class Cancel(Message, frozen=True, tag=6):
+    """Controller to worker: stop generating these responses. No answer is expected."""
+
     handles: tuple[int, ...]
 
 
 class Load(Message, frozen=True, tag=7):
-    """Pull this version. In `url`, the host `_` stands for the controller's, as the worker reaches it."""
+    """Controller to worker, for a new version: pull these weights and load them into the engine."""
 
     version: int
     digest: str
+    """Digest that the pulled weights must have."""
     url: str
+    """Address of the weight server. The host `_` stands for the controller's host, as the worker reaches it."""
 
 
 class Pause(Message, frozen=True, tag=8):
-    """Make no tokens until Resume. What is running stays."""
+    """Controller to worker: generate no tokens until Resume. Running responses keep their state."""
 
 
 class Resume(Message, frozen=True, tag=9):
-    pass
+    """Controller to worker: end a Pause."""
 
 
 class Drain(Message, frozen=True, tag=10):
-    """Stop between two engine steps, send what there is, say Left, and go."""
+    """Controller to worker: stop after the current engine step, send the remaining tokens, send Left, and exit."""
 
     why: str
 
 
 class Release(Message, frozen=True, tag=29):
-    """Give these back: after the tokens made so far, answer with Released."""
+    """Controller to worker: stop these responses, send the tokens generated so far, then answer with Released."""
 
     handles: tuple[int, ...]
 
 
 class Released(Message, frozen=True, tag=30):
+    """Worker to controller: the answer to Release. No more tokens of these responses will follow."""
+
     handles: tuple[int, ...]
 
 
 class Tokens(Message, frozen=True, tag=11):
-    """The new tokens of one engine step (or of a few), of all responses of a worker, in columns.
+    """Worker to controller, after one or a few engine steps: the new tokens of all its responses, in columns.
 
-    Response `handles[i]` got `counts[i]` tokens (one each, where counts is empty), the first at `positions[i]`.
+    Response `handles[i]` got `counts[i]` tokens, the first of them at `positions[i]`. Empty `counts`: one token each.
     """
 
     version: int
+    """Version of the weights that generated the tokens."""
     handles: tuple[int, ...]
     positions: tuple[int, ...]
     counts: tuple[int, ...]
     tokens: bytes
-    """uint32, one after the other."""
+    """Token ids of all responses, in the order of `handles`: consecutive uint32."""
     logprobs: bytes
-    """float32."""
+    """Log-probs of these tokens: consecutive float32."""
     finished: dict[int, Finish]
-    """By index in `handles`."""
+    """Finish reasons of the responses that ended, by index in `handles`."""
 
 
-class Readied(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where the time until Loaded went. Parts go on side by side, so they add up to more than the whole. All but the
-    last two are of a worker's start, and 0 from its second version on."""
+class LoadTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where the time until Loaded was spent. Parts overlap, so their sum exceeds the total. All but the last two belong
+    to the start of the process, and are 0 from the worker's second version on."""
 
     age_s: float = 0.0
-    """How long its process has been running."""
+    """Seconds that the worker's process has been running."""
     import_s: float = 0.0
-    """Until what it computes with was imported, and the device found."""
+    """Seconds until the libraries were imported and the device was found."""
     build_s: float = 0.0
-    """The engine, its weights unset."""
+    """Seconds to build the engine, without weights."""
     warm_s: float = 0.0
-    """Kernels loaded or compiled, graphs captured."""
+    """Seconds to load or compile kernels and to capture graphs."""
     pull_s: float = 0.0
-    """The weights, verified."""
+    """Seconds to pull and verify the weights."""
     swap_s: float = 0.0
-    """Into the engine."""
+    """Seconds to copy the weights into the engine."""
 
 
 class Loaded(Message, frozen=True, tag=12):
+    """Worker to controller: the answer to Load. The engine holds this version."""
+
     version: int
     digest: str
     slots: int
-    """How many responses it can run at once."""
+    """Responses that the worker can run at once."""
     s: float
-    """How long it took. The first time the engine may have had to be built meanwhile."""
+    """Seconds that the load took. The first one may include building the engine."""
     pulled_bytes: int
-    parts: Readied = Readied()
+    """Bytes received for this version."""
+    parts: LoadTimes = LoadTimes()
     longest: int = 0
-    """The most tokens, prompt and response together, that its engine has room for; 0: it does not say."""
+    """Tokens of the longest sequence that the engine has room for, prompt and response together; 0 if unknown."""
 
 
 class LoadFailed(Message, frozen=True, tag=13):
+    """Worker to controller: the answer to a Load that failed. The controller may send it again."""
+
     version: int
     why: str
 
 
 class Rejected(Message, frozen=True, tag=14):
-    """The engine of this worker cannot take this work. Another worker may have the room."""
+    """Worker to controller: this worker's engine has no room for this work. Another worker may have it."""
 
     handle: int
     why: str
 
 
 class Notice(Message, frozen=True, tag=15):
+    """Worker to controller: the worker's machine will be preempted."""
+
     source: str
+    """The cloud or signal that gave the notice."""
     left_s: float | None
+    """Seconds until the machine is taken; None if unknown."""
     detail: str = ""
 
 
 class Stats(Message, frozen=True, tag=16):
-    """The heartbeat. `idle_s`: how long the engine has had work and made no step; 0 while it has none."""
+    """Worker to controller, every `heartbeat_s`: the heartbeat. Counters start with the process."""
 
     running: int
+    """Responses assigned to the engine and not finished."""
     made: int
+    """Tokens generated."""
     steps: int
+    """Engine steps."""
     idle_s: float
+    """Seconds since the last engine step while the engine has work; 0 while it has none."""
     preemptions: int = 0
+    """Responses that the engine evicted from its KV cache and must prefill again."""
     reused_tokens: int = 0
+    """Tokens that were not prefilled because the prefix cache had them."""
     waiting: int = 0
-    """Of those running: the engine has no room for them, and makes steps without them."""
+    """Part of `running` for which the engine has no room at present."""
     loading: Literal["", "pull", "build", "swap"] = ""
     """What the load of a version waits for: its bytes, the engine being built, or the engine taking the weights."""
     pulled_bytes: int = 0
-    """Bytes of weights received since the process began. A pull in which this does not grow is stuck."""
+    """Bytes of weights received. A pull during which this does not grow is stuck."""
 
 
 class Left(Message, frozen=True, tag=17):
+    """Worker to controller, last message on a link: the worker exits."""
+
     why: str
     refused: bool = False
-    """This worker cannot run the model, and would not be able to if it were started again."""
+    """True if this worker cannot run the model, and could not if it were restarted."""
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """train.sample.Sample as it travels: arrays are bytes of float64."""
+    """A train.sample.Sample on the wire; arrays are bytes of float64."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -239,72 +293,105 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class TrainerHello(Message, frozen=True, tag=18):
+    """Trainer to controller: the answer to Challenge."""
+
     protocol: int
+    """PROTOCOL of the trainer."""
     nonce: bytes
+    """Random bytes that the controller's proof must cover."""
     proof: bytes
+    """HMAC that shows that the trainer knows its secret."""
     step: int
+    """Steps completed."""
     next_task: int
+    """Index of the first task of the next step."""
     micro_tokens: int
+    """Tokens in one forward and backward pass."""
     model: str
+    """Fingerprint of the model."""
     engine: EngineSpec
+    """The engine that workers must build."""
     version: int
+    """Version of the published weights."""
     digest: str
+    """Digest of the published weights."""
     url: str
+    """Address of the weight server; the host `_` stands for the controller's host."""
     facts: dict[str, int | float | str | bool]
-    """For the event log: parameters, device, dtype, what was derived."""
+    """Fields for the event log: parameters, device, dtype, and derived settings."""
 
 
 class TrainerWelcome(Message, frozen=True, tag=31):
-    """`proof`: that this is the run's controller, and no other process that took its port."""
+    """Controller to trainer: the trainer has joined the run."""
 
     proof: bytes
+    """HMAC that shows that this is the run's controller, not another process that took over its port."""
 
 
 class Prepare(Message, frozen=True, tag=19):
+    """Controller to trainer, before the first update of a step with several: compute the old log-probs."""
+
     samples: tuple[SampleMessage, ...]
 
 
 class Prepared(Message, frozen=True, tag=20):
+    """Trainer to controller: the answer to Prepare."""
+
     old: tuple[bytes, ...]
+    """Old log-probs of each sample: float64."""
 
 
 class Accumulate(Message, frozen=True, tag=21):
+    """Controller to trainer, when groups are ready: add the gradient of these samples."""
+
     samples: tuple[SampleMessage, ...]
 
 
 class Done(Message, frozen=True, tag=22):
+    """Trainer to controller: the answer to Accumulate."""
+
     s: float
+    """Seconds that it took."""
 
 
 class Update(Message, frozen=True, tag=23):
-    """One optimizer update with what was accumulated. With `step`, the step's last: its result is that version, and
-    the run goes on with `next_task`."""
+    """Controller to trainer: make one optimizer update with the accumulated gradient."""
 
     step: int | None
+    """Set on the last update of a step: the resulting weights are published as this version."""
     next_task: int | None
+    """Set on the last update of a step: index of the first task of the next step."""
 
 
 class Updated(Message, frozen=True, tag=24):
+    """Trainer to controller: the answer to Update."""
+
     report: dict[str, float | int | str]
+    """Fields of a train.base.Report."""
     version: int
+    """Version of the published weights."""
     digest: str
+    """Digest of the published weights."""
     s: float
+    """Seconds that it took."""
 
 
 class Save(Message, frozen=True, tag=25):
-    pass
+    """Controller to trainer: write a checkpoint."""
 
 
 class Saved(Message, frozen=True, tag=26):
+    """Trainer to controller: the answer to Save."""
+
     path: str
 
 
 class Failed(Message, frozen=True, tag=27):
-    """What was asked for raised. The trainer's process ends after this."""
+    """Trainer to controller: the requested work raised an error. The trainer's process ends after this message."""
 
     error: str
     final: bool = False
-    """A person has to put it right: another trainer would fail in the same way."""
+    """True if a person must fix the cause: another trainer would fail in the same way."""
 
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
@@ -317,16 +404,16 @@ encode = _encoder.encode
 
 
 def columns(frame: Tokens) -> tuple[array[int], array[float]]:
-    """The numbers of a Tokens frame. Raises ValueError where its columns do not fit each other."""
+    """Decode the tokens and log-probs of a frame. Raises ValueError if its columns do not match each other."""
     tokens, logprobs = array("I"), array("f")
     tokens.frombytes(frame.tokens)
     logprobs.frombytes(frame.logprobs)
     rows = len(frame.handles)
     total = sum(frame.counts) if frame.counts else rows
     if len(frame.positions) != rows or (frame.counts and (len(frame.counts) != rows or min(frame.counts) < 1)):
-        raise ValueError("handles, positions and counts differ in length, or a count is not 1 or more")
+        raise ValueError("handles, positions and counts differ in length, or a count is less than 1")
     if len(tokens) != total or len(logprobs) != total:
-        raise ValueError(f"{total} tokens announced, {len(tokens)} tokens and {len(logprobs)} log-probs sent")
+        raise ValueError(f"expected {total} tokens, received {len(tokens)} tokens and {len(logprobs)} log-probs")
     if any(not 0 <= i < rows for i in frame.finished):
-        raise ValueError("a finish for a response that is not in the frame")
+        raise ValueError("a finish reason for a response that is not in the frame")
     return tokens, logprobs

@@ -1,7 +1,7 @@
-"""A link over a WebSocket, and the one port of a controller that workers and the trainer dial.
+"""A link over a WebSocket, and the controller's one port, which workers and the trainer dial.
 
-Frames are bounded; one that is no message closes the link with the reason, and hurts nobody else. Until a link's
-other end has proved itself, all it may send is a few bytes; for the rest see listening.py.
+Frames have a size limit. A frame that is not a message closes its link with the reason, and affects no other link. An
+unauthenticated peer may send only a few bytes; link/listener.py has its other limits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from aiohttp import WebSocketError, WSMsgType, web
 
 from windfall.errors import WindfallError
 from windfall.link import listener
-from windfall.link.base import BadFrame, LinkClosed, TooLarge, clip
+from windfall.link.base import BadFrame, FrameTooLarge, LinkClosed, clip
 from windfall.link.messages import MAX_FRAME_BYTES, encode
 
-Attend = Callable[["SocketLink"], Awaitable[None]]
-STRANGER_BYTES = 64 << 10
+Handler = Callable[["SocketLink"], Awaitable[None]]
+UNAUTHENTICATED_BYTES = 64 << 10
+"""Bytes accepted from a peer before it has authenticated, all frames together."""
 
 
 class SocketLink:
@@ -35,31 +36,34 @@ class SocketLink:
         peer: str,
         drop: Callable[[], object] = lambda: None,
         *,
-        most: int = MAX_FRAME_BYTES,
-        proved: Callable[[], object] = lambda: None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        authenticated: Callable[[], object] = lambda: None,
     ) -> None:
-        """`most`: of a frame, in bytes, in either direction. `proved`: to be called once the other end has."""
-        self.peer, self.most, self.proved = peer, most, proved
+        """`receives` is the union of the messages that may arrive; `drop` closes the connection without a handshake;
+        `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of an unauthenticated
+        peer."""
+        self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
-        self._over: asyncio.Future[Any] | None = None
+        self._limit_closing: asyncio.Future[Any] | None = None
+        """Set once the byte limit was exceeded: the close in progress."""
 
-    def over(self) -> None:
-        """The other end has sent more than a stranger may."""
-        if self._over is None:
-            self._over = asyncio.ensure_future(self._socket.close(code=1009, message=b"prove yourself first"))
+    def limit_exceeded(self) -> None:
+        """Close the link: the peer has sent more than an unauthenticated peer may."""
+        if self._limit_closing is None:
+            self._limit_closing = asyncio.ensure_future(self._socket.close(code=1009, message=b"authenticate first"))
 
     async def send(self, message: object) -> None:
         frame = encode(message)
-        if len(frame) >= self.most:
+        if len(frame) >= self.max_frame_bytes:
             what = f"a {type(message).__name__} of {len(frame):,} bytes"
-            raise TooLarge(f"{self.peer}: {what}, and a frame has less than {self.most:,}")
+            raise FrameTooLarge(f"{self.peer}: {what}; a frame must have less than {self.max_frame_bytes:,}")
         try:
             await self._socket.send_bytes(frame)
         except (ConnectionError, RuntimeError, aiohttp.ClientError) as e:
             raise LinkClosed(f"{self.peer}: {e or type(e).__name__}") from e
         except asyncio.CancelledError:
-            # All who wait for room share one future in aiohttp: a close that is given up cancels it under a sender.
+            # In aiohttp, all senders that wait for room share one future; a close that times out cancels it for them.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             raise LinkClosed(f"{self.peer}: closed while sending") from None
@@ -69,25 +73,25 @@ class SocketLink:
         if frame.type is WSMsgType.BINARY:
             try:
                 return self._decode(frame.data)
-            except (ValueError, RecursionError) as e:  # also text that is none, and nesting without end
-                said = f"not a message: {clip(e)}"  # it may quote what was sent
-                await self.close(said)
-                raise BadFrame(f"{self.peer}: {said}") from e
-        if self._over is not None:
-            await asyncio.wait([self._over], timeout=1.0)
-            raise BadFrame(f"{self.peer}: too many bytes before it has proved itself")
+            except (ValueError, RecursionError) as e:  # also invalid UTF-8, and endless nesting
+                why = f"not a message: {clip(e)}"  # the error may quote the frame
+                await self.close(why)
+                raise BadFrame(f"{self.peer}: {why}") from e
+        if self._limit_closing is not None:
+            await asyncio.wait([self._limit_closing], timeout=1.0)
+            raise BadFrame(f"{self.peer}: too many bytes before authentication")
         if frame.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
-            # A close in order says why; without a word the process died, or its machine, or the network between.
-            said = f"closed: {frame.extra}" if frame.extra else "closed" if frame.data == 1000 else "connection lost"
-            raise LinkClosed(f"{self.peer}: {clip(said)}")
+            # A regular close has a reason or code 1000. Without either the process, its machine or the network failed.
+            why = f"closed: {frame.extra}" if frame.extra else "closed" if frame.data == 1000 else "connection lost"
+            raise LinkClosed(f"{self.peer}: {clip(why)}")
         if frame.type is WSMsgType.ERROR:
             kind = BadFrame if isinstance(frame.data, WebSocketError) else LinkClosed
             raise kind(f"{self.peer}: {clip(frame.data)}")
-        await self.close("only binary frames are messages")
-        raise BadFrame(f"{self.peer}: a {frame.type.name} frame")
+        await self.close("only binary frames are accepted")
+        raise BadFrame(f"{self.peer}: received a {frame.type.name} frame, expected a binary one")
 
     async def close(self, why: str = "") -> None:
-        # A closing handshake with somebody who is frozen would wait; nobody here needs its answer.
+        # A closing handshake with a frozen peer would wait for ever, and its answer is not needed.
         try:
             async with asyncio.timeout(1.0):
                 await self._socket.close(message=why.encode()[:120].decode(errors="ignore").encode())
@@ -99,20 +103,20 @@ class SocketLink:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
     receives: Any
-    """The type of what comes in."""
-    most_bytes: int
-    """Of one frame."""
-    attend: Attend
+    """Union of the messages that may arrive."""
+    max_frame_bytes: int
+    handler: Handler
+    """Serves one link; the link is closed when it returns."""
     heartbeat_s: float | None = None
-    """Ping as often, and give up whoever does not answer. None: those who dial say themselves that they live."""
-    stranger_bytes: int = STRANGER_BYTES
-    """All that one may send who has not proved himself."""
-    here_only: bool = False
-    """Only for those who dial from this very machine."""
+    """Seconds between pings; a peer that does not answer is dropped. None: the peers send heartbeats themselves."""
+    unauthenticated_bytes: int = UNAUTHENTICATED_BYTES
+    """Bytes accepted from a peer before it has authenticated, all frames together."""
+    same_machine_only: bool = False
+    """Accept only connections from this machine."""
 
 
 class Port:
-    """The listening side: who attends to those that dial which path."""
+    """The listening side: one route for each path."""
 
     def __init__(
         self,
@@ -120,10 +124,10 @@ class Port:
         port: int,
         routes: dict[str, Route],
         ssl: tls.SSLContext | None,
-        door: listener.Door | None = None,
+        limits: listener.Listener | None = None,
     ) -> None:
         self.host, self.port = host, port
-        self._routes, self._ssl, self._door = routes, ssl, door or listener.Door()
+        self._routes, self._ssl, self._listener = routes, ssl, limits or listener.Listener()
         self._links: set[SocketLink] = set()
         self._runner: web.AppRunner | None = None
 
@@ -137,34 +141,34 @@ class Port:
         await self._runner.setup()
         assert self._runner.server is not None, "set up"
         try:
-            self.port = await self._door.listen(self._runner.server, self.host, self.port, self._ssl)
+            self.port = await self._listener.listen(self._runner.server, self.host, self.port, self._ssl)
         except OSError as e:
             await self._runner.cleanup()
             raise WindfallError(
                 f"cannot listen: {e.strerror or e}", where=f"{self.host}:{self.port}",
-                fix="Set fleet.host and fleet.port, or stop what uses the port.",
+                fix="Set fleet.host and fleet.port, or stop the process that uses the port.",
             ) from e  # fmt: skip
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
         route = self._routes[request.path]
         socket = web.WebSocketResponse(
-            max_msg_size=route.most_bytes, compress=False, timeout=1.0, heartbeat=route.heartbeat_s
+            max_msg_size=route.max_frame_bytes, compress=False, timeout=1.0, heartbeat=route.heartbeat_s
         )
         if not socket.can_prepare(request):
-            return web.Response(status=426, text="windfall speaks WebSocket here: windfall worker --join URL\n")
+            return web.Response(status=426, text="this port accepts only WebSockets: windfall worker --join URL\n")
         transport = request.transport
-        if route.here_only and not (transport and _is_here(transport)):
-            return web.Response(status=403, text="only for processes of this machine\n")
+        if route.same_machine_only and not (transport and _is_same_machine(transport)):
+            return web.Response(status=403, text="this path accepts only processes on this machine\n")
         await socket.prepare(request)
         drop = transport.abort if transport else lambda: None
         link = SocketLink(
-            socket, route.receives, request.remote or "?", drop, most=route.most_bytes,
-            proved=lambda: self._door.proved(transport),
+            socket, route.receives, request.remote or "?", drop, max_frame_bytes=route.max_frame_bytes,
+            authenticated=lambda: self._listener.authenticated(transport),
         )  # fmt: skip
-        self._door.bound(transport, route.stranger_bytes, link.over)
+        self._listener.limit_bytes(transport, route.unauthenticated_bytes, link.limit_exceeded)
         self._links.add(link)
         try:
-            await route.attend(link)
+            await route.handler(link)
         except LinkClosed:
             pass
         finally:
@@ -173,46 +177,50 @@ class Port:
         return socket
 
     async def close(self, why: str = "the run ends") -> None:
-        self._door.close()
+        self._listener.close()
         await asyncio.gather(*(link.close(why) for link in list(self._links)))
         if self._runner is not None:
             await self._runner.cleanup()
 
 
-class Dialler:
-    """The dialling side. One session for all attempts; `close` at the end."""
+class Dialer:
+    """The dialing side. All attempts share one HTTP session; call `close` at the end."""
 
-    def __init__(self, url: str, path: str, receives: Any, *, ssl: tls.SSLContext | None, most: int = MAX_FRAME_BYTES):
+    def __init__(
+        self, url: str, path: str, receives: Any, *, ssl: tls.SSLContext | None, max_frame_bytes: int = MAX_FRAME_BYTES
+    ):
         self.url = url.rstrip("/")
-        self._path, self._receives, self._ssl, self._most = path, receives, ssl, most
+        self._path, self._receives, self._ssl, self._max_frame_bytes = path, receives, ssl, max_frame_bytes
         self._session: aiohttp.ClientSession | None = None
 
     async def dial(self, timeout_s: float = 10.0) -> SocketLink:
-        """Raises LinkClosed when nobody answers in time, or not as a controller does."""
+        """Raises LinkClosed if no controller answers in time."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(sock_connect=timeout_s))
         try:
             async with asyncio.timeout(timeout_s):
                 socket = await self._session.ws_connect(
-                    self.url + self._path, max_msg_size=self._most, ssl=self._ssl or True, heartbeat=10.0, compress=0,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0)  # pyright: ignore[reportCallIssue],
+                    self.url + self._path, max_msg_size=self._max_frame_bytes, ssl=self._ssl or True, heartbeat=10.0,
+                    compress=0, timeout=aiohttp.ClientWSTimeout(ws_close=1.0)  # pyright: ignore[reportCallIssue],
                 )  # fmt: skip
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
-            said = f"no answer in {timeout_s:g} s" if isinstance(e, TimeoutError) else str(e) or type(e).__name__
-            raise LinkClosed(f"{self.url}: {said}") from e
+            why = f"no answer in {timeout_s:g} s" if isinstance(e, TimeoutError) else str(e) or type(e).__name__
+            raise LinkClosed(f"{self.url}: {why}") from e
         raw = socket.get_extra_info("socket")
-        return SocketLink(socket, self._receives, self.url, lambda: _cut(raw), most=self._most)
+        return SocketLink(
+            socket, self._receives, self.url, lambda: _shut_down(raw), max_frame_bytes=self._max_frame_bytes
+        )
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
 
-def _is_here(transport: asyncio.BaseTransport) -> bool:
-    return listener.is_here(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
+def _is_same_machine(transport: asyncio.BaseTransport) -> bool:
+    return listener.is_same_machine(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
 
 
-def _cut(raw: Any) -> None:
-    """However much is unsent: whoever waits to send it learns that it never will be."""
+def _shut_down(raw: Any) -> None:
+    """Close the connection even if data is unsent, so that senders that wait get an error."""
     with contextlib.suppress(OSError):
         raw.shutdown(sockets.SHUT_RDWR)

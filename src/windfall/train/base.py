@@ -1,4 +1,4 @@
-"""The Trainer seam: accumulate as groups arrive, update, save. Imports no torch: the controller needs only this."""
+"""The Trainer seam: accumulate as groups arrive, update, save. Does not import torch, as the controller uses it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from windfall.train.sample import Sample
 
 Skipped = Literal["", "nothing", "not finite"]
 NOTHING: Skipped = "nothing"
-"""The gradient is exactly zero: no response had any credit, or every token was clipped."""
+"""The gradient is exactly zero: every advantage was zero, or every token was clipped."""
 NOT_FINITE: Skipped = "not finite"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one update did. Means are over the tokens trained on."""
+    """The result of one update. Means are over the trained tokens."""
 
     tokens: int
     responses: int
@@ -27,15 +27,15 @@ class Report:
     """Mean absolute difference between the trainer's log-probs and the engine's, before the first update."""
     engine_gap_max: float
     clipped: float
-    """Share of tokens whose weight the clip set to zero though they had an advantage."""
+    """Share of tokens with an advantage whose weight was clipped to zero."""
     kl: float
-    """Mean of k3 over the tokens; 0 without a reference."""
+    """Mean of the k3 estimator over the tokens; 0 without a reference model."""
     skipped: Skipped
-    """Why the weights stay as they were; "" if they were updated."""
+    """Reason why the weights were not updated; "" if they were."""
 
 
 class Trainer(Protocol):
-    """The seam. `tests/train/test_trainer.py` says what every implementation must do."""
+    """The seam. `tests/train/test_trainer.py` is its contract."""
 
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
     def begin(self) -> None: ...
@@ -44,4 +44,4 @@ class Trainer(Protocol):
 
 
 class TrainerLost(Exception):
-    """The trainer's process is gone, or does not answer. Another takes its place, at the last checkpoint."""
+    """The trainer's process is gone or does not answer. Another one replaces it, from the last checkpoint."""

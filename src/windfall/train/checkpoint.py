@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder that transformers and vLLM load as it is, plus what a run needs to go on.
+"""Checkpoints: a Hugging Face folder that transformers and vLLM can load, plus the state to resume a run.
 
     checkpoints/step-000040/
       config.json  model.safetensors  tokenizer files        the model
@@ -6,10 +6,10 @@
       windfall/state.json                                    step, data position, version
       windfall/checksums.json                                size and xxh3_128 of every other file
 
-A checkpoint is written beside its place, flushed to disk and then renamed, so a folder named step-* was whole when it
-was written. What is half-written when a process is killed has another name and is swept away by the next save.
+A checkpoint is written under another name, flushed to disk and then renamed, so a folder named step-* was complete when
+it was written. A partial checkpoint of a killed process has another name and is deleted by the next save.
 
-Disks and people change files later, so a checkpoint is verified before a run goes on from it (train/checksums.py).
+Disks and people change files later, so a checkpoint is verified before a run resumes from it (train/checksums.py).
 """
 
 from __future__ import annotations
@@ -36,67 +36,69 @@ class CheckpointState:
     step: int
     """Steps completed."""
     next_task: int
-    """The first task that no completed step has drawn."""
+    """Index of the first task that no completed step has used."""
 
 
 def name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def all_in(folder: Path) -> list[Path]:
-    """The checkpoints in the folder, oldest first. Whether their files are whole is not checked."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in the folder, oldest first. Their files are not verified."""
     found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
     return [path for _, path in sorted(found)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
-    """The newest checkpoint that is whole."""
+class IntactCheckpoint:
+    """The newest intact checkpoint of a run."""
 
     path: Path
     state: CheckpointState
-    checked: checksums.Checked
-    damaged: tuple[checksums.Damaged, ...] = ()
-    """Newer checkpoints that are not, newest first."""
+    checked: checksums.CheckResult
+    damaged: tuple[checksums.DamagedCheckpoint, ...] = ()
+    """Newer checkpoints that are damaged, newest first."""
 
 
-def choose(folder: Path, *, optimizer: bool = True) -> Chosen | None:
-    """Verify checkpoints from the newest to the oldest; return the first that is whole, or None if there are none.
+def newest_intact(folder: Path, *, optimizer: bool = True) -> IntactCheckpoint | None:
+    """Verify checkpoints from the newest to the oldest, and return the first intact one; None if there are none.
 
-    `optimizer`: whether the optimizer's state is needed, too. Changes nothing on disk.
+    With `optimizer`, the optimizer's state is verified, too. Changes nothing on disk.
     """
-    damaged: list[checksums.Damaged] = []
-    for path in reversed(all_in(folder)):
+    damaged: list[checksums.DamagedCheckpoint] = []
+    for path in reversed(list_checkpoints(folder)):
         try:
             checked = check(path, optimizer=optimizer)
-        except checksums.Damaged as e:
+        except checksums.DamagedCheckpoint as e:
             damaged.append(e)
             continue
-        return Chosen(path=path, state=read_state(path), checked=checked, damaged=tuple(damaged))
+        return IntactCheckpoint(path=path, state=read_state(path), checked=checked, damaged=tuple(damaged))
     left = [p.name for p in folder.glob(f"{DAMAGED}*")]
     if not damaged and not left:
         return None
     raise WindfallError(
-        "no checkpoint of this run is whole: "
-        + "; ".join([*(d.short for d in damaged), *(f"{name} was set aside before" for name in sorted(left))]),
+        "no checkpoint of this run is intact: "
+        + "; ".join([*(d.short for d in damaged), *(f"{name} was set aside earlier" for name in sorted(left))]),
         where=str(folder),
-        fix="Restore one from a copy, or begin again with `windfall train`. checkpoint.keep says how many are kept.",
+        fix="Restore one from a copy, or start again with `windfall train`. checkpoint.keep sets how many are kept.",
     )
 
 
-def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.Checked:
-    """Verify the files of one checkpoint and what they say about it. Raises `verify.Damaged`."""
+def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.CheckResult:
+    """Verify the files of one checkpoint and its state. Raises `DamagedCheckpoint`."""
     checked = checksums.check(checkpoint, skip=frozenset() if optimizer else frozenset({OPTIMIZER}))
-    name, said = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
-    if not checked.hashed and said.get("checksums"):  # not of windfall 0.2: it had some
-        raise checksums.Damaged(checkpoint, checksums.CHECKSUMS, "the file is missing")
-    if name is not None and said["step"] != int(name[1]):
-        raise checksums.Damaged(checkpoint, STATE, f"it says step {said['step']} in the folder of step {int(name[1])}")
+    name, state = _NAME.fullmatch(checkpoint.name), _read(checkpoint)
+    if not checked.hashed and state.get("checksums"):  # windfall 0.2 wrote none; this checkpoint had some
+        raise checksums.DamagedCheckpoint(checkpoint, checksums.CHECKSUMS, "the file is missing")
+    if name is not None and state["step"] != int(name[1]):
+        raise checksums.DamagedCheckpoint(
+            checkpoint, STATE, f"it says step {state['step']} in the folder of step {int(name[1])}"
+        )
     return checked
 
 
-def set_aside(damaged: checksums.Damaged) -> Path:
-    """Rename a damaged checkpoint, so that its step can be saved again. Returns where it is now."""
+def set_aside(damaged: checksums.DamagedCheckpoint) -> Path:
+    """Rename a damaged checkpoint, so that its step can be saved again. Returns the new path."""
     path = damaged.checkpoint
     target = path.with_name(f"{DAMAGED}{path.name}")
     for n in range(2, 1000):
@@ -107,25 +109,27 @@ def set_aside(damaged: checksums.Damaged) -> Path:
     return target
 
 
-def latest(run: Path, *, optimizer: bool = False) -> Chosen:
-    """The newest whole checkpoint of a run, for reading only."""
-    chosen = choose(run / "checkpoints", optimizer=optimizer)
-    if chosen is None:
-        raise WindfallError("no checkpoint in this run", where=str(run), fix="Start it again with `windfall train`.")
-    return chosen
+def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
+    """The newest intact checkpoint of a run, for reading only."""
+    found = newest_intact(run / "checkpoints", optimizer=optimizer)
+    if found is None:
+        raise WindfallError(
+            "no checkpoint in this run", where=str(run), fix="Start the run again with `windfall train`."
+        )
+    return found
 
 
 def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
-    """Write, publish by renaming, then drop all but the newest `keep`.
+    """Write a checkpoint, rename it into place, then delete all but the newest `keep`.
 
-    Raises WindfallError if the disk is full or the folder cannot be written. The checkpoints before stay as they are.
+    Raises WindfallError if the disk is full or the folder is not writable. Earlier checkpoints are not changed.
     """
     import torch
     from safetensors import SafetensorError
 
     final = folder / name(state.step)
     if final.exists():
-        return final  # a stop right after a scheduled save
+        return final  # the run stops right after a scheduled save
     tensors = optimizer.state() | {"random.cpu": torch.get_rng_state()}
     if model.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(model.device)
@@ -136,15 +140,15 @@ def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, op
         _write(work, state, model, tokenizer, tensors)
         work.rename(final)
         _sync(folder)
-    except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types go on up
+    except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types propagate
         if not isinstance(e, OSError | SafetensorError) and type(e) is not Exception:
             raise
-        shutil.rmtree(work, ignore_errors=True)  # half a checkpoint is of no use, and the disk may be full
+        shutil.rmtree(work, ignore_errors=True)  # a partial checkpoint is useless, and the disk may be full
         raise _unwritten(final, e) from e
-    for old in all_in(folder)[:-keep]:
-        doomed = folder / f"{_PARTIAL}{old.name}"
-        old.rename(doomed)
-        shutil.rmtree(doomed)
+    for old in list_checkpoints(folder)[:-keep]:
+        removed = folder / f"{_PARTIAL}{old.name}"
+        old.rename(removed)
+        shutil.rmtree(removed)
     return final
 
 
@@ -164,38 +168,38 @@ def _write(work: Path, state: CheckpointState, model: Any, tokenizer: Any, tenso
 
 
 def _unwritten(final: Path, error: Exception) -> WindfallError:
-    """The error for a checkpoint that the disk did not take."""
-    before = all_in(final.parent)
-    kept = f"which goes on from {before[-1].name}" if before else "which begins again, as there is no checkpoint yet"
+    """The error for a checkpoint that could not be written."""
+    before = list_checkpoints(final.parent)
+    start = f"which continues from {before[-1].name}" if before else "which starts again, as there is no checkpoint yet"
     try:
         free = f" ({shutil.disk_usage(final.parent).free / 1e6:,.0f} MB are free there)"
     except OSError:
         free = ""
     fix = (
-        f"Free space on that disk{free}, or make the folder writable. Then use `windfall resume`, {kept}. "
-        "checkpoint.keep says how many checkpoints are kept."
+        f"Free space on that disk{free}, or make the folder writable. Then use `windfall resume`, {start}. "
+        "checkpoint.keep sets how many checkpoints are kept."
     )
-    said = f"{type(error).__name__}: {error}"
-    return WindfallError(f"the checkpoint cannot be written: {said}", where=str(final), fix=fix)
+    why = f"{type(error).__name__}: {error}"
+    return WindfallError(f"the checkpoint cannot be written: {why}", where=str(final), fix=fix)
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    said = _read(checkpoint)
-    return CheckpointState(step=said["step"], next_task=said["next_task"])
+    state = _read(checkpoint)
+    return CheckpointState(step=state["step"], next_task=state["next_task"])
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
     try:
-        said = json.loads((checkpoint / STATE).read_text())
-        if not all(type(said[key]) is int and said[key] >= 0 for key in ("step", "next_task")):
-            raise ValueError(f"not a state: {said}")
+        state = json.loads((checkpoint / STATE).read_text())
+        if not all(type(state[key]) is int and state[key] >= 0 for key in ("step", "next_task")):
+            raise ValueError(f"not a state: {state}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
-        raise checksums.Damaged(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
-    return said
+        raise checksums.DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
+    return state
 
 
 def restore(checkpoint: Path, *, optimizer: Any, device: str) -> CheckpointState:
-    """Put optimizer and random state back. The model is loaded from the folder like any other."""
+    """Restore the optimizer and the random state. The model is loaded from the folder like any other."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file

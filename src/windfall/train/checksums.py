@@ -1,9 +1,9 @@
-"""Whether the files of a checkpoint are what was written: sizes and checksums, kept in the checkpoint itself.
+"""Verifies that the files of a checkpoint are unchanged, by sizes and checksums stored in the checkpoint itself.
 
     windfall/checksums.json    {"algorithm": "xxh3_128", "files": {"config.json": {"bytes": 698, "hash": "..."}, ...}}
 
-Reading a file from memory and hashing it runs at several GB/s per core, and files are hashed side by side, so a disk is
-the limit. Checkpoints of windfall 0.2 have no checksums: there only the layout of each file can be checked.
+Reading a file from memory and hashing it runs at several GB/s per core, and files are hashed in parallel, so the disk
+is the limit. Checkpoints of windfall 0.2 have no checksums: only the layout of their files can be checked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BLOCK = 8 << 20
 _NEEDED = ("config.json", "windfall/optimizer.safetensors", "windfall/state.json")
 
 
-class Damaged(WindfallError):
-    """A file of a checkpoint is missing or is not what was written."""
+class DamagedCheckpoint(WindfallError):
+    """A file of a checkpoint is missing or was changed."""
 
     def __init__(self, checkpoint: Path, file: str, why: str) -> None:
         self.checkpoint, self.file, self.why = checkpoint, file, why
@@ -40,11 +40,13 @@ class Damaged(WindfallError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
+class CheckResult:
     bytes: int
+    """Bytes verified."""
     s: float
+    """Seconds that it took."""
     hashed: bool
-    """False: the checkpoint has no checksums, so only the layout of its files was checked."""
+    """False if the checkpoint has no checksums, so that only the layout of its files was checked."""
 
     def __str__(self) -> str:
         if not self.hashed:
@@ -54,51 +56,52 @@ class Checked:
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """The last file to be written: it covers every other one."""
+    """Write the checksums of all files. This must be the last file to be written."""
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file())
     names = [p.relative_to(checkpoint).as_posix() for p in files]
     listed = {n: {"bytes": size, "hash": digest} for n, (size, digest) in zip(names, _hashes(files), strict=True)}
-    said = {"algorithm": _ALGORITHM, "files": listed}
-    (checkpoint / CHECKSUMS).write_text(json.dumps(said, indent=1))
+    content = {"algorithm": _ALGORITHM, "files": listed}
+    (checkpoint / CHECKSUMS).write_text(json.dumps(content, indent=1))
 
 
-def check(checkpoint: Path, *, skip: frozenset[str] = frozenset()) -> Checked:
-    """Compare every file, except those to skip, with its checksum. Raises `Damaged` for the first that differs."""
-    began = time.monotonic()
+def check(checkpoint: Path, *, skip: frozenset[str] = frozenset()) -> CheckResult:
+    """Compare every file that is not in `skip` with its checksum. Raises `DamagedCheckpoint` for the first
+    difference."""
+    started = time.monotonic()
     if not (checkpoint / CHECKSUMS).exists():
-        return _check_layout(checkpoint, skip, began)
+        return _check_layout(checkpoint, skip, started)
     listed = {n: e for n, e in _listed(checkpoint).items() if n not in skip}
-    for name, (size, _) in listed.items():  # first what costs nothing
+    for name, (size, _) in listed.items():  # sizes first: they are cheap to check
         path = checkpoint / name
         if not path.is_file():
-            raise Damaged(checkpoint, name, "the file is missing")
+            raise DamagedCheckpoint(checkpoint, name, "the file is missing")
         if (found := path.stat().st_size) != size:
-            raise Damaged(checkpoint, name, f"it has {found:,} bytes and was written with {size:,}")
+            raise DamagedCheckpoint(checkpoint, name, f"it has {found:,} bytes, but was written with {size:,}")
     for (name, (_, digest)), (_, found) in zip(
         listed.items(), _hashes([checkpoint / n for n in listed], checkpoint), strict=True
     ):
         if found != digest:
-            raise Damaged(checkpoint, name, f"its checksum is {found}, and was {digest} when it was written")
+            raise DamagedCheckpoint(checkpoint, name, f"its checksum is {found}, but was {digest} when it was written")
     total = sum(size for size, _ in listed.values())
-    return Checked(bytes=total, s=time.monotonic() - began, hashed=True)
+    return CheckResult(bytes=total, s=time.monotonic() - started, hashed=True)
 
 
 def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
     try:
-        said = json.loads((checkpoint / CHECKSUMS).read_text())
-        if said["algorithm"] != _ALGORITHM:
-            raise ValueError(f"unknown algorithm {said['algorithm']!r}")
-        listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in said["files"].items()}
+        content = json.loads((checkpoint / CHECKSUMS).read_text())
+        if content["algorithm"] != _ALGORITHM:
+            raise ValueError(f"unknown algorithm {content['algorithm']!r}")
+        listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in content["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise Damaged(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
+        raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
     missing = [name for name in _NEEDED if name not in listed]
     if missing:
-        raise Damaged(checkpoint, CHECKSUMS, f"it does not list {missing[0]}")
+        raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it does not list {missing[0]}")
     return listed
 
 
 def _hashes(files: list[Path], checkpoint: Path | None = None) -> list[tuple[int, str]]:
-    """(bytes, hash) of each file. xxhash lets go of the interpreter's lock, so files are hashed side by side."""
+    """(bytes, hash) of each file. xxhash releases the GIL, so files are hashed in parallel."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         running = [threads.submit(_hash, path) for path in files]
         out: list[tuple[int, str]] = []
@@ -109,7 +112,7 @@ def _hashes(files: list[Path], checkpoint: Path | None = None) -> list[tuple[int
                 if checkpoint is None:
                     raise
                 name = path.relative_to(checkpoint).as_posix()
-                raise Damaged(checkpoint, name, f"it cannot be read: {e.strerror or e}") from e
+                raise DamagedCheckpoint(checkpoint, name, f"it cannot be read: {e.strerror or e}") from e
         return out
 
 
@@ -124,20 +127,20 @@ def _hash(path: Path) -> tuple[int, str]:
     return size, state.hexdigest()
 
 
-def _check_layout(checkpoint: Path, skip: frozenset[str], began: float) -> Checked:
-    """Without checksums: everything is there, and every tensor lies within its file."""
+def _check_layout(checkpoint: Path, skip: frozenset[str], started: float) -> CheckResult:
+    """Without checksums: check that all files exist, and that every tensor lies within its file."""
     for name in _NEEDED:
         if name not in skip and not (checkpoint / name).is_file():
-            raise Damaged(checkpoint, name, "the file is missing")
+            raise DamagedCheckpoint(checkpoint, name, "the file is missing")
     weights = sorted(checkpoint.glob("*.safetensors"))
     if not weights:
-        raise Damaged(checkpoint, "model.safetensors", "the file is missing")
+        raise DamagedCheckpoint(checkpoint, "model.safetensors", "the file is missing")
     total = 0
     for path in (*weights, checkpoint / "windfall" / "optimizer.safetensors"):
         name = path.relative_to(checkpoint).as_posix()
         if name not in skip:
             total += _check_tensors(checkpoint, name)
-    return Checked(bytes=total, s=time.monotonic() - began, hashed=False)
+    return CheckResult(bytes=total, s=time.monotonic() - started, hashed=False)
 
 
 def _check_tensors(checkpoint: Path, name: str) -> int:
@@ -147,4 +150,4 @@ def _check_tensors(checkpoint: Path, name: str) -> int:
         with safe_open(str(checkpoint / name), framework="np"):  # compares the header with the size of the file
             return (checkpoint / name).stat().st_size
     except (OSError, SafetensorError) as e:
-        raise Damaged(checkpoint, name, f"it cannot be read: {e}") from e
+        raise DamagedCheckpoint(checkpoint, name, f"it cannot be read: {e}") from e

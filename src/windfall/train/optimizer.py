@@ -1,5 +1,5 @@
-"""AdamW over float32 weights. A bfloat16 model keeps a float32 master of each weight: gradients are added up beside it
-(see gradients.py), and the model gets the rounded result. A float32 model is its own master."""
+"""AdamW on float32 weights. A bfloat16 model has a float32 master copy of each weight: gradients are accumulated in
+float32 (gradients.py), and the model gets the rounded result. A float32 model is its own master."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ class Optimizer:
         o, n = self.options, self.updates
         if n < o.warmup:
             return o.lr * (n + 1) / o.warmup
-        left = (n - o.warmup) / max(1, self.total_updates - o.warmup)
+        progress = (n - o.warmup) / max(1, self.total_updates - o.warmup)
         match o.schedule:
             case "constant":
                 return o.lr
             case "linear":
-                return o.lr * (1 - left)
+                return o.lr * (1 - progress)
             case "cosine":
-                return o.lr * 0.5 * (1 + math.cos(math.pi * left))
+                return o.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
     @torch.no_grad()
     def update(self, divisor: float) -> tuple[float, Skipped]:
-        """Divide the accumulated gradient, clip it, step. Returns its norm, and why there was no step, if so. The sum
-        begins anew.
+        """Divide the accumulated gradient, clip it, and make a step. Returns its norm, and the reason if there was no
+        step. Sets the gradient to zero.
 
-        Without a step the weights, the moments and Adam's own count stay as they are: nothing was learned, so neither
-        momentum nor weight decay may move the weights. The learning rate's schedule goes on: it counts the updates that
-        were due.
+        Without a step, the weights, the moments and Adam's own step count do not change: neither momentum nor weight
+        decay may move the weights if the gradient carries no information. The learning rate schedule continues: it
+        counts all updates that were due.
         """
         rate = self.rate()
         self.updates += 1
@@ -81,7 +81,7 @@ class Optimizer:
         return norm, skipped
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that a later run needs to go on bit for bit, but for the model's own weights."""
+        """Everything that a run needs to resume bit for bit, except the weights of the model itself."""
         out: dict[str, Tensor] = {"updates": torch.tensor(self.updates)}
         for name, master in self._master.items():
             if master is not self._model[name]:

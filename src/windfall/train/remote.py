@@ -1,9 +1,9 @@
-"""The trainer as the controller sees it: a process behind a link. One thing is asked of it at a time.
+"""The controller's proxy of the trainer: a process behind a link. There is one request at a time.
 
-Samples travel in messages of about FRAME_BYTES, however many there are; the trainer adds them up.
+Samples are sent in messages of about FRAME_BYTES; the trainer accumulates them.
 
-A trainer that goes away, or fails, raises TrainerLost from whatever is being waited for; the next one to dial in takes
-its place, with the step and the weights it has. The run ends only if it says that a person has to put something right.
+If the trainer is lost or fails, the pending request raises TrainerLost. The next trainer that dials in replaces it,
+with its own step and weights. The run ends only if the trainer reports an error that a person must fix.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.link import messages as m
-from windfall.link.base import Link, LinkClosed, TooLarge
+from windfall.link.base import FrameTooLarge, Link, LinkClosed
 from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.train.sample import Sample
 
 FRAME_BYTES = 16 << 20
+"""Approximate size of one message with samples."""
 
 
 class RemoteTrainer:
     def __init__(self) -> None:
         self.hello: m.TrainerHello | None = None
         self._link: Link | None = None
-        self._asked: Link | None = None
-        """Whose step and weights the run goes on from: nothing is asked of another."""
-        self._here = asyncio.Event()
+        self._current: Link | None = None
+        """Link of the trainer whose step and weights the run uses. No request goes to any other trainer."""
+        self._present = asyncio.Event()
         self._replies: asyncio.Queue[object] = asyncio.Queue()
 
     async def attend(self, link: Link, hello: m.TrainerHello) -> None:
-        """The life of one trainer's link."""
-        if self._link is not None:  # the old one may be frozen: the newcomer was started because it is
+        """Serve the link of one trainer until it ends."""
+        if self._link is not None:  # the old trainer may be frozen; that would be why the new one was started
             await self._link.close("another trainer has taken over")
         self._link, self.hello, self._replies = link, hello, asyncio.Queue()
         replies = self._replies
-        self._here.set()
+        self._present.set()
         try:
             while True:
                 replies.put_nowait(await link.receive())
@@ -49,31 +50,33 @@ class RemoteTrainer:
         finally:
             if self._link is link:
                 self._link, self.hello = None, None
-                self._here.clear()
+                self._present.clear()
 
     async def connected(self, timeout_s: float) -> m.TrainerHello:
+        """Wait for a trainer, and use it from now on."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.hello is None:
-                    await self._here.wait()
+                    await self._present.wait()
         except TimeoutError:
             raise WindfallError(f"waited {timeout_s:g} s for the trainer to start", fix="See trainer.log.") from None
-        self._asked = self._link
+        self._current = self._link
         return self.hello
 
     async def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Fix the log-probs of the policy that the step started from, for steps of several updates."""
+        """Store the log-probs of the policy at the start of the step, for steps of several updates."""
         out: list[bytes] = []
         for part in parts(samples):
             out += (await self._ask(m.Prepare(samples=part), m.Prepared)).old
         return [replace(s, old=np.frombuffer(old)) for s, old in zip(samples, out, strict=True)]
 
     async def accumulate(self, samples: Sequence[Sample]) -> float:
-        """Returns how long the trainer worked on it."""
+        """Returns the seconds that the trainer worked on it."""
         return sum([(await self._ask(m.Accumulate(samples=part), m.Done)).s for part in parts(samples)])
 
     async def update(self, state: CheckpointState | None) -> tuple[Report, m.Updated]:
-        """One optimizer update; with `state`, the step's last: the result is published as version `state.step`."""
+        """Make one optimizer update. With `state`, it is the last of the step, and the result is published as version
+        `state.step`."""
         step, task = (state.step, state.next_task) if state else (None, None)
         reply = await self._ask(m.Update(step=step, next_task=task), m.Updated)
         return Report(**reply.report), reply  # pyright: ignore[reportArgumentType]
@@ -85,34 +88,37 @@ class RemoteTrainer:
         link, replies = self._link, self._replies
         if link is None:
             raise TrainerLost("no trainer is connected")
-        if link is not self._asked:  # it has come back, or another has: not with what was accumulated, nor this step
-            raise TrainerLost("another trainer has taken its place")
+        if (
+            link is not self._current
+        ):  # the same or another trainer has dialed in, without the accumulated gradient of this step
+            raise TrainerLost("another trainer has replaced it")
         try:
             await link.send(message)
-        except TooLarge as e:  # the next trainer could not be told either
-            raise WindfallError(f"the trainer cannot be sent this: {e}", fix="Lower rollout.max_tokens.") from e
+        except FrameTooLarge as e:  # the next trainer could not receive it either
+            raise WindfallError(f"the message to the trainer is too large: {e}", fix="Lower rollout.max_tokens.") from e
         except LinkClosed as e:
             raise TrainerLost(str(e)) from e
-        # No timeout of its own: a step may take as long as it takes. That the process is alive and not frozen is
-        # what the link's heartbeat says; it ends the link otherwise.
+        # No timeout here: a request may take any time. The link's heartbeat detects a dead or frozen process, and
+        # ends the link.
         reply = await replies.get()
         if isinstance(reply, m.Failed):
             if reply.final:
                 raise WindfallError(reply.error, where="trainer")
-            raise TrainerLost(f"it failed: {reply.error}")
+            raise TrainerLost(f"the trainer failed: {reply.error}")
         if isinstance(reply, LinkClosed):
             raise TrainerLost(str(reply)) from reply
         if not isinstance(reply, expected):
-            raise TrainerLost(f"it answered a {type(message).__name__} with a {type(reply).__name__}")
+            raise TrainerLost(f"the trainer answered a {type(message).__name__} with a {type(reply).__name__}")
         return reply
 
 
 def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
-    """What to send at a time. The same samples are always cut the same way: how they are summed must not change."""
+    """Split samples into messages. The same samples are always split in the same way, so that the order of summation
+    does not change."""
     part: list[m.SampleMessage] = []
     size = 0
     for sample in samples:
-        # On the wire a number takes up to 5 bytes, a log-prob 8, and a sample has a few fields more.
+        # On the wire an integer takes up to 5 bytes and a log-prob 8; a sample has a few more fields.
         wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 64
         if part and size + wire > FRAME_BYTES:
             yield tuple(part)

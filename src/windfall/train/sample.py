@@ -1,4 +1,4 @@
-"""From graded groups to what a trainer takes: one Sample per response that counts, with its advantage."""
+"""Turns graded groups into training samples: one Sample with its advantage for each response that has a reward."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from windfall.types import Group, Response
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """`ids` is prompt and response; `targets` are the indices in `ids` of the tokens the policy made (never 0)."""
+    """One sequence to train on. `ids` is prompt and response; `targets` are the indices in `ids` of the tokens that the
+    policy generated (never 0)."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
     behaviour: Floats
-    """Log-probs that the engine reported for the targets."""
+    """Log-probs of the targets, as reported by the engine."""
     advantage: float
     limit: int
+    """Maximum number of tokens of a response (rollout.max_tokens)."""
     old: Floats | None = None
-    """Log-probs of the trainer before the step's first update; None: those it computes now."""
+    """Log-probs of the trainer before the first update of the step; None: use those computed now."""
 
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
-    """Those of the responses that have a reward."""
+    """The outcomes of all responses that have a reward."""
     return [
         Outcome(reward=r.reward, length=r.sampled_count, limit=limit, observed=len(r.tokens) - r.sampled_count)
         for r in group.responses
@@ -37,7 +39,7 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
 
 
 def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> list[list[Sample]]:
-    """The samples of each group. A response without a reward is left out; its siblings are judged without it."""
+    """The samples of each group. Responses without a reward are left out, also from the advantages of their group."""
     advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
     return [
         [
@@ -60,15 +62,15 @@ def _sample(r: Response, advantage: float, limit: int) -> Sample:
 
 
 def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> list[list[Sample]]:
-    """Micro-batches of at most `tokens` each, longest samples first: of cells, counted as rows times the longest row,
-    where rows are padded; else of tokens. A sample longer than that goes alone. The same samples in the same order
-    give the same packs."""
-    inorder = sorted(samples, key=lambda s: -len(s.ids))
+    """Micro-batches of at most `tokens` each, longest samples first. With padding, the size of a pack is its number of
+    samples times the longest one; without, its number of tokens. A longer sample is a pack of its own. The same samples
+    in the same order give the same packs."""
+    ordered = sorted(samples, key=lambda s: -len(s.ids))
     if not padded:
-        return _even(inorder, tokens)
+        return _even(ordered, tokens)
     out: list[list[Sample]] = []
     room = 0
-    for s in inorder:
+    for s in ordered:
         if not out or room < len(out[-1][0].ids):
             out.append([])
             room = max(tokens, len(s.ids))
@@ -78,7 +80,8 @@ def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> lis
 
 
 def _even(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    """As few packs as can be, about equally full: each sample to the emptiest, with one pack more until all fit."""
+    """Build as few packs as possible, about equally full: each sample goes to the emptiest pack; the number of packs
+    grows until all fit."""
     count = -(-sum(len(s.ids) for s in samples) // tokens)
     while True:
         out: list[list[Sample]] = [[] for _ in range(count)]

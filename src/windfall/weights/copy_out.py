@@ -1,7 +1,7 @@
-"""From the tensors of a version into its buffer. From a GPU: on a stream of its own, in the order of the buffer, with
-an event after every piece, so that what has arrived can be worked on while the rest is on its way.
+"""Copies the tensors of a version into its buffer. Copies from a GPU run on a separate stream, in the order of the
+buffer, with an event after every piece, so that the bytes that have arrived can be hashed while the rest is copied.
 
-Imports torch when called.
+The functions import torch when they are called.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 PIECE_BYTES = 32 << 20
-"""Copied between two events."""
+"""Bytes copied between two events."""
 
 
-def mark(tensors: Iterable[torch.Tensor]) -> Any:
-    """An event after which tensors of one GPU are what they are to be now; None if they are not of one GPU."""
+def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
+    """Record an event after which the tensors have their present values. None if they are not all on one GPU."""
     import torch
 
     devices = {t.device for t in tensors}
@@ -32,34 +32,35 @@ def mark(tensors: Iterable[torch.Tensor]) -> Any:
 
 
 def copy(buffer: Buffer, sources: Mapping[TensorEntry, torch.Tensor], after: Any) -> Iterator[tuple[int, Any]]:
-    """Pairs in rising order: once the event has come (None: now), all bytes up to there have. `after` is what `mark`
-    gave, perhaps in another thread. Asking a GPU for copies can take as long as the copies."""
+    """Copy the tensors, and yield pairs (end, event) with rising `end`: after the event (None: now), all bytes up to
+    `end` have arrived. `after` is the result of `ready_event`, possibly from another thread. Enqueueing copies from a
+    GPU can take as long as the copies."""
     import torch
 
     rows = sorted(((e, t.detach()) for e, t in sources.items() if e.nbytes), key=lambda row: row[0].offset)
     if after is None or not rows:
         for entry, source in rows:
-            _place(buffer, entry).view(entry.shape).copy_(source)
+            _target(buffer, entry).view(entry.shape).copy_(source)
         yield buffer.nbytes, None
         return
-    side, since = torch.cuda.Stream(rows[0][1].device), 0
-    side.wait_event(after)
-    with torch.cuda.stream(side):
+    stream, recorded = torch.cuda.Stream(rows[0][1].device), 0
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
         for entry, source in rows:
-            target = _place(buffer, entry)
+            target = _target(buffer, entry)
             flat, width = source.to(target.dtype).contiguous().view(-1), target.element_size()
             for at in range(0, len(flat), PIECE_BYTES // width):
                 piece = slice(at, min(at + PIECE_BYTES // width, len(flat)))
                 target[piece].copy_(flat[piece], non_blocking=True)
                 end = entry.offset + piece.stop * width
-                if end - since >= PIECE_BYTES or end == buffer.nbytes:
-                    event, since = torch.cuda.Event(blocking=True), end
-                    event.record(side)
+                if end - recorded >= PIECE_BYTES or end == buffer.nbytes:
+                    event, recorded = torch.cuda.Event(blocking=True), end
+                    event.record(stream)
                     yield end, event
 
 
-def settle(tensors: Iterable[torch.Tensor], last: Any) -> None:
-    """Until nothing reads the tensors any more, and nothing writes to the buffer. `last`: the last event of `copy`."""
+def wait(tensors: Iterable[torch.Tensor], last: Any) -> None:
+    """Wait until nothing reads the tensors or writes to the buffer any more. `last` is the last event of `copy`."""
     import torch
 
     if last is not None:
@@ -68,8 +69,8 @@ def settle(tensors: Iterable[torch.Tensor], last: Any) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _place(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
-    """Where a tensor's elements go, flat."""
+def _target(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
+    """The part of the buffer for one tensor, as a flat tensor."""
     import torch
 
     flat = torch.from_numpy(buffer.data[entry.offset : entry.offset + entry.nbytes])

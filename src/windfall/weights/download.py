@@ -1,10 +1,10 @@
-"""Moves one file of bytes into a buffer: ranges in parallel, every chunk verified, nothing fetched twice in vain.
+"""Downloads one file into a buffer: ranges in parallel, every chunk verified, no byte requested twice without need.
 
-- A chunk is in `have` only after its bytes in the buffer were hashed and found right; a chunk that comes wrong is
-  fetched again, at most `tries` times.
-- After a break a range goes on at the next byte. Only `tries` breaks in a row without one byte between them end the
-  fetch; the waits between them grow.
-- Whatever ends the fetch, `have` is right: the next fetch into this buffer asks only for what is missing.
+- A chunk is in `verified` only after its bytes in the buffer were hashed and the checksum matched. A damaged chunk is
+  downloaded again, at most `tries` times.
+- After a broken connection a range continues at the next byte. The download fails only after `tries` breaks in a row
+  without a byte between them; the waits between them back off exponentially.
+- However the download ends, `verified` is correct: the next download into this buffer requests only the missing chunks.
 """
 
 from __future__ import annotations
@@ -12,116 +12,120 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import xxhash
 
 from windfall.weights.connection import Address, Connection, ConnectionBroken, PullDamaged, PullFailed, PullGone
 
 PIECE_BYTES = 1 << 20
-"""Read, then hashed while it is still in the cache."""
+"""Bytes read at once, and hashed while they are still in the CPU's cache."""
 SPAN_BYTES = 256 << 20
-"""At most this much is asked for in one request, so that a connection that is slow leaves work for the others."""
+"""Maximum of one request, so that a slow connection leaves work for the others."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 T = TypeVar("T")
 
 
 class Retry:
-    """Counts breaks in a row and waits between them."""
+    """Counts broken connections in a row, and backs off between them."""
 
-    def __init__(self, tries: int, stop: threading.Event, halted: Callable[[], bool]) -> None:
-        self.tries, self.stop, self.halted = tries, stop, halted
+    def __init__(self, tries: int, stop: threading.Event, stopped: Callable[[], bool]) -> None:
+        self.tries, self.stop, self.stopped = tries, stop, stopped
         self.failures = self.total = 0
 
     def progress(self) -> None:
         self.failures = 0
 
-    def again(self, why: ConnectionBroken, what: str) -> None:
-        """Wait, or give up."""
+    def back_off(self, why: ConnectionBroken, what: str) -> None:
+        """Wait before the next attempt, or raise PullFailed after the last one."""
         self.failures += 1
         if self.failures >= self.tries:
-            raise PullFailed(f"{what}: {why}; {self.tries} tries brought no byte") from why
+            raise PullFailed(f"{what}: {why}; no byte in {self.tries} attempts") from why
         self.total += 1
         self.stop.wait(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self.failures - 1)))
-        if self.halted():
+        if self.stopped():
             raise PullFailed(f"{what}: stopped") from why
 
 
-def small(to: Address, path: str, limit_bytes: int, retry: Retry, parse: Callable[[bytes], T]) -> tuple[T, int]:
-    """A file that is read as a whole, and its size. `parse` raises Broken when it is not what was meant."""
+def download_small(
+    to: Address, path: str, limit_bytes: int, retry: Retry, parse: Callable[[bytes], T]
+) -> tuple[T, int]:
+    """Download a small file in one piece. Returns the result of `parse` and the size in bytes. `parse` raises
+    ConnectionBroken if the content is not the expected one."""
     while True:
         connection = None
         try:
-            connection = Connection(to, retry.halted)
+            connection = Connection(to, retry.stopped)
             length = connection.get(path)
             if length > limit_bytes:
-                raise PullFailed(f"{path} has {length} bytes; at most {limit_bytes} are read")
+                raise PullFailed(f"{path} has {length} bytes; the limit is {limit_bytes}")
             return parse(connection.read(length)), length
         except ConnectionBroken as e:
-            retry.again(e, path)
+            retry.back_off(e, path)
         finally:
             if connection:
                 connection.close()
 
 
-class Fetch:
+class Download:
     def __init__(
         self, to: Address, path: str, view: memoryview, chunks: Sequence[int], chunk_bytes: int,
-        have: list[int | None], *, tries: int, stop: threading.Event,
-        moved: Callable[[int], None] = lambda count: None,
+        verified: list[int | None], *, tries: int, stop: threading.Event,
+        on_bytes: Callable[[int], None] = lambda count: None,
     ) -> None:  # fmt: skip
-        """`moved`: told of bytes as they come, by one thread at a time."""
+        """`verified` has the checksums of the chunks that the buffer holds, and is updated. `on_bytes` is called with
+        the number of bytes as they arrive, by one thread at a time."""
         self.to, self.path, self.view, self.chunks, self.chunk_bytes = to, path, view, chunks, chunk_bytes
-        self.have, self.tries, self.stop, self._moved = have, tries, stop, moved
+        self.verified, self.tries, self.stop, self._on_bytes = verified, tries, stop, on_bytes
         self.received = self.retries = 0
-        self._bad: Counter[int] = Counter()
-        self._lock, self._halt = threading.Lock(), threading.Event()
+        self._damaged: Counter[int] = Counter()
+        self._lock, self._failed = threading.Lock(), threading.Event()
         self._errors: list[PullFailed] = []
 
     def run(self, parallel: int) -> None:
-        missing = [i for i, c in enumerate(self.chunks) if self.have[i] != c]
+        missing = [i for i, c in enumerate(self.chunks) if self.verified[i] != c]
         for i in missing:
-            self.have[i] = None
+            self.verified[i] = None
         self._spans = deque(spans(missing, max(1, min(SPAN_BYTES // self.chunk_bytes, len(missing) // (4 * parallel)))))
         threads = [
-            threading.Thread(target=self._work, name=f"pull-{n}", daemon=True)
+            threading.Thread(target=self._download_spans, name=f"pull-{n}", daemon=True)
             for n in range(min(parallel, len(self._spans)))
         ]
         for t in threads:
             t.start()
-        for t in threads:  # each of its waits ends within the timeout of a connection
+        for t in threads:  # every wait of a thread ends within the timeout of a connection
             t.join()
         if self._errors:
             raise next((e for e in self._errors if isinstance(e, PullGone)), self._errors[0])
 
-    def _work(self) -> None:
-        retry, connection = Retry(self.tries, self.stop, self._halted), None
+    def _download_spans(self) -> None:
+        retry, connection = Retry(self.tries, self.stop, self._stopped), None
         try:
-            while self._spans and not self._halted():
+            while self._spans and not self._stopped():
                 try:
                     first, stop = self._spans.popleft()
                 except IndexError:  # another thread took the last one
                     return
-                connection = self._span(first, stop, connection, retry)
+                connection = self._download_span(first, stop, connection, retry)
         except PullFailed as e:
             with self._lock:
                 self._errors.append(e)
-            self._halt.set()
+            self._failed.set()
         finally:
             with self._lock:
                 self.retries += retry.total
             if connection:
                 connection.close()
 
-    def _halted(self) -> bool:
-        return self._halt.is_set() or self.stop.is_set()
+    def _stopped(self) -> bool:
+        return self._failed.is_set() or self.stop.is_set()
 
-    def _span(self, first: int, stop: int, connection: Connection | None, retry: Retry) -> Connection | None:
-        """Fetch chunks `first` to `stop`; the connection to go on with."""
+    def _download_span(self, first: int, stop: int, connection: Connection | None, retry: Retry) -> Connection | None:
+        """Download chunks `first` to `stop`. Returns the connection for the next span."""
         at, end, hasher = first * self.chunk_bytes, min(stop * self.chunk_bytes, len(self.view)), xxhash.xxh3_64()
         while at < end:
             try:
-                connection = connection or Connection(self.to, self._halted)
+                connection = connection or Connection(self.to, self._stopped)
                 connection.get(self.path, at, end)
                 while at < end:
                     chunk = at // self.chunk_bytes
@@ -132,38 +136,38 @@ class Fetch:
                     retry.progress()
                     with self._lock:
                         self.received += n
-                        self._moved(n)
+                        self._on_bytes(n)
                     if at == limit:
-                        right = hasher.intdigest() == self.chunks[chunk]
+                        intact = hasher.intdigest() == self.chunks[chunk]
                         hasher.reset()
-                        if not right:
+                        if not intact:
                             at = chunk * self.chunk_bytes
-                            self._came_wrong(chunk)
-                        self.have[chunk] = self.chunks[chunk]
+                            self._reject(chunk)
+                        self.verified[chunk] = self.chunks[chunk]
             except ConnectionBroken as e:
                 if connection:
                     connection.close()
                 connection = None
-                retry.again(e, f"{self.path} at byte {at} of {len(self.view)}")
+                retry.back_off(e, f"{self.path} at byte {at} of {len(self.view)}")
         return connection
 
-    def _came_wrong(self, chunk: int) -> None:
-        self._bad[chunk] += 1
-        what = f"chunk {chunk} of {self.path} came wrong from {self.to.name}"
-        if self._bad[chunk] >= self.tries:
+    def _reject(self, chunk: int) -> NoReturn:
+        self._damaged[chunk] += 1
+        what = f"chunk {chunk} of {self.path} arrived damaged from {self.to.name}"
+        if self._damaged[chunk] >= self.tries:
             raise PullDamaged(f"{what}, {self.tries} times")
         raise ConnectionBroken(what)
 
 
-def spans(missing: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Runs of neighbours, cut to at most `most`.
+def spans(missing: Sequence[int], max_chunks: int) -> list[tuple[int, int]]:
+    """Runs of consecutive chunks, each at most `max_chunks` long.
 
     >>> spans([0, 1, 2, 5, 6, 9], 2)
     [(0, 2), (2, 3), (5, 7), (9, 10)]
     """
     out: list[tuple[int, int]] = []
     for i in missing:
-        if out and out[-1][1] == i and i - out[-1][0] < most:
+        if out and out[-1][1] == i and i - out[-1][0] < max_chunks:
             out[-1] = (out[-1][0], i + 1)
         else:
             out.append((i, i + 1))

@@ -1,20 +1,27 @@
-"""Puts versions of the weights where workers can pull them, while training goes on.
+"""Publishes versions of the weights, which workers can pull while training continues.
 
-There are two buffers. `publish` writes into the one that is not current and makes it current in one assignment, so
-that a reader sees the old version or the new one, never a mixture. Rules:
+    trainer                                                              worker
+    state_dict ──▶ copy_out ──▶ Buffer (buffers) ──▶ serve ── HTTP ──▶ connection ──▶ download ──▶ pull ──▶ engine
+        │                          │ hash               ▲ sendfile                       verify     ▲
+        │                          ▼                    │                                           │
+        │                       Manifest (manifest) ────┤                                           │
+        └──▶ device_delta, or delta ──▶ delta Buffer ───┘                             delta.apply ──┘
 
-- two versions can be read: the current one and the one before, until `publish` needs its buffer; it is withdrawn
-  before the first byte of it is written, and nobody waits for its readers: they find out by status or by checksum;
-- a tensor is written once, however many names it has;
-- the delta against the version before is part of the version: both are there, or neither.
+There are two buffers. `publish` writes into the one that is not current and makes it current in one assignment, so that
+a reader sees the old version or the new one, never a mixture. Rules:
 
-From a GPU, bytes are copied in the order of the buffer, on a stream of their own, and every chunk is hashed while later
-ones are still on the bus. Meanwhile the delta is found on the device, where there is room for a copy of the version
-before (see device.py); else the two buffers are compared here. The tensors may change again when the last byte has
-arrived; hashing goes on.
+- two versions are readable: the current one, and the previous one until `publish` needs its buffer. The previous
+  version is withdrawn before its first byte is overwritten, without waiting for its readers: they notice by status or
+  checksum;
+- a tensor is written once, even if it has several names;
+- the delta from the previous version is part of a version: both become readable together.
 
-`publish` may run in a thread beside the event loop that serves; copying, hashing and comparing let go of the
-interpreter.
+Bytes are copied from a GPU in the order of the buffer, on a separate stream, and every chunk is hashed while later ones
+are still on the bus. Meanwhile the delta is computed on the device, if it has room for a copy of the previous version
+(device_delta.py); otherwise the two buffers are compared on the host. The tensors may change again once the last byte
+has been copied; hashing continues.
+
+`publish` may run in a thread beside the event loop that serves: copying, hashing and comparing release the GIL.
 """
 
 from __future__ import annotations
@@ -40,13 +47,13 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-KEEP_BYTES = 8 << 20
-"""Of a delta, written at a time."""
+DELTA_WRITE_BYTES = 8 << 20
+"""Bytes of a delta written by one call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Published:
-    """One readable version. The encoded manifests are kept because every worker asks for them."""
+    """One readable version. The encoded manifests are kept because every worker requests them."""
 
     manifest: Manifest
     encoded: bytes
@@ -65,22 +72,23 @@ class Publisher:
         chunk_bytes: int = CHUNK_BYTES,
         delta: bool = True,
         threads: int | None = None,
-        shadow: bool | None = None,
+        device_delta: bool | None = None,
     ) -> None:
-        """`shadow`: find deltas on the tensors' device; None: if it is a GPU with room for a copy."""
+        """`device_delta`: whether to compute deltas on the tensors' device; None: if it is a GPU with room for a
+        copy."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder, self.dtype, self.chunk_bytes, self.with_delta = folder, dtype, chunk_bytes, delta
         self.readable: tuple[Published, ...] = ()
-        """Newest first. Replaced as a whole, so that any thread may look."""
+        """Newest first. The tuple is replaced as a whole, so that any thread may read it."""
         self._spare: Buffer | None = None
-        self._wants_shadow, self._shadow = shadow, None
+        self._use_device_delta, self._device_delta = device_delta, None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="publish")
-        self._side = ThreadPoolExecutor(1, thread_name_prefix="copy")
-        """Asking for copies takes about as long as the copies: somebody else's time."""
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
+        """Enqueueing copies takes about as long as the copies, so it has its own thread."""
         self._pinned: dict[int, int] = {}
-        """Buffers that the GPU's driver knows: their address, by descriptor."""
+        """Addresses of the buffers whose pages are locked for the GPU, by descriptor."""
         self._closed = False
 
     @property
@@ -93,46 +101,47 @@ class Publisher:
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], *, copied: Callable[[], None] | None = None
     ) -> Manifest:
-        """Returns when the version can be pulled. `copied` is called as soon as the tensors may change again."""
+        """Publish a version; it can be pulled when this returns. `copied` is called once the tensors may change
+        again."""
         with self._lock:
             if self._closed:
                 raise WindfallError("the weight publisher is closed", where=f"version {version}")
-            before = self.readable[0] if self.readable else None
-            if before and version <= before.manifest.version:
+            previous = self.readable[0] if self.readable else None
+            if previous and version <= previous.manifest.version:
                 raise WindfallError(
-                    f"version {version} is not newer than {before.manifest.version}", where="weights",
+                    f"version {version} is not newer than {previous.manifest.version}", where="weights",
                     fix="Publish versions in rising order.",
                 )  # fmt: skip
             entries, nbytes, sources = self._layout(tensors)
-            buffer = self._take(nbytes, entries)
-            base = before if self.with_delta and before and before.manifest.entries == entries else None
+            buffer = self._spare_buffer(nbytes, entries)
+            base = previous if self.with_delta and previous and previous.manifest.entries == entries else None
             with ExitStack() as undo:
-                copying = self._side.submit(self._copy, buffer, sources, copy_out.mark(sources.values()))
+                copying = self._copier.submit(self._copy, buffer, sources, copy_out.ready_event(sources.values()))
                 try:
-                    known, pieces = self._on_device(base, version, entries, nbytes, sources)
-                    kept = self._keep(pieces, undo)
+                    on_device, pieces = self._encode_on_device(base, version, entries, nbytes, sources)
+                    delta_buffer = self._store_delta(pieces, undo)
                 finally:
                     hashes, last = copying.result()
-                    copy_out.settle(sources.values(), last)
+                    copy_out.wait(sources.values(), last)
                 if copied:
                     copied()
-                made = manifest.make(
+                new_manifest = manifest.make(
                     version=version, entries=entries, nbytes=nbytes, chunk_bytes=self.chunk_bytes,
                     chunks=tuple(h.result() for h in hashes),
                 )  # fmt: skip
-                if base and not known:
-                    blob = delta.encode(base.buffer.data, buffer.data, made, spread=self._pool.map)
-                    kept = self._keep(None if blob is None else [blob], undo)
-                published = self._published(made, buffer, base, kept)
+                if base and not on_device:
+                    blob = delta.encode(base.buffer.data, buffer.data, new_manifest, map_=self._pool.map)
+                    delta_buffer = self._store_delta(None if blob is None else [blob], undo)
+                published = self._published(new_manifest, buffer, base, delta_buffer)
                 undo.pop_all()
             self.readable, self._spare = (published, *self.readable[:1]), None
-            return made
+            return new_manifest
 
     def close(self) -> None:
-        """Withdraw everything. Responses under way break off at their next piece."""
+        """Withdraw all versions. Responses in progress are reset before their next piece."""
         with self._lock:
-            gone, self.readable, self._closed = self.readable, (), True
-            for p in gone:
+            withdrawn, self.readable, self._closed = self.readable, (), True
+            for p in withdrawn:
                 self._drop(p.buffer)
                 if p.delta_buffer:
                     p.delta_buffer.close()
@@ -140,26 +149,26 @@ class Publisher:
                 self._drop(self._spare)
             self._spare = None
             self._pool.shutdown()
-            self._side.shutdown()
+            self._copier.shutdown()
 
     def _layout(
         self, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[TensorEntry, ...], int, dict[TensorEntry, torch.Tensor]]:
         if not tensors:
-            raise WindfallError("no tensors to publish", where="weights", fix="Give the module's state_dict().")
+            raise WindfallError("no tensors to publish", where="weights", fix="Pass the state_dict() of the module.")
         rows, storages = [], {}
         for name, t in tensors.items():
             if t.device.type == "meta" or not hasattr(t, "data_ptr"):
                 raise WindfallError(f"tensor {name!r} has no values", where="weights", fix="Load the model first.")
             dtype = self.dtype if self.dtype and t.is_floating_point() else str(t.dtype).removeprefix("torch.")
-            same = (t.data_ptr(), t.dtype, t.shape, t.stride(), t.device) if t.numel() else name
-            rows.append((name, dtype, tuple(t.shape), storages.setdefault(same, len(storages))))
+            identity = (t.data_ptr(), t.dtype, t.shape, t.stride(), t.device) if t.numel() else name
+            rows.append((name, dtype, tuple(t.shape), storages.setdefault(identity, len(storages))))
         entries, nbytes = manifest.layout(rows)
         first = {storage: i for i, (*_, storage) in reversed(list(enumerate(rows)))}
         return entries, nbytes, {entries[i]: tensors[entries[i].name] for i in first.values()}
 
-    def _take(self, nbytes: int, entries: tuple[TensorEntry, ...]) -> Buffer:
-        """The spare buffer, withdrawn, with zeros between its tensors."""
+    def _spare_buffer(self, nbytes: int, entries: tuple[TensorEntry, ...]) -> Buffer:
+        """The buffer that is not current, withdrawn from readers, with zeros between its tensors."""
         if len(self.readable) == 2:
             old, self.readable = self.readable[1], self.readable[:1]
             self._spare = old.buffer
@@ -168,7 +177,7 @@ class Publisher:
             if old.manifest.entries == entries:
                 return self._spare
         if self._spare and self._spare.nbytes == nbytes:
-            self._spare.data[:] = 0  # what another layout left between the tensors would change the checksums
+            self._spare.data[:] = 0  # bytes of another layout between the tensors would change the checksums
             return self._spare
         if self._spare:
             self._drop(self._spare)
@@ -179,52 +188,53 @@ class Publisher:
     def _copy(
         self, buffer: Buffer, sources: dict[TensorEntry, torch.Tensor], after: Any
     ) -> tuple[list[Future[int]], Any]:
-        """Begin to fill the buffer, and to hash it: every chunk as soon as it is there. Returns the checksums to come,
-        and the event after which all bytes are there (None: they are)."""
+        """Start to fill the buffer, and to hash every chunk once it is copied. Returns futures of the checksums, and
+        the event after which all bytes are copied (None: they are copied)."""
         if after is not None:
             self._pin(buffer)
         hashes: list[Future[int]] = []
         chunks, event = self._chunks(buffer.nbytes), None
         for end, event in copy_out.copy(buffer, sources, after):
-            there = len(chunks) if end == buffer.nbytes else end // self.chunk_bytes
-            for start in chunks[len(hashes) : there]:
+            copied = len(chunks) if end == buffer.nbytes else end // self.chunk_bytes
+            for start in chunks[len(hashes) : copied]:
                 hashes.append(self._pool.submit(self._hash, buffer.data, start, event))
         return hashes, event
 
-    def _on_device(
+    def _encode_on_device(
         self, base: Published | None, version: int, entries: tuple[TensorEntry, ...], nbytes: int,
         sources: dict[TensorEntry, torch.Tensor],
     ) -> tuple[bool, list[Any] | None]:  # fmt: skip
-        """Whether the delta could be found on the tensors' device, and the delta."""
+        """Whether the delta was computed on the tensors' device, and its pieces (None if they are too large)."""
         import torch
 
         try:
-            shadow = self._shadow_of(entries, nbytes, {t.device for t in sources.values()})
-            if shadow is None:
+            encoder = self._device_encoder(entries, nbytes, {t.device for t in sources.values()})
+            if encoder is None:
                 return False, None
-            known = base is not None and shadow.version == base.manifest.version
-            pieces = shadow.encode(sources, base.manifest) if base and known else None
-            shadow.take(sources, version)
-        except torch.OutOfMemoryError:  # others have taken the room: from now on the buffers are compared
-            self._shadow, self._wants_shadow = None, False
+            has_base = base is not None and encoder.version == base.manifest.version
+            pieces = encoder.encode(sources, base.manifest) if base and has_base else None
+            encoder.store(sources, version)
+        except torch.OutOfMemoryError:  # the memory was taken meanwhile: from now on compare the buffers on the host
+            self._device_delta, self._use_device_delta = None, False
             return False, None
-        return known, pieces
+        return has_base, pieces
 
-    def _shadow_of(self, entries: tuple[TensorEntry, ...], nbytes: int, devices: set[torch.device]) -> Any:
-        """The device's copy of the version before; a new one, of nothing yet, if the layout is new; or None."""
-        if not self.with_delta or self._wants_shadow is False or len(devices) != 1 or not nbytes:
+    def _device_encoder(self, entries: tuple[TensorEntry, ...], nbytes: int, devices: set[torch.device]) -> Any:
+        """The DeviceDelta with the previous version; a new, empty one if the layout is new; None if it cannot be
+        used."""
+        if not self.with_delta or self._use_device_delta is False or len(devices) != 1 or not nbytes:
             return None
         (device,) = devices
-        if self._shadow is None or self._shadow.entries != entries or self._shadow.device != device:
-            from windfall.weights.device_delta import Shadow, room
+        if self._device_delta is None or self._device_delta.entries != entries or self._device_delta.device != device:
+            from windfall.weights.device_delta import DeviceDelta, fits
 
-            self._shadow = None
-            if self._wants_shadow or room(nbytes, device):
-                self._shadow = Shadow(entries, nbytes, device)
-        return self._shadow
+            self._device_delta = None
+            if self._use_device_delta or fits(nbytes, device):
+                self._device_delta = DeviceDelta(entries, nbytes, device)
+        return self._device_delta
 
     def _pin(self, buffer: Buffer) -> None:
-        """Lock the buffer's pages for the GPU, once: a copy into other memory is several times slower."""
+        """Lock the buffer's pages for the GPU, once: a copy into pageable memory is several times slower."""
         import torch
 
         if buffer.fd not in self._pinned and buffer.nbytes:
@@ -240,32 +250,35 @@ class Publisher:
             runtime.cudaHostUnregister(self._pinned.pop(buffer.fd))
         buffer.close()
 
-    def _keep(self, pieces: list[Any] | None, undo: ExitStack) -> Buffer | None:
-        """A delta, where it can be read from."""
+    def _store_delta(self, pieces: list[Any] | None, undo: ExitStack) -> Buffer | None:
+        """A buffer with the delta, from which it can be served."""
         if pieces is None:
             return None
-        kept, at = Buffer(sum(map(len, pieces)), self.folder), 0
-        undo.callback(kept.close)
+        stored, at = Buffer(sum(map(len, pieces)), self.folder), 0
+        undo.callback(stored.close)
         parts = []
         for piece in pieces:
             data = memoryview(piece)
-            parts += [(at + i, data[i : i + KEEP_BYTES]) for i in range(0, len(data), KEEP_BYTES)]
+            starts = range(0, len(data), DELTA_WRITE_BYTES)
+            parts += [(at + i, data[i : i + DELTA_WRITE_BYTES]) for i in starts]
             at += len(data)
-        # By the descriptor, since the kernel writes to a file faster than it maps new pages of one.
-        for _ in self._pool.map(lambda part: _write(kept.fd, *part), parts):
+        # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
+        for _ in self._pool.map(lambda part: _write(stored.fd, *part), parts):
             pass
-        return kept
+        return stored
 
-    def _published(self, made: Manifest, buffer: Buffer, base: Published | None, kept: Buffer | None) -> Published:
-        if base is None or kept is None:
-            return Published(manifest=made, encoded=made.encode(), buffer=buffer)
-        described = DeltaManifest(
-            base=base.manifest.digest, digest=made.digest, nbytes=kept.nbytes, chunk_bytes=self.chunk_bytes,
-            chunks=self._hashes(kept.data),
+    def _published(
+        self, new_manifest: Manifest, buffer: Buffer, base: Published | None, delta_buffer: Buffer | None
+    ) -> Published:
+        if base is None or delta_buffer is None:
+            return Published(manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer)
+        delta_manifest = DeltaManifest(
+            base=base.manifest.digest, digest=new_manifest.digest, nbytes=delta_buffer.nbytes,
+            chunk_bytes=self.chunk_bytes, chunks=self._hashes(delta_buffer.data),
         )  # fmt: skip
         return Published(
-            manifest=made, encoded=made.encode(), buffer=buffer, delta=described, delta_encoded=described.encode(),
-            delta_buffer=kept,
+            manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer, delta=delta_manifest,
+            delta_encoded=delta_manifest.encode(), delta_buffer=delta_buffer,
         )  # fmt: skip
 
     def _chunks(self, nbytes: int) -> range:
@@ -274,9 +287,10 @@ class Publisher:
     def _hashes(self, data: np.ndarray) -> tuple[int, ...]:
         return tuple(self._pool.map(lambda at: self._hash(data, at, None), self._chunks(len(data))))
 
-    def _hash(self, data: np.ndarray, at: int, there: Any) -> int:
-        if there is not None:
-            there.synchronize()
+    def _hash(self, data: np.ndarray, at: int, copied: Any) -> int:
+        """The checksum of a chunk. `copied` is the event after which its bytes have been copied; None: they have."""
+        if copied is not None:
+            copied.synchronize()
         return xxhash.xxh3_64_intdigest(data[at : at + self.chunk_bytes].data)
 
 

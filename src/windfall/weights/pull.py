@@ -1,12 +1,13 @@
-"""Gets a version of the weights from a weight server into a buffer of one's own. Meant to run in a thread.
+"""Pulls a version of the weights from a weight server into a local buffer. Runs in a thread of the worker.
 
 Rules:
 
-- `held` names what the buffer holds, every chunk verified; while a pull is under way or broke off it is None;
-- nothing is used whose manifest has not the digest that the caller was told over a link it trusts;
-- chunks that the buffer already has, verified, are not fetched: what a broken pull left, and what did not change;
-- a delta is used when it is from exactly what is held and smaller than what is missing; its result is verified like a
-  full copy, and what is wrong in it is fetched.
+- `held` is the manifest of the version in the buffer, with every chunk verified. It is None during a pull and after a
+  failed one;
+- weights are used only if their manifest has the digest that the caller received over a link that it trusts;
+- chunks that the buffer already holds, verified, are not downloaded: those of a failed pull, and unchanged ones;
+- a delta is used if its base is exactly the held version and it is smaller than the missing chunks. Its result is
+  verified like a full copy, and wrong chunks are downloaded.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
-from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, address
-from windfall.weights.download import Fetch, Retry, small
+from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, parse_address
+from windfall.weights.download import Download, Retry, download_small
 from windfall.weights.manifest import DeltaManifest, Manifest
 
 if TYPE_CHECKING:
@@ -47,34 +48,36 @@ class Puller:
     ) -> None:
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
             raise WindfallError(
-                "a puller needs a printable key, and parallel, tries and timeout_s above zero", where="weights"
+                "a puller needs a printable key, and values above zero for parallel, tries and timeout_s",
+                where="weights",
             )
         self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
         self.held: Manifest | None = None
-        self.bytes_received = self.delta_used = self.retries = 0  # the first grows while a pull is under way
+        self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
         self._buffer = mmap.mmap(-1, 1)
         self._view = memoryview(self._buffer)[:0]
-        self._have: list[int | None] = []
-        """Checksums of the chunks that the buffer holds; None where that is not known."""
+        self._verified: list[int | None] = []
+        """Checksums of the chunks that the buffer holds; None for a chunk that is not verified."""
         self._chunk_bytes = 0
         self._lock = threading.Lock()
 
     def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Manifest:
-        """Hold this version, or raise PullGone (withdrawn) or PullFailed. `stop` ends it at its next read or wait."""
+        """Pull this version. Raises PullGone if it is withdrawn, or PullFailed. `stop` ends the pull at its next read
+        or wait."""
         with self._lock:
             if self.held is None or self.held.digest != digest:
-                to = address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
+                to = parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
                 self._pull(to, version, digest, stop or threading.Event())
             assert self.held is not None
             self.held = msgspec.structs.replace(self.held, version=version)
             return self.held
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the buffer, by name. They are the held version's until the next `pull` begins."""
+        """Views of the buffer, by name. They are valid until the next `pull` starts."""
         import torch
 
         if self.held is None:
-            raise WindfallError("no whole version is held", where="weights", fix="Pull one first.")
+            raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
         out = {}
         for e in self.held.entries:
             kind = getattr(torch, e.dtype)
@@ -90,49 +93,50 @@ class Puller:
             got = manifest.decode(data)
             if got.digest != digest or got.version != version:
                 raise ConnectionBroken(
-                    f"{to.name} has version {got.version} with digest {got.digest}, not {version}, {digest}"
+                    f"{to.name} has version {got.version} with digest {got.digest}, expected {version}, {digest}"
                 )
             return got
 
-        wanted = self._small(to, f"{base}/manifest", stop, parse)
+        wanted = self._download_small(to, f"{base}/manifest", stop, parse)
         held, self.held = self.held, None
-        self._make_room(wanted)
+        self._resize(wanted)
         if held and held.entries == wanted.entries and held.chunk_bytes == wanted.chunk_bytes:
-            self._by_delta(to, base, held, wanted, stop)
-        self._fetch(to, f"{base}/full", self._view, wanted, self._have, stop)
+            self._apply_delta(to, base, held, wanted, stop)
+        self._download(to, f"{base}/full", self._view, wanted, self._verified, stop)
         self.held = wanted
 
-    def _by_delta(self, to: Address, base: str, held: Manifest, wanted: Manifest, stop: threading.Event) -> None:
-        """Bring the buffer as near to `wanted` as a delta can. Whatever fails here, the full copy makes good."""
+    def _apply_delta(self, to: Address, base: str, held: Manifest, wanted: Manifest, stop: threading.Event) -> None:
+        """Update the buffer towards `wanted` with a delta. After any failure here, the full download corrects the
+        buffer."""
         path, size = f"{base}/delta/{held.digest}", wanted.chunk_bytes
-        missing = size * sum(a != b for a, b in zip(self._have, wanted.chunks, strict=True))
+        missing = size * sum(a != b for a, b in zip(self._verified, wanted.chunks, strict=True))
 
         def parse(data: bytes) -> DeltaManifest:
             got = manifest.decode_delta(data)
             if (got.base, got.digest) != (held.digest, wanted.digest):
-                raise ConnectionBroken(f"{to.name} has another delta at {path}")
+                raise ConnectionBroken(f"{to.name} has a different delta at {path}")
             return got
 
         try:
-            described = self._small(to, f"{path}/manifest", stop, parse)
-            if described.nbytes >= missing:
+            delta_manifest = self._download_small(to, f"{path}/manifest", stop, parse)
+            if delta_manifest.nbytes >= missing:
                 return
-            blob = memoryview(bytearray(described.nbytes))
-            self._fetch(to, path, blob, described, [None] * len(described.chunks), stop)
+            blob = memoryview(bytearray(delta_manifest.nbytes))
+            self._download(to, path, blob, delta_manifest, [None] * len(delta_manifest.chunks), stop)
         except (PullGone, PullDamaged):
             return
-        known, self._have[:] = self._have[:], [None] * len(self._have)
+        before, self._verified[:] = self._verified[:], [None] * len(self._verified)
         try:
             delta.apply(self._view, blob, wanted)
-        except WindfallError:  # refused before anything was written
-            self._have[:] = known
+        except WindfallError:  # refused before the buffer was changed
+            self._verified[:] = before
             return
         with ThreadPoolExecutor(self.parallel) as pool:
-            places = range(0, wanted.nbytes, size)
-            self._have[:] = pool.map(lambda a: xxhash.xxh3_64_intdigest(self._view[a : a + size]), places)
-        self.delta_used += self._have == list(wanted.chunks)
+            starts = range(0, wanted.nbytes, size)
+            self._verified[:] = pool.map(lambda a: xxhash.xxh3_64_intdigest(self._view[a : a + size]), starts)
+        self.delta_used += self._verified == list(wanted.chunks)
 
-    def _make_room(self, wanted: Manifest) -> None:
+    def _resize(self, wanted: Manifest) -> None:
         if len(self._view) != wanted.nbytes:
             try:
                 self._buffer = mmap.mmap(-1, max(wanted.nbytes, 1))
@@ -142,37 +146,38 @@ class Puller:
                 with contextlib.suppress(OSError):  # a kernel without huge pages
                     self._buffer.madvise(mmap.MADV_HUGEPAGE)
             self._view = memoryview(self._buffer)[: wanted.nbytes]
-            self._have = [None] * len(wanted.chunks)
+            self._verified = [None] * len(wanted.chunks)
         elif self._chunk_bytes != wanted.chunk_bytes:
-            self._have = [None] * len(wanted.chunks)
+            self._verified = [None] * len(wanted.chunks)
         self._chunk_bytes = wanted.chunk_bytes
 
-    def _small(self, to: Address, path: str, stop: threading.Event, parse: Callable[[bytes], T]) -> T:
-        def tolerant(data: bytes) -> T:
+    def _download_small(self, to: Address, path: str, stop: threading.Event, parse: Callable[[bytes], T]) -> T:
+        def parse_or_retry(data: bytes) -> T:
             try:
                 return parse(data)
-            except WindfallError as e:  # damaged on the way, perhaps: another try may do better
+            except WindfallError as e:  # possibly damaged in transit: a retry may succeed
                 raise ConnectionBroken(str(e)) from e
 
         retry = Retry(self.tries, stop, stop.is_set)
         try:
-            got, received = small(to, path, manifest.MAX_MANIFEST_BYTES, retry, tolerant)
+            got, received = download_small(to, path, manifest.MAX_MANIFEST_BYTES, retry, parse_or_retry)
         finally:
             self.retries += retry.total
         self.bytes_received += received
         return got
 
-    def _fetch(
-        self, to: Address, path: str, view: memoryview, what: Manifest | DeltaManifest, have: list[int | None],
+    def _download(
+        self, to: Address, path: str, view: memoryview, source: Manifest | DeltaManifest, verified: list[int | None],
         stop: threading.Event,
     ) -> None:  # fmt: skip
-        fetch = Fetch(
-            to, path, view, what.chunks, what.chunk_bytes, have, tries=self.tries, stop=stop, moved=self._moved
-        )
+        download = Download(
+            to, path, view, source.chunks, source.chunk_bytes, verified, tries=self.tries, stop=stop,
+            on_bytes=self._count_bytes,
+        )  # fmt: skip
         try:
-            fetch.run(self.parallel)
+            download.run(self.parallel)
         finally:
-            self.retries += fetch.retries
+            self.retries += download.retries
 
-    def _moved(self, count: int) -> None:
+    def _count_bytes(self, count: int) -> None:
         self.bytes_received += count

@@ -1,12 +1,12 @@
-"""Sends ranges of a file to sockets from a few threads, so that more than one core can serve.
+"""Sends ranges of a file to sockets with sendfile, from a few threads, so that several cores can serve.
 
-The kernel moves the bytes (sendfile). A thread serves a reader for as long as the reader keeps up; one that does not
-is handed to the event loop, which waits until it can take more. So slow readers, however many, take no thread.
+A thread serves a reader as long as the reader keeps up. A reader that falls behind is handed to the event loop, which
+waits until its socket is writable. Any number of slow readers therefore occupies no thread.
 
-Both descriptors are the sender's own and are closed when no thread uses them any more: a number that was closed under a
-thread could by then be another connection's. Meanwhile the connection blocks, for at most PATIENCE_US at a time, so
-that one call sends megabytes: calls that return whenever the socket is full cost more in taking turns at the
-interpreter than in sending. The event loop must not read from the connection until `send` returns.
+Both descriptors belong to the sender and are closed when no thread uses them any more: a descriptor that is closed
+while a thread uses it could be reused by another connection. Meanwhile the socket blocks, for at most SEND_TIMEOUT_US
+at a time, so that one call sends megabytes: calls that return whenever the socket is full would spend more time on the
+GIL than on sending. The event loop must not read from the connection until `send` returns.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 PIECE_BYTES = 4 << 20
 TURN_BYTES = 64 << 20
-"""After so much a reader goes to the back of the queue."""
-PATIENCE_US = 5000
-"""How long a thread waits for a reader whose buffers are full."""
+"""Bytes after which a reader goes to the back of the queue."""
+SEND_TIMEOUT_US = 5000
+"""Microseconds that a thread waits for a reader whose buffers are full."""
 
 
 class Sender:
@@ -31,37 +31,38 @@ class Sender:
         self._pool = ThreadPoolExecutor(threads or min(32, 4 * (os.cpu_count() or 1)), thread_name_prefix="weights")
 
     async def send(
-        self, sock: Any, file: int, start: int, stop: int, *, timeout_s: float, go_on: Callable[[], bool]
+        self, sock: Any, file: int, start: int, stop: int, *, timeout_s: float, may_continue: Callable[[], bool]
     ) -> None:
-        """Takes over the file. OSError: reader gone, or `go_on` said no; TimeoutError: it stands still."""
+        """Send bytes `start` to `stop`, and close `file`. Raises OSError if the reader is gone or `may_continue`
+        returned false, and TimeoutError if the reader takes no byte for `timeout_s`."""
         try:
             out, turn = os.dup(sock.fileno()), None
         except OSError:
             os.close(file)
             raise
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, PATIENCE_US))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, SEND_TIMEOUT_US))
             os.set_blocking(out, True)
             while start < stop:
-                turn = self._pool.submit(_turn, out, file, start, stop, go_on)
+                turn = self._pool.submit(_send_turn, out, file, start, stop, may_continue)
                 start = await asyncio.wrap_future(turn)
                 if start < stop:
                     await _writable(out, timeout_s)
         finally:
             if turn is None:
                 _close(out, file)
-            else:  # at once, unless this was cancelled in the middle of a turn
+            else:  # closes at once, unless this was cancelled during a turn
                 turn.add_done_callback(lambda _: _close(out, file))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _turn(out: int, file: int, at: int, stop: int, go_on: Callable[[], bool]) -> int:
-    """Send until the reader falls behind or has had its share; how far it came."""
+def _send_turn(out: int, file: int, at: int, stop: int, may_continue: Callable[[], bool]) -> int:
+    """Send until the reader falls behind or has received TURN_BYTES. Returns the position reached."""
     stop = min(stop, at + TURN_BYTES)
     while at < stop:
-        if not go_on():
+        if not may_continue():
             raise ConnectionResetError("withdrawn")
         try:
             sent = os.sendfile(out, file, at, min(PIECE_BYTES, stop - at))

@@ -1,18 +1,18 @@
-"""Serves what a publisher holds, over HTTP. Everything is a GET, and needs `Authorization: Bearer KEY`.
+"""Serves the versions of a publisher over HTTP. Every request is a GET with `Authorization: Bearer KEY`.
 
     /weights/{version}/manifest                    the manifest
     /weights/{version}/full                        its bytes; `Range: bytes=a-b` for a part of them
     /weights/{version}/delta/{base}/manifest       the delta from the weights with digest `base`
     /weights/{version}/delta/{base}                its bytes, or a part of them
 
-401: wrong key. 404: not there. 410: withdrawn, ask for a newer one. 413: a body, which no request may have. 416: a
-range that is none. Rules:
+401: wrong key. 404: not found. 410: withdrawn, pull a newer version. 413: the request has a body. 416: invalid range.
+weights/publish.py has a drawing of the whole path. Rules:
 
-- the kernel sends from the buffer to the socket where there is no TLS (send.py; Linux);
-- whoever has not shown the key is short of time and places (listening.py);
-- a reader that takes nothing for WRITE_TIMEOUT_S is cut off; it may come back and go on where it was;
-- a version that is withdrawn while it is read: its connections are reset before the next piece. What of it was on the
-  way may be mixed with newer bytes; the reader's checksums find that.
+- without TLS, on Linux, the kernel sends from the buffer to the socket (sendfile.py);
+- peers that have not sent the key are limited in time and connections (link/listener.py);
+- a reader that takes no byte for WRITE_TIMEOUT_S is disconnected; it may reconnect and continue where it was;
+- when a version is withdrawn, the connections that read it are reset before the next piece. The bytes in flight may be
+  mixed with newer ones; the reader's checksums detect that.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
 class Server:
-    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, door: listener.Door) -> None:
-        self.port, self._runner, self._sender, self._door = port, runner, sender, door
+    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, limits: listener.Listener) -> None:
+        self.port, self._runner, self._sender, self._listener = port, runner, sender, limits
 
     async def close(self) -> None:
-        self._door.close()
+        self._listener.close()
         await self._runner.cleanup()
         self._sender.close()
 
@@ -59,13 +59,15 @@ async def serve(
     key: str,
     ssl: SSLContext | None = None,
     write_timeout_s: float = WRITE_TIMEOUT_S,
-    door: listener.Door | None = None,
+    limits: listener.Listener | None = None,
 ) -> Server:
-    """Listening when it returns. Port 0 takes a free one."""
+    """Start the server; it listens when this returns. Port 0 selects a free port."""
     if not key:
-        raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix="Give the run's token.")
-    door = door or listener.Door()
-    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, door)
+        raise WindfallError(
+            "the weight server has no key", where=f"{host}:{port}", fix="Pass the key derived from the run's token."
+        )
+    limits = limits or listener.Listener()
+    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, limits)
     app = web.Application(middlewares=[handlers.admit], client_max_size=1024)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", handlers.manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/full", handlers.full)
@@ -77,66 +79,68 @@ async def serve(
     await runner.setup()
     assert runner.server is not None, "set up"
     try:
-        port = await door.listen(runner.server, host, port, ssl, backlog=1024)
+        port = await limits.listen(runner.server, host, port, ssl, backlog=1024)
     except OSError as e:
         await runner.cleanup()
         raise WindfallError(f"cannot listen: {e}", where=f"{host}:{port}", fix="Choose another port.") from e
-    return Server(runner, port, handlers.sender, door)
+    return Server(runner, port, handlers.sender, limits)
 
 
 class _Handlers:
-    def __init__(self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, door: listener.Door) -> None:
+    def __init__(
+        self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener
+    ) -> None:
         self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
-        self.write_timeout_s, self.sender, self.door = write_timeout_s, Sender(), door
+        self.write_timeout_s, self.sender, self.listener = write_timeout_s, Sender(), limits
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self.key):
             raise web.HTTPUnauthorized(text="wrong key\n")
-        self.door.proved(request.transport)
+        self.listener.authenticated(request.transport)
         if request.can_read_body:
-            raise web.HTTPRequestEntityTooLarge(1, request.content_length or 1, text="no request has a body\n")
+            raise web.HTTPRequestEntityTooLarge(1, request.content_length or 1, text="a request must not have a body\n")
         return await handler(request)
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        return _whole(self._find(request).encoded)
+        return _response(self._find(request).encoded)
 
     async def full(self, request: web.Request) -> web.StreamResponse:
-        found = self._find(request)
-        return await self._send(request, found, found.buffer)
+        published = self._find(request)
+        return await self._send(request, published, published.buffer)
 
     async def delta_manifest(self, request: web.Request) -> web.StreamResponse:
-        return _whole(self._find_delta(request).delta_encoded)
+        return _response(self._find_delta(request).delta_encoded)
 
     async def delta(self, request: web.Request) -> web.StreamResponse:
-        found = self._find_delta(request)
-        assert found.delta_buffer is not None
-        return await self._send(request, found, found.delta_buffer)
+        published = self._find_delta(request)
+        assert published.delta_buffer is not None
+        return await self._send(request, published, published.delta_buffer)
 
     def _find(self, request: web.Request) -> Published:
         version = int(request.match_info["version"])
-        found = self.publisher.find(version)
-        if found is None:
+        published = self.publisher.find(version)
+        if published is None:
             current = self.publisher.current
             if current and version < current.version:
                 raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
             raise web.HTTPNotFound(
                 text=f"version {version} is not published; current is {current and current.version}\n"
             )
-        return found
+        return published
 
     def _find_delta(self, request: web.Request) -> Published:
-        found = self._find(request)
-        if found.delta is None or found.delta.base != request.match_info["base"]:
-            raise web.HTTPNotFound(text=f"version {found.manifest.version} has no delta from there\n")
-        return found
+        published = self._find(request)
+        if published.delta is None or published.delta.base != request.match_info["base"]:
+            raise web.HTTPNotFound(text=f"version {published.manifest.version} has no delta from this base\n")
+        return published
 
-    async def _send(self, request: web.Request, found: Published, buffer: Buffer) -> web.StreamResponse:
+    async def _send(self, request: web.Request, published: Published, buffer: Buffer) -> web.StreamResponse:
         start, stop = _range(request, buffer.nbytes)
         fd = buffer.dup()
         if fd is None:
-            raise web.HTTPGone(text=f"version {found.manifest.version} is withdrawn\n")
+            raise web.HTTPGone(text=f"version {published.manifest.version} is withdrawn\n")
         part = "Range" in request.headers
         response = web.StreamResponse(status=206 if part else 200, headers={"Accept-Ranges": "bytes"})
         response.content_type = "application/octet-stream"
@@ -145,41 +149,46 @@ class _Handlers:
             response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{buffer.nbytes}"
         transport = request.transport
 
-        def go_on() -> bool:
-            return transport is not None and not transport.is_closing() and found in self.publisher.readable
+        def may_continue() -> bool:
+            return transport is not None and not transport.is_closing() and published in self.publisher.readable
 
         try:
             async with asyncio.timeout(self.write_timeout_s):
                 await response.prepare(request)
-                while transport is not None and transport.get_write_buffer_size():  # the head, on a full socket
+                while transport is not None and transport.get_write_buffer_size():  # the header waits for a full socket
                     await asyncio.sleep(0.01)
             if self.tls or transport is None or sys.platform != "linux":
-                await self._write(response, fd, start, stop, go_on)
+                await self._write(response, fd, start, stop, may_continue)
             else:
                 sock, file, fd = transport.get_extra_info("socket"), fd, -1
                 transport.pause_reading()
-                await self.sender.send(sock, file, start, stop, timeout_s=self.write_timeout_s, go_on=go_on)
+                await self.sender.send(
+                    sock, file, start, stop, timeout_s=self.write_timeout_s, may_continue=may_continue
+                )
                 transport.resume_reading()
             await response.write_eof()
-        except (OSError, TimeoutError):  # the reader went, stands still, or must not go on; only it is hurt
-            _cut(transport)
+        except (
+            OSError,
+            TimeoutError,
+        ):  # the reader is gone or stalled, or the version is withdrawn; affects only this connection
+            _reset(transport)
         finally:
             if fd >= 0:
                 os.close(fd)
         return response
 
     async def _write(
-        self, response: web.StreamResponse, fd: int, start: int, stop: int, go_on: Callable[[], bool]
+        self, response: web.StreamResponse, fd: int, start: int, stop: int, may_continue: Callable[[], bool]
     ) -> None:
         for at in range(start, stop, TLS_PIECE_BYTES):
-            if not go_on():
+            if not may_continue():
                 raise ConnectionResetError("withdrawn")
             async with asyncio.timeout(self.write_timeout_s):
                 await response.write(os.pread(fd, min(TLS_PIECE_BYTES, stop - at), at))
 
 
-def _cut(transport: asyncio.Transport | None) -> None:
-    """Reset the connection: what is queued for it may be mixed with newer bytes, and holds memory."""
+def _reset(transport: asyncio.Transport | None) -> None:
+    """Reset the connection: queued bytes may be mixed with newer ones, and occupy memory."""
     if transport is not None:
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.fileno() >= 0:
@@ -187,7 +196,7 @@ def _cut(transport: asyncio.Transport | None) -> None:
         transport.abort()
 
 
-def _whole(body: bytes) -> web.Response:
+def _response(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/msgpack")
 
 
@@ -200,6 +209,6 @@ def _range(request: web.Request, nbytes: int) -> tuple[int, int]:
     stop = int(match[2]) + 1 if match and match[2] else nbytes
     if match is None or not start < stop <= nbytes:
         raise web.HTTPRequestRangeNotSatisfiable(
-            headers={"Content-Range": f"bytes */{nbytes}"}, text=f"{header!r} is no range of {nbytes} bytes\n"
+            headers={"Content-Range": f"bytes */{nbytes}"}, text=f"{header!r} is not a range of {nbytes} bytes\n"
         )
     return start, stop

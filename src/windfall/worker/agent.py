@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import random
 import ssl as tls
@@ -27,26 +28,20 @@ import msgspec
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
-from windfall.link import auth
+from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
-from windfall.link.socket import Dialler, SocketLink
+from windfall.link.handshake import JoinRefused
+from windfall.link.socket import Dialer, SocketLink
 from windfall.types import Lease
 from windfall.worker import preemption as notices
 from windfall.worker.engine_thread import EngineThread
 from windfall.worker.session import PulledWeights, Session, Stalled
 
-SHAKE_S = 10.0
 TELL_S = 0.5
 """For the controller to hear why a worker refuses the run's model."""
 LEAVE_S = 10.0
 """After a warning, the controller has so long to send it away."""
-
-
-class JoinRefused(Exception):
-    def __init__(self, why: str, again: bool) -> None:
-        self.again = again
-        super().__init__(why)
 
 
 class Agent:
@@ -59,7 +54,7 @@ class Agent:
         lease: Lease,
         build: Callable[[m.EngineSpec], tuple[Any, int]],
         puller: Any,
-        boot: Callable[[], m.Readied] = m.Readied,
+        boot: Callable[[], m.LoadTimes] = m.LoadTimes,
         ssl: tls.SSLContext | None = None,
         patience_s: float = 300.0,
         model: str = "",
@@ -69,7 +64,7 @@ class Agent:
         """`build` makes (engine, slots), in the engine's thread, while the weights are pulled; `puller` is a
         weights.pull.Puller; `boot` says how long imports and building took, once that is over; `address` says where
         the controller listens now, if that may change."""
-        self._dialler = Dialler(url, "/worker", m.ToWorker, ssl=ssl)
+        self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
         self._model, self._address = model, address
@@ -101,7 +96,7 @@ class Agent:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
-            await self._dialler.close()
+            await self._dialer.close()
 
     def _watched(self, watching: asyncio.Task[None]) -> None:
         """No cloud is here, which is all right; or one was asked for that there is not."""
@@ -133,11 +128,11 @@ class Agent:
         alone_s, wait_s, said = time.monotonic(), 0.2, ""
         while True:
             if self._address is not None:
-                self._dialler.url = self._address()
+                self._dialer.url = self._address()
             try:
-                link = await self._dialler.dial(SHAKE_S)
+                link = await self._dialer.dial(handshake.TIMEOUT_S)
                 try:
-                    welcome = await self._shake(link)
+                    welcome = await self._handshake(link)
                     alone_s, wait_s = time.monotonic(), 0.2
                     why = await self._attend(link, welcome)
                     self._say(f"sent away: {why}")
@@ -164,46 +159,21 @@ class Agent:
                     said = str(e)
                     self._say(f"no link: {e}; dialling again for {self._patience_s:g} s")
             if time.monotonic() - alone_s > self._patience_s:
-                self._say(f"waited {self._patience_s:g} s for a controller at {self._dialler.url}")
+                self._say(f"waited {self._patience_s:g} s for a controller at {self._dialer.url}")
                 return 1
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # not all workers of a fleet at once
             wait_s = min(5.0, wait_s * 1.6)
 
-    async def _shake(self, link: SocketLink) -> m.Welcome:
+    async def _handshake(self, link: SocketLink) -> m.Welcome:
+        version, digest = self._held
+        hello = functools.partial(
+            m.Hello, name=self._name, lease=self._lease, model=self._model, version=version, digest=digest,
+            age_s=process.age_s(),
+        )  # fmt: skip
         try:
-            async with asyncio.timeout(SHAKE_S):
-                challenge = await link.receive()
-                if not isinstance(challenge, m.Challenge):
-                    raise LinkClosed(f"{link.peer}: not a windfall controller")
-                if challenge.protocol != m.PROTOCOL:
-                    said = f"the controller speaks protocol {challenge.protocol}, this worker {m.PROTOCOL}"
-                    raise JoinRefused(f"{said}: install the same version of windfall on both", again=False)
-                nonce = auth.nonce()
-                proof = auth.proof(self._token, "hello", challenge.run, challenge.nonce, nonce)
-                version, digest = self._held
-                await link.send(
-                    m.Hello(
-                        protocol=m.PROTOCOL,
-                        nonce=nonce,
-                        proof=proof,
-                        name=self._name,
-                        lease=self._lease,
-                        model=self._model,
-                        version=version,
-                        digest=digest,
-                        age_s=process.age_s(),
-                    )
-                )
-                answer = await link.receive()
-        except TimeoutError:
-            raise LinkClosed(f"{link.peer}: waited {SHAKE_S:g} s for its Welcome") from None
-        if isinstance(answer, m.Refused):
-            raise JoinRefused(answer.why, answer.again)
-        if not isinstance(answer, m.Welcome) or not auth.same(
-            answer.proof, auth.proof(self._token, "welcome", challenge.run, challenge.nonce, nonce)
-        ):
-            raise JoinRefused("the controller does not know the token: it is not the one of this run", again=False)
-        return answer
+            return await handshake.join(link, handshake.WORKER, self._token, hello)
+        except handshake.ControllerUnverified as e:
+            raise JoinRefused(str(e), again=False) from e
 
     async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
         host = self._host or self._make_host(welcome)
@@ -228,10 +198,10 @@ class Agent:
         host.start(lambda: loop.call_soon_threadsafe(self._broken) and None)
         return host
 
-    def _started(self) -> m.Readied:
+    def _started(self) -> m.LoadTimes:
         """What the start of this process has cost, once."""
         if self._told:
-            return m.Readied()
+            return m.LoadTimes()
         self._told = True
         return msgspec.structs.replace(self._boot(), age_s=process.age_s())
 
@@ -264,5 +234,5 @@ class Agent:
         parts = urlsplit(url)
         if parts.hostname != "_":
             return url
-        host = urlsplit(self._dialler.url).hostname or "127.0.0.1"
+        host = urlsplit(self._dialer.url).hostname or "127.0.0.1"
         return urlunsplit(parts._replace(netloc=f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"))

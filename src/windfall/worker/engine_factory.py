@@ -16,7 +16,7 @@ from typing import Any
 from windfall.devices import choose_matmul_library, gpu_memory_lock
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
-from windfall.link.messages import EngineSpec, Readied
+from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.models import load
 from windfall.selftest import shrink, verdict
 
@@ -114,7 +114,7 @@ def engine_for(
 
 def timed(
     spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
-) -> tuple[Any, int, Readied]:
+) -> tuple[Any, int, LoadTimes]:
     """The same, and how long its parts took."""
     import torch
 
@@ -126,7 +126,7 @@ def timed(
         raise WindfallError(f"not enough memory for the engine: {said}", where=device, fix=fix) from e
 
 
-def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, Readied]:
+def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
     began_s = time.monotonic()
     model = model_for(spec, device) if given is None else given
     check(spec, device, model)
@@ -145,7 +145,7 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
         built_s = time.monotonic()
         why = _warmed(engine, running, spec.longest)
         if why is None:
-            return engine, running, Readied(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
+            return engine, running, LoadTimes(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
         engine.sleep()
         del engine
         model = whole(json.loads(spec.model_config), spec.dtype, device) if given is None else given
@@ -156,7 +156,7 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
     slower = TorchEngine(model, **how, deterministic=spec.deterministic)
     # What was tested holds up to there; a later prompt may be longer than those that the run has seen.
     slower.limit = min(slower.limit, shrink.fixed_rope_tokens(json.loads(spec.model_config)) or slower.limit)
-    return slower, running, Readied(build_s=time.monotonic() - began_s)
+    return slower, running, LoadTimes(build_s=time.monotonic() - began_s)
 
 
 def check(spec: EngineSpec, device: str, model: Any) -> str:

@@ -56,7 +56,7 @@ Pull = Callable[[m.Load, threading.Event], PulledWeights]
 class Session:
     def __init__(
         self, link: Link, host: EngineThread, pull: Pull, *, heartbeat_s: float, stalled_s: float = math.inf,
-        boot: Callable[[], m.Readied] = m.Readied, pulled: Callable[[], int] = lambda: 0,
+        boot: Callable[[], m.LoadTimes] = m.LoadTimes, pulled: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """`boot` says, when the weights are in the engine, what a start has cost; `pulled`, how many bytes of weights
         have come since the process began."""

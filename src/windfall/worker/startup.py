@@ -20,7 +20,7 @@ from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
-from windfall.link.messages import Readied
+from windfall.link.messages import LoadTimes
 from windfall.worker.engine_thread import EngineThread
 
 BUILD_S = 900.0
@@ -35,7 +35,7 @@ class Boot:
         self._device, self._threads = device, threads
         self._found: str | None = None
         self._failed: BaseException | None = None
-        self.took = Readied()
+        self.took = LoadTimes()
         """What is known so far of how long things took. Whoever builds the engine adds to it."""
         self._thread = threading.Thread(target=self._run, name="boot", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class Boot:
     def _run(self) -> None:
         try:
             self._found = prepare(self._device, self._threads)
-            self.took = Readied(import_s=process.age_s())
+            self.took = LoadTimes(import_s=process.age_s())
         except BaseException as e:  # fault boundary: whoever needs the result is told, and nobody else would be
             self._failed = e
 

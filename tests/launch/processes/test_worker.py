@@ -101,7 +101,7 @@ def test_workers_are_added_by_hand(tmp_path: Path) -> None:
         assert "every user of this machine can read this token" in output
         assert distrusts.wait(60) == 1
         assert "certificate verify failed" in str(distrusts.communicate()[0])
-        assert [e["why"] for e in events("refused")] == ["wrong token, or a Hello made for another challenge"]
+        assert [e["why"] for e in events("refused")] == ["wrong token, or a proof for another challenge"]
 
         until(lambda: events("worker_ready"), "the first worker")
         one.send_signal(signal.SIGKILL)

@@ -94,7 +94,7 @@ class ControllerProcess:
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(
             recipe.run.name, auth.read_token(folder / "token"), log=events.instant,
-            most_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
+            max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
         )  # fmt: skip
         self.life.on_trainer = self._set_terms
         self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks)
@@ -180,13 +180,13 @@ class ControllerProcess:
         context = tls.server_context(f)
         routes = {
             "/worker": Route(
-                receives=m.FromWorker, most_bytes=m.MAX_FRAME_BYTES,
-                attend=lambda link: self._attend(link, self.gate.worker(link, self.life.attend)),
+                receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES,
+                handler=lambda link: self._attend(link, self.gate.worker(link, self.life.attend)),
             ),
             "/trainer": Route(
-                receives=m.FromTrainer, most_bytes=m.MAX_TRAINER_FRAME_BYTES, heartbeat_s=TRAINER_HEARTBEAT_S,
-                here_only=True, stranger_bytes=TRAINER_HELLO_BYTES,
-                attend=lambda link: self._attend(link, self.gate.trainer(link, self._attend_trainer)),
+                receives=m.FromTrainer, max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES, heartbeat_s=TRAINER_HEARTBEAT_S,
+                same_machine_only=True, unauthenticated_bytes=TRAINER_HELLO_BYTES,
+                handler=lambda link: self._attend(link, self.gate.trainer(link, self._attend_trainer)),
             ),
         }  # fmt: skip
         before = (folders.address(self.folder) or {}).get("port", 0)

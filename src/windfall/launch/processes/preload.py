@@ -42,7 +42,7 @@ def preload_run(folder: str) -> None:
     try:
         recipe = config.load(Path(folder) / "recipe.toml")
         algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-        found = checkpoint.all_in(Path(folder) / "checkpoints")
+        found = checkpoint.list_checkpoints(Path(folder) / "checkpoints")
         where = found[-1] if found else Path(load.resolve(recipe.model.path))
         if (where / "config.json").is_file():  # otherwise it is downloaded or converted first
             build_empty(where)

@@ -28,12 +28,12 @@ from windfall.launch import tls
 from windfall.launch.recipe_check import fit, prompt_lengths
 from windfall.link import auth, listener
 from windfall.link import messages as m
-from windfall.link.socket import Dialler
+from windfall.link.socket import Dialer
 from windfall.models import load
 from windfall.models.text import Text
 from windfall.selftest import verdict
 from windfall.train import activation_memory, checkpoint
-from windfall.train.agent import TrainerHost
+from windfall.train.agent import TrainerAgent
 from windfall.train.checkpoint import CheckpointState
 from windfall.types import LOCAL, Lease
 from windfall.worker import engine_factory as build
@@ -130,13 +130,13 @@ async def _main(recipe: Recipe, folder: Path) -> int:
 
     address = await _address(folder)
     where = lambda: (folders.address(folder) or {}).get("url", address)  # noqa: E731
-    dialler = Dialler(
+    dialer = Dialer(
         address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
-        most=m.MAX_TRAINER_FRAME_BYTES,
+        max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
-    host = TrainerHost(
-        trainer=trainer, state=state, secret=secret, dialler=dialler, hello=hello,
-        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.let_go),
+    host = TrainerAgent(
+        trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
+        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.release_module),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
             keep=recipe.checkpoint.keep,
@@ -149,15 +149,15 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     finally:
         if local is not None:
             local.cancel()
-        await dialler.close()
+        await dialer.close()
         await server.close()
         publisher.close()
 
 
-def _find_checkpoint(folder: Path) -> tuple[checkpoint.Chosen | None, dict[str, str]]:
+def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
     """The checkpoint to continue from, and what the controller should report about it. Damaged checkpoints are set
     aside."""
-    found, notes = checkpoint.choose(folder), dict[str, str]()
+    found, notes = checkpoint.newest_intact(folder), dict[str, str]()
     if found is None:
         return None, notes
     print(f"{found.path.name}: {found.checked}", file=sys.stderr, flush=True)
@@ -209,7 +209,7 @@ async def _run_with_local_engine(run: Coroutine[Any, Any, int], local: asyncio.T
 
 
 async def _run_local_engine(
-    recipe: Recipe, host: TrainerHost, model: Any, device: str, secret: str, where: Callable[[], str]
+    recipe: Recipe, host: TrainerAgent, model: Any, device: str, secret: str, where: Callable[[], str]
 ) -> None:
     """Run the trainer's own engine as the worker named `local`. Raises the original error if it cannot be built."""
     f, address = recipe.fleet, where()

@@ -1,12 +1,21 @@
-"""The functions of layers.py in Triton, for a GPU: each reads and writes every number once. Importable where triton is.
+"""The functions of layers.py in Triton, for a GPU: each reads and writes every value once. Needs triton to import.
 
-Where gradients of a weight are to be summed over tokens, every program writes its own partial sum, so that the result
-does not depend on who was quick.
+Where the gradient of a weight is a sum over tokens, every program writes its own partial sum, so that the result does
+not depend on the order in which programs finish.
 """
 
-from windfall.train.kernels.logprobs import score, score_back
-from windfall.train.kernels.norm import norm, norm_back
-from windfall.train.kernels.rotary import turn, turn_back
-from windfall.train.kernels.swiglu import gate, gate_back
+from windfall.train.kernels.logprobs import token_logprobs, token_logprobs_backward
+from windfall.train.kernels.norm import rms_norm, rms_norm_backward
+from windfall.train.kernels.rotary import apply_rotary, apply_rotary_backward
+from windfall.train.kernels.swiglu import apply_swiglu, apply_swiglu_backward
 
-__all__ = ["gate", "gate_back", "norm", "norm_back", "score", "score_back", "turn", "turn_back"]
+__all__ = [
+    "apply_rotary",
+    "apply_rotary_backward",
+    "apply_swiglu",
+    "apply_swiglu_backward",
+    "rms_norm",
+    "rms_norm_backward",
+    "token_logprobs",
+    "token_logprobs_backward",
+]

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportInvalidTypeForm=false
-"""RMSNorm and its gradient. A program of the gradient has several rows in turn."""
+"""RMSNorm and its gradient. A program of the backward kernel handles several rows in turn."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from windfall.train.kernels.launch import programs, warps
 
 
 @triton.jit
-def _norm(X, ADD, W, OUT, SUM, eps, width, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(X, ADD, W, OUT, SUM, eps, width, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(X + row + at, mask=inside, other=0.0)
     if HAS_ADD:
-        more = tl.load(ADD + row + at, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + more.to(tl.float32)).to(x.dtype)
+        residual = tl.load(ADD + row + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(SUM + row + at, x, mask=inside)
     f = x.to(tl.float32)
     unit = f * (1.0 / tl.sqrt(tl.sum(f * f, 0) / width + eps))
@@ -27,11 +27,11 @@ def _norm(X, ADD, W, OUT, SUM, eps, width, HAS_ADD: tl.constexpr, BLOCK: tl.cons
     tl.store(OUT + row + at, (unit.to(x.dtype).to(tl.float32) * w.to(tl.float32)).to(x.dtype), mask=inside)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     out, total = torch.empty_like(x), x if add is None else torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
-    _norm[(len(x),)](
+    _rms_norm[(len(x),)](
         x, x if add is None else add.contiguous(), weight, out, total, eps, x.shape[1], HAS_ADD=add is not None,
         BLOCK=block, num_warps=warps(block),
     )  # fmt: skip
@@ -39,7 +39,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> tu
 
 
 @triton.jit
-def _norm_back(GRAD, X, W, CARRY, DX, OUT, DW, rows, eps, width, HAS_CARRY: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_backward(GRAD, X, W, CARRY, DX, OUT, DW, rows, eps, width, HAS_CARRY: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -55,14 +55,14 @@ def _norm_back(GRAD, X, W, CARRY, DX, OUT, DW, rows, eps, width, HAS_CARRY: tl.c
         rounded = unit.to(x.dtype).to(tl.float32)
         tl.store(OUT + row + at, (rounded * w).to(x.dtype), mask=inside)
         total += g * rounded
-        back = scale * (g * w - unit * (tl.sum(g * w * unit, 0) / width))
+        dx = scale * (g * w - unit * (tl.sum(g * w * unit, 0) / width))
         if HAS_CARRY:
-            back += tl.load(CARRY + row + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(DX + row + at, back.to(x.dtype), mask=inside)
+            dx += tl.load(CARRY + row + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(DX + row + at, dx.to(x.dtype), mask=inside)
     tl.store(DW + first * width + at, total, mask=inside)
 
 
-def norm_back(
+def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, carry: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = x.shape
@@ -70,7 +70,7 @@ def norm_back(
     block = triton.next_power_of_2(width)
     count = programs(x, rows, warps(block))
     partial = torch.empty(count, width, dtype=torch.float32, device=x.device)
-    _norm_back[(count,)](
+    _rms_norm_backward[(count,)](
         grad.contiguous(), x, weight, x if carry is None else carry.contiguous(), dx, out, partial, rows, eps, width,
         HAS_CARRY=carry is not None, BLOCK=block, num_warps=warps(block),
     )  # fmt: skip

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportInvalidTypeForm=false
-"""The MLP's gate and its gradient. A program has a part of one token's row."""
+"""SwiGLU, the activation of the MLP, and its gradient. A program handles a part of the row of one token."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from torch import Tensor
 
 
 @triton.jit
-def _gate(BOTH, OUT, width, BLOCK: tl.constexpr):
+def _swiglu(GATE_UP, OUT, width, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    g = tl.load(BOTH + row * 2 * width + at, mask=inside, other=0.0)
-    u = tl.load(BOTH + row * 2 * width + width + at, mask=inside, other=0.0)
+    g = tl.load(GATE_UP + row * 2 * width + at, mask=inside, other=0.0)
+    u = tl.load(GATE_UP + row * 2 * width + width + at, mask=inside, other=0.0)
     f = g.to(tl.float32)
-    opened = (f * tl.sigmoid(f)).to(g.dtype).to(tl.float32)
-    tl.store(OUT + row * width + at, (opened * u.to(tl.float32)).to(g.dtype), mask=inside)
+    activated = (f * tl.sigmoid(f)).to(g.dtype).to(tl.float32)
+    tl.store(OUT + row * width + at, (activated * u.to(tl.float32)).to(g.dtype), mask=inside)
 
 
-def gate(both: Tensor) -> Tensor:
-    rows, width = len(both), both.shape[1] // 2
-    out = both.new_empty(rows, width)
+def apply_swiglu(gate_up: Tensor) -> Tensor:
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
     block = min(2048, triton.next_power_of_2(width))
-    _gate[(rows, triton.cdiv(width, block))](both, out, width, BLOCK=block, num_warps=4)
+    _swiglu[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
     return out
 
 
 @triton.jit
-def _gate_back(GRAD, BOTH, width, BLOCK: tl.constexpr):
+def _swiglu_backward(GRAD, GATE_UP, width, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    left, right = BOTH + row * 2 * width + at, BOTH + row * 2 * width + width + at
-    g = tl.load(left, mask=inside, other=0.0)
-    u = tl.load(right, mask=inside, other=0.0).to(tl.float32)
+    gate_at, up_at = GATE_UP + row * 2 * width + at, GATE_UP + row * 2 * width + width + at
+    g = tl.load(gate_at, mask=inside, other=0.0)
+    u = tl.load(up_at, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(GRAD + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    kind = g.dtype
+    dtype = g.dtype
     f = g.to(tl.float32)
     s = tl.sigmoid(f)
-    tl.store(left, (d * u * s * (1.0 + f * (1.0 - s))).to(kind), mask=inside)
-    tl.store(right, (d * f * s).to(kind), mask=inside)
-    tl.store(GRAD + row * width + at, ((f * s).to(kind).to(tl.float32) * u).to(kind), mask=inside)
+    tl.store(gate_at, (d * u * s * (1.0 + f * (1.0 - s))).to(dtype), mask=inside)
+    tl.store(up_at, (d * f * s).to(dtype), mask=inside)
+    tl.store(GRAD + row * width + at, ((f * s).to(dtype).to(tl.float32) * u).to(dtype), mask=inside)
 
 
-def gate_back(grad: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
-    """In place: `both` becomes its gradient, `grad` the gated product."""
+def apply_swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """In place: the gradient overwrites `gate_up`, and the recomputed output overwrites `grad`."""
     rows, width = grad.shape
-    assert grad.is_contiguous() and both.is_contiguous()
+    assert grad.is_contiguous() and gate_up.is_contiguous()
     block = min(1024, triton.next_power_of_2(width))
-    _gate_back[(rows, triton.cdiv(width, block))](grad, both, width, BLOCK=block, num_warps=4)
-    return both, grad
+    _swiglu_backward[(rows, triton.cdiv(width, block))](grad, gate_up, width, BLOCK=block, num_warps=4)
+    return gate_up, grad

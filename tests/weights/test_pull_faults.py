@@ -1,4 +1,5 @@
-"""What networks do to a pull: cut, damage, stall, vanish. Nothing is fetched twice in vain, nothing wrong is used."""
+"""Pulls with network faults: broken, damaged and stalled connections. No byte is downloaded twice without need, and no
+damaged byte is used."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from windfall.weights.pull import PullDamaged, PullFailed
 
 HEAD = 400
-"""More than the server's answer to a request has before the bytes."""
+"""Upper bound for the header of an answer, in bytes."""
 CHUNK = 1 << 16
 
 
@@ -22,11 +23,11 @@ def weights() -> dict[str, torch.Tensor]:
     return {"big": torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))}
 
 
-def ranges(asked: list[str]) -> list[tuple[int, int]]:
-    return [(int(a), int(b)) for x in asked for a, b in re.findall(r"Range: bytes=(\d+)-(\d+)", x)]
+def ranges(requests: list[str]) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for x in requests for a, b in re.findall(r"Range: bytes=(\d+)-(\d+)", x)]
 
 
-def test_goes_on_at_the_byte_where_it_broke(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_continues_at_the_byte_where_it_broke(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
 
@@ -38,14 +39,14 @@ def test_goes_on_at_the_byte_where_it_broke(serving: Callable[..., Any], proxied
     p.pull(proxy.url, 0, m.digest)
     assert torch.equal(p.tensors()["big"], w["big"])
     assert p.retries >= 4_000_000 // 330_000
-    assert p.bytes_received == m.nbytes + len(m.encode())  # every byte once, though the connection broke many times
-    assert proxy.passed <= p.bytes_received + HEAD * len(proxy.asked)
-    starts = [a for a, _ in ranges(proxy.asked)]
+    assert p.bytes_received == m.nbytes + len(m.encode())  # every byte once, despite many breaks
+    assert proxy.forwarded <= p.bytes_received + HEAD * len(proxy.requests)
+    starts = [a for a, _ in ranges(proxy.requests)]
     assert starts == sorted(set(starts))
     assert any(a % CHUNK for a in starts)  # in the middle of a chunk
 
 
-def test_breaks_on_several_connections(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_survives_breaks_on_parallel_connections(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
     proxy = proxied(s, lambda number, sent, data: None if sent > 100_000 + 7_777 * (number % 5) else data)
@@ -55,7 +56,7 @@ def test_breaks_on_several_connections(serving: Callable[..., Any], proxied: Cal
     assert p.bytes_received == m.nbytes + len(m.encode())
 
 
-def test_a_damaged_chunk_is_fetched_again(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_damaged_chunk_is_downloaded_again(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
     damaged = []
@@ -71,10 +72,10 @@ def test_a_damaged_chunk_is_fetched_again(serving: Callable[..., Any], proxied: 
     p.pull(proxy.url, 0, m.digest)
     assert len(damaged) == 3
     assert torch.equal(p.tensors()["big"], w["big"])
-    assert m.nbytes < p.bytes_received <= m.nbytes + len(m.encode()) + 3 * CHUNK  # no more than the damaged chunks
+    assert m.nbytes < p.bytes_received <= m.nbytes + len(m.encode()) + 3 * CHUNK  # at most the damaged chunks twice
 
 
-def test_what_is_always_damaged_is_never_used(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_permanently_damaged_chunk_fails_the_pull(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
 
@@ -82,32 +83,32 @@ def test_what_is_always_damaged_is_never_used(serving: Callable[..., Any], proxi
         return data[:-1] + bytes([data[-1] ^ 1]) if len(data) == 1 << 14 and sent else data
 
     p = s.puller(parallel=1, tries=3)
-    with pytest.raises(PullDamaged, match=r"chunk 0 of /weights/0/full came wrong .* 3 times"):
+    with pytest.raises(PullDamaged, match=r"chunk 0 of /weights/0/full arrived damaged .* 3 times"):
         p.pull(proxied(s, damage).url, 0, m.digest)
     assert p.held is None
     p.pull(s.url, 0, m.digest)
     assert torch.equal(p.tensors()["big"], w["big"])
 
 
-def test_a_damaged_delta_falls_back_to_the_full_copy(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_damaged_delta_falls_back_to_the_full_copy(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s, w = serving(), weights()
-    on = threading.Event()
+    enabled = threading.Event()
 
     def damage(number: int, sent: int, data: bytes) -> bytes:
-        inside = on.is_set() and any("/delta/" in x and "manifest" not in x for x in proxy.asked[-3:])
+        inside = enabled.is_set() and any("/delta/" in x and "manifest" not in x for x in proxy.requests[-3:])
         return data[:-1] + bytes([data[-1] ^ 1]) if inside and sent else data
 
     proxy = proxied(s, damage)
     p = s.puller(parallel=1, tries=2)
     p.pull(proxy.url, 0, s.publisher.publish(0, w).digest)
-    on.set()
+    enabled.set()
     w["big"][::50] += 1
     p.pull(proxy.url, 1, s.publisher.publish(1, w).digest)
     assert p.delta_used == 0
     assert torch.equal(p.tensors()["big"], w["big"])
 
 
-def test_a_stalled_server_is_left_and_asked_again(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_stalled_connection_is_closed_and_retried(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
     free = threading.Event()
@@ -118,41 +119,41 @@ def test_a_stalled_server_is_left_and_asked_again(serving: Callable[..., Any], p
         return data
 
     p = s.puller(parallel=1, timeout_s=0.4)
-    began = time.monotonic()
+    started = time.monotonic()
     p.pull(proxied(s, stall).url, 0, m.digest)
     free.set()
-    assert 0.4 <= time.monotonic() - began < 3
+    assert 0.4 <= time.monotonic() - started < 3
     assert p.retries == 1
     assert p.bytes_received == m.nbytes + len(m.encode())
     assert torch.equal(p.tensors()["big"], w["big"])
 
 
-def test_server_gone_ends_in_time_and_the_next_pull_goes_on(
+def test_pull_from_a_dead_server_fails_in_time_and_the_next_one_continues(
     serving: Callable[..., Any], proxied: Callable[..., Any]
 ) -> None:
     s, w = serving(), weights()
     m = s.publisher.publish(0, w)
     p = s.puller(parallel=1, tries=3)
-    proxy = proxied(s, lambda number, sent, data: None if proxy.passed > 2_000_000 else data)
-    began = time.monotonic()
-    with pytest.raises(PullFailed, match=r"/weights/0/full at byte .* 3 tries brought no byte"):
+    proxy = proxied(s, lambda number, sent, data: None if proxy.forwarded > 2_000_000 else data)
+    started = time.monotonic()
+    with pytest.raises(PullFailed, match=r"/weights/0/full at byte .* no byte in 3 attempts"):
         p.pull(proxy.url, 0, m.digest)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - started < 3
     assert p.held is None
     before = p.bytes_received
     assert before > 1_900_000
     p.pull(s.url, 0, m.digest)
-    assert p.bytes_received - before <= m.nbytes - before + 2 * len(m.encode()) + CHUNK  # only what was missing
+    assert p.bytes_received - before <= m.nbytes - before + 2 * len(m.encode()) + CHUNK  # only the missing chunks
     assert torch.equal(p.tensors()["big"], w["big"])
 
 
-def test_a_pull_that_broke_off_leaves_nothing_held(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
-    """The buffer is half one version and half another."""
+def test_failed_pull_leaves_no_version_held(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+    """The buffer holds parts of two versions."""
     s, w = serving(), weights()
     p = s.puller(tries=2)
     p.pull(s.url, 0, s.publisher.publish(0, w).digest)
     m = s.publisher.publish(1, {"big": w["big"] + 1})
-    proxy = proxied(s, lambda number, sent, data: None if proxy.passed > 1_000_000 else data)
+    proxy = proxied(s, lambda number, sent, data: None if proxy.forwarded > 1_000_000 else data)
     with pytest.raises(PullFailed):
         p.pull(proxy.url, 1, m.digest)
     assert p.held is None
@@ -160,7 +161,7 @@ def test_a_pull_that_broke_off_leaves_nothing_held(serving: Callable[..., Any], 
     assert torch.equal(p.tensors()["big"], w["big"] + 1)
 
 
-def test_nobody_listens(serving: Callable[..., Any]) -> None:
+def test_pull_without_a_server_fails(serving: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
     s.close()
@@ -168,7 +169,7 @@ def test_nobody_listens(serving: Callable[..., Any]) -> None:
         s.puller(tries=3).pull(s.url, 0, m.digest)
 
 
-def test_stop_ends_a_pull_soon(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
+def test_stop_ends_a_pull(serving: Callable[..., Any], proxied: Callable[..., Any]) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
     stop, free = threading.Event(), threading.Event()
@@ -179,10 +180,10 @@ def test_stop_ends_a_pull_soon(serving: Callable[..., Any], proxied: Callable[..
         return data
 
     threading.Timer(0.2, stop.set).start()
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(PullFailed, match="stopped"):
         s.puller().pull(proxied(s, stall).url, 0, m.digest, stop=stop)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - started < 1.5
     free.set()
 
 
@@ -197,7 +198,9 @@ def test_stop_ends_a_pull_soon(serving: Callable[..., Any], proxied: Callable[..
         b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n",
     ],
 )
-def test_something_else_answers(serving: Callable[..., Any], proxied: Callable[..., Any], answer: bytes) -> None:
+def test_answer_of_another_server_fails_the_pull(
+    serving: Callable[..., Any], proxied: Callable[..., Any], answer: bytes
+) -> None:
     s = serving()
     m = s.publisher.publish(0, weights())
     p = s.puller(tries=2, timeout_s=1)

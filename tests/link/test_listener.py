@@ -1,6 +1,6 @@
-"""What a stranger can have of a port, while a good worker inside must not notice: little time, few places, few bytes.
+"""The limits of an unauthenticated peer (time, connections, bytes), while an accepted worker must not be disturbed.
 
-Not covered: how many TLS handshakes are under way at once (each ends in time).
+Not covered: the number of concurrent TLS handshakes (each one has a timeout).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from aiohttp import WSMsgType
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link import socket as sockets_module
-from windfall.link.base import CLIPPED, LinkClosed, TooLarge
+from windfall.link.base import MAX_QUOTED_CHARS, FrameTooLarge, LinkClosed
 from windfall.types import Lease
 
-Door = Any
+OpenGate = Any
 UPGRADE = (
     b"GET /worker HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
@@ -32,15 +32,15 @@ UPGRADE = (
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def knock(door: Door, said: bytes = b"") -> Stream:
-    host, port = door.url.partition("//")[2].split(":")
+async def connect(open_gate: OpenGate, request: bytes = b"") -> Stream:
+    host, port = open_gate.url.partition("//")[2].split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(said)
+    writer.write(request)
     return reader, writer
 
 
-async def ends(stream: Stream, within_s: float) -> float:
-    """When the other side cut it off, in seconds from now."""
+async def seconds_until_closed(stream: Stream, within_s: float) -> float:
+    """Seconds until the other side closes the connection."""
     started = time.monotonic()
     with contextlib.suppress(ConnectionError):
         async with asyncio.timeout(within_s):
@@ -51,70 +51,72 @@ async def ends(stream: Stream, within_s: float) -> float:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "request_bytes",
     [b"", b"GET /worker HTTP/1.1\r\nHo", UPGRADE, b"GET /worker HTTP/1.1\r\nHost: x\r\n\r\n"],
-    ids=["nothing", "half a request", "an upgrade and no Hello", "requests that are none of ours"],
+    ids=["nothing", "half a request", "an upgrade and no Hello", "a plain request"],
 )
-def test_who_does_not_prove_himself_is_cut_off(door: Door, said: bytes) -> None:
+def test_unauthenticated_peer_is_disconnected_in_time(open_gate: OpenGate, request_bytes: bytes) -> None:
     async def run() -> None:
-        async with door(prove_s=0.3).open() as d, d.undisturbed():
-            took_s = await ends(await knock(d, said), within_s=5.0)
+        async with open_gate(auth_timeout_s=0.3).open() as d, d.undisturbed():
+            took_s = await seconds_until_closed(await connect(d, request_bytes), within_s=5.0)
             assert 0.2 < took_s < 2.0
         assert d.gate.workers == 0
 
     asyncio.run(run())
 
 
-def test_a_worker_that_is_known_stays(door: Door) -> None:
+def test_authenticated_worker_stays_connected(open_gate: OpenGate) -> None:
     async def run() -> None:
-        async with door(prove_s=0.2).open() as d, d.undisturbed():
+        async with open_gate(auth_timeout_s=0.2).open() as d, d.undisturbed():
             await asyncio.sleep(0.5)
 
     asyncio.run(run())
 
 
-def test_the_one_who_has_waited_longest_makes_room(door: Door) -> None:
+def test_oldest_unauthenticated_connection_makes_room(open_gate: OpenGate) -> None:
     async def run() -> None:
-        async with door(most=4).open() as d, d.undisturbed():
-            crowd = [await knock(d) for _ in range(4)]
+        async with open_gate(max_unauthenticated=4).open() as d, d.undisturbed():
+            connections = [await connect(d) for _ in range(4)]
             await asyncio.sleep(0.05)
             await (await d.join("fifth")).close()
-            assert await ends(crowd[0], 5.0) < 1.0
-            for reader, _ in crowd[1:]:
+            assert await seconds_until_closed(connections[0], 5.0) < 1.0
+            for reader, _ in connections[1:]:
                 assert not reader.at_eof()
-            for _, writer in crowd:
+            for _, writer in connections:
                 writer.transport.abort()
 
     asyncio.run(run())
 
 
-class Wire(asyncio.Transport):
-    """From an address of its own."""
+class FakeTransport(asyncio.Transport):
+    """A connection from the given address."""
 
     def __init__(self, address: str) -> None:
         super().__init__({"peername": (address, 1)})
-        self.cut = False
+        self.aborted = False
 
     def abort(self) -> None:
-        self.cut = True
+        self.aborted = True
 
 
-def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
+def test_many_connections_from_one_address_keep_no_other_peer_out() -> None:
     async def run() -> None:
-        door = listener.Door(most=4)
-        wires = [Wire(a) for a in ("10.0.0.1", "10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.2")]
-        for wire in wires:
-            listener._Stranger(door, asyncio.Protocol()).connection_made(wire)
-        assert [w.cut for w in wires] == [False, True, True, False, False, False]
+        limited = listener.Listener(max_unauthenticated=4)
+        transports = [
+            FakeTransport(a) for a in ("10.0.0.1", "10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.2")
+        ]
+        for transport in transports:
+            listener._UnauthenticatedPeer(limited, asyncio.Protocol()).connection_made(transport)
+        assert [t.aborted for t in transports] == [False, True, True, False, False, False]
 
     asyncio.run(run())
 
 
-def test_a_stranger_has_few_bytes_all_frames_together(door: Door) -> None:
-    """A limit on each frame alone would let him send without end, or wait on in the middle of a large one."""
+def test_byte_limit_covers_all_frames_together(open_gate: OpenGate) -> None:
+    """With a limit for each frame alone, a peer could send forever, or pause within a large frame."""
 
     async def run() -> None:
-        async with door(most_bytes=8 << 20).open() as d, d.undisturbed():
+        async with open_gate(max_frame_bytes=8 << 20).open() as d, d.undisturbed():
             async with d.session.ws_connect(f"{d.url}/worker") as ws:
                 await ws.receive()
                 with contextlib.suppress(ConnectionError):
@@ -124,40 +126,40 @@ def test_a_stranger_has_few_bytes_all_frames_together(door: Door) -> None:
                 answer = await ws.receive()
                 assert (answer.type, answer.data) == (WSMsgType.CLOSE, 1009), answer
             await asyncio.sleep(0.05)
-            assert [line["why"] for line in d.logged] == ["127.0.0.1: too many bytes before it has proved itself"]
+            assert [line["why"] for line in d.logged] == ["127.0.0.1: too many bytes before authentication"]
 
     asyncio.run(run())
 
 
-def test_a_large_frame_that_only_begins_is_not_waited_for(door: Door) -> None:
+def test_incomplete_large_frame_is_not_waited_for(open_gate: OpenGate) -> None:
     async def run() -> None:
-        async with door(most_bytes=8 << 20).open() as d, d.undisturbed():
+        async with open_gate(max_frame_bytes=8 << 20).open() as d, d.undisturbed():
             begun = UPGRADE + b"\x82\xff" + (4 << 20).to_bytes(8, "big") + b"\0\0\0\0"
-            stream = await knock(d, begun + b"\0" * (200 << 10))
-            assert await ends(stream, 5.0) < 3.0
+            stream = await connect(d, begun + b"\0" * (200 << 10))
+            assert await seconds_until_closed(stream, 5.0) < 3.0
 
     asyncio.run(run())
 
 
-def test_who_has_proved_himself_may_send_large_frames(door: Door) -> None:
+def test_authenticated_peer_may_send_large_frames(open_gate: OpenGate) -> None:
     async def run() -> None:
-        async with door(most_bytes=1 << 20).open() as d:
+        async with open_gate(max_frame_bytes=1 << 20).open() as d:
             link = await d.join("large")
             await link.send(m.Left(why="x" * 500_000))
             async with asyncio.timeout(5):
-                while not d.heard["large"]:
+                while not d.received["large"]:
                     await asyncio.sleep(0.005)
-            assert len(d.heard["large"][0].why) == 500_000
+            assert len(d.received["large"][0].why) == 500_000
             await link.close()
 
     asyncio.run(run())
 
 
-def test_what_a_stranger_says_is_cut_short(door: Door) -> None:
-    """Decoding errors quote what was sent."""
+def test_text_from_unauthenticated_peer_is_clipped(open_gate: OpenGate) -> None:
+    """Decoding errors quote the frame."""
 
     async def run() -> None:
-        async with door().open() as d, d.undisturbed():
+        async with open_gate().open() as d, d.undisturbed():
             link, challenge = await d.dial()
             hello = msgspec.msgpack.decode(m.encode(d.hello(challenge, lease=Lease(kind="spot"))))
             at = next(i for i, field in enumerate(hello) if isinstance(field, dict | list))
@@ -170,61 +172,63 @@ def test_what_a_stranger_says_is_cut_short(door: Door) -> None:
             link, challenge = await d.dial()
             await link.send(d.hello(challenge, model="m\n" * 10_000))
             refused = await link.receive()
-            assert len(refused.why) <= CLIPPED
+            assert len(refused.why) <= MAX_QUOTED_CHARS
             assert "\n" not in refused.why
             await link.close()
             await asyncio.sleep(0.05)
             assert len(d.logged) == 2
-            assert all(len(line["why"]) <= CLIPPED + 50 for line in d.logged), d.logged
+            assert all(len(line["why"]) <= MAX_QUOTED_CHARS + 50 for line in d.logged), d.logged
 
     asyncio.run(run())
 
 
-def trainer_hello(door: Door, challenge: m.Challenge, secret: str) -> m.TrainerHello:
+def trainer_hello(open_gate: OpenGate, challenge: m.Challenge, secret: str) -> m.TrainerHello:
     nonce = auth.nonce()
     return m.TrainerHello(
         protocol=m.PROTOCOL, nonce=nonce, proof=auth.proof(secret, "trainer", challenge.run, challenge.nonce, nonce),
-        step=0, next_task=0, micro_tokens=1, model="x", engine=door.gate.terms.engine, version=0, digest="", url="",
-        facts={"pid": 1},
+        step=0, next_task=0, micro_tokens=1, model="x", engine=open_gate.gate.terms.engine, version=0, digest="",
+        url="", facts={"pid": 1},
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(("secret", "welcome"), [("a-secret-that-only-the-trainer-has", True), (None, False)])
-def test_who_has_the_workers_token_is_not_let_in_as_the_trainer(door: Door, secret: str | None, welcome: bool) -> None:
+def test_workers_token_does_not_authenticate_a_trainer(open_gate: OpenGate, secret: str | None, welcome: bool) -> None:
     async def run() -> None:
-        async with door().open() as d, d.undisturbed():
-            dialler = sockets_module.Dialler(d.url, "/trainer", m.ToTrainer, ssl=None)
-            link = await dialler.dial()
+        async with open_gate().open() as d, d.undisturbed():
+            dialer = sockets_module.Dialer(d.url, "/trainer", m.ToTrainer, ssl=None)
+            link = await dialer.dial()
             challenge: Any = await link.receive()
             await link.send(trainer_hello(d, challenge, secret or "a-token-for-the-tests-of-links"))
             assert isinstance(await link.receive(), m.TrainerWelcome if welcome else m.Refused)
-            assert ("trainer" in d.inside) is welcome
+            assert ("trainer" in d.links) is welcome
             await link.close()
-            await dialler.close()
+            await dialer.close()
 
     asyncio.run(run())
 
 
-def test_the_trainer_is_of_this_machine(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "is_here", lambda peer, own: False)
+def test_trainer_must_be_on_this_machine(open_gate: OpenGate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "is_same_machine", lambda peer, own: False)
 
     async def run() -> None:
-        async with door().open() as d, d.undisturbed():
-            dialler = sockets_module.Dialler(d.url, "/trainer", m.ToTrainer, ssl=None)
+        async with open_gate().open() as d, d.undisturbed():
+            dialer = sockets_module.Dialer(d.url, "/trainer", m.ToTrainer, ssl=None)
             with pytest.raises(LinkClosed, match="403"):
-                await dialler.dial()
-            await dialler.close()
+                await dialer.dial()
+            await dialer.close()
 
     asyncio.run(run())
 
 
-def test_a_message_that_is_too_large_is_not_sent_and_named(sockets: Any) -> None:
+def test_message_over_the_frame_limit_is_not_sent(sockets: Any) -> None:
     async def run() -> None:
         async with sockets() as (ours, theirs):
             for one, other in ((ours, theirs), (theirs, ours)):
-                with pytest.raises(TooLarge, match=r"a Left of 1,048,\d+ bytes, and a frame has less than 1,048,576"):
+                with pytest.raises(
+                    FrameTooLarge, match=r"a Left of 1,048,\d+ bytes; a frame must have less than 1,048,576"
+                ):
                     await one.send(m.Left(why="x" * (1 << 20)))
-                await one.send(m.Left(why="small"))  # and the link is as good as before
+                await one.send(m.Left(why="small"))  # the link still works
                 assert await other.receive() == m.Left(why="small")
 
     asyncio.run(run())
@@ -236,9 +240,9 @@ from windfall.link import messages as m
 from windfall.link.socket import Port, Route
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 async def main():
-    async def attend(link):
+    async def serve(link):
         await link.send(m.Drain(why="hello"))
-    port = Port("127.0.0.1", 0, {"/worker": Route(receives=m.FromWorker, most_bytes=1 << 16, attend=attend)}, None)
+    port = Port("127.0.0.1", 0, {"/worker": Route(receives=m.FromWorker, max_frame_bytes=1 << 16, handler=serve)}, None)
     await port.open()
     print(port.port, flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -247,35 +251,35 @@ asyncio.run(main())
 """
 
 
-def test_without_a_free_descriptor_the_log_stays_short_and_the_port_comes_back() -> None:
+def test_port_recovers_from_descriptor_exhaustion_with_a_short_log() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", FULL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert child.stdout is not None
         port = int(child.stdout.readline())
-        crowd = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
+        connections = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
         time.sleep(1.5)
-        for one in crowd:
-            one.close()
+        for connection in connections:
+            connection.close()
         with socket.create_connection(("127.0.0.1", port), timeout=10) as late:
             late.sendall(UPGRADE)
             assert late.recv(64).startswith(b"HTTP/1.1 101")
-        _, said = child.communicate("", timeout=20)
+        _, errors = child.communicate("", timeout=20)
     finally:
         child.kill()
         child.wait()
-    assert "connections wait" in said
-    assert len(said.splitlines()) < 5, said[:2000]
+    assert "connections wait" in errors
+    assert len(errors.splitlines()) < 5, errors[:2000]
 
 
-def test_a_process_may_have_all_the_files_that_it_can() -> None:
+def test_file_limit_is_raised_to_the_maximum() -> None:
     code = (
-        "import resource; from windfall import listening;"
+        "import resource; from windfall.link import listener;"
         "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard));"
-        "print(listening.raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        "print(listener.raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30).stdout
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30).stdout
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = listener.FILES if hard == resource.RLIM_INFINITY else min(hard, listener.FILES)
-    assert said.split() == [str(wanted)] * 2
+    wanted = listener.MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, listener.MAX_FILES)
+    assert output.split() == [str(wanted)] * 2

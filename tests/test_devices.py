@@ -81,5 +81,5 @@ def test_an_engine_is_built_with_the_choice_made() -> None:
         model_config=json.dumps({"model_type": "llama", "vocab_size": 50, **shape}), dtype="float32", kv_tokens=64,
         page_size=16, max_running=2, max_rows=64, deterministic=True, longest=32, wanted=2,
     )  # fmt: skip
-    engine_factory.engine_for(spec, "cpu")
+    engine_factory.build_engine(spec, "cpu")
     assert torch.backends.mkldnn.enabled is fixed

@@ -136,7 +136,7 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(30)
         return 0
 
-    monkeypatch.setattr("windfall.worker.agent.Agent._live", live)
+    monkeypatch.setattr("windfall.worker.agent.Agent._serve_links", live)
     monkeypatch.setattr("windfall.worker.startup.prepare", lambda device, threads: "cpu")
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
     with pytest.raises(KeyError, match="nobody expected it"):
@@ -148,7 +148,7 @@ def test_a_callback_that_fails_ends_a_worker(monkeypatch: pytest.MonkeyPatch) ->
 
 HANGS = """
 import asyncio, time
-from windfall.launch import joining
+from windfall.launch.processes import worker as joining
 from windfall.worker.agent import Agent
 
 async def run(self, clouds=()):
@@ -158,8 +158,8 @@ async def run(self, clouds=()):
     return 3
 
 Agent.run = run
-joining.Boot.__init__ = lambda self, device, threads: None
-joining.glance = lambda device: (1, "a device")
+joining.StartupThread.__init__ = lambda self, device, threads: None
+joining.detect_device = lambda device: (1, "a device")
 joining.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
              price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
 """

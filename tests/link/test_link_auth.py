@@ -85,7 +85,7 @@ def shake(play: Callable[[Any], Any], token: str = TOKEN) -> m.Welcome:
         agent, _ = worker(token=token)
         playing = asyncio.create_task(play(theirs))
         try:
-            return await agent._shake(ours)  # type: ignore[arg-type]
+            return await agent._handshake(ours)  # type: ignore[arg-type]
         finally:
             playing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -147,7 +147,7 @@ def test_a_worker_knows_no_controller_at_all_from_a_wrong_one(monkeypatch: pytes
     with pytest.raises(JoinRefused, match="full") as caught:
         shake(refuses)
     assert caught.value.again
-    monkeypatch.setattr(agents, "SHAKE_S", 0.1)
+    monkeypatch.setattr(agents, "HANDSHAKE_S", 0.1)
     with pytest.raises(LinkClosed, match=r"waited 0.1 s for its Welcome"):
         shake(silent)
 

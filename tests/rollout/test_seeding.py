@@ -26,7 +26,7 @@ from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import Measured, Others, SeedPlan
 from windfall.scheduling.step_model import Mark
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
-from windfall.worker.in_process import inside
+from windfall.worker.in_process import in_process_worker
 
 
 class Fixed:
@@ -102,7 +102,7 @@ async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> 
 
     tasks = [asyncio.create_task(tick()), asyncio.create_task(w.dispatch.watch())]
     w.dispatch.set_offer(Offer(version=0, digest="as it is", url=""))
-    inner = [inside(w.dispatch, engine, 64, name=name) for name, engine in engines]
+    inner = [in_process_worker(w.dispatch, engine, 64, name=name) for name, engine in engines]
     try:
         for it in inner:
             await it.__aenter__()
@@ -216,7 +216,7 @@ def test_it_generates_until_there_is_something_to_train_on(tmp_path: Path, seed_
 def test_a_fleet_that_collapses_brings_it_back(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
-            other = inside(w.dispatch, slow(0.01), 64, name="w")
+            other = in_process_worker(w.dispatch, slow(0.01), 64, name="w")
             await other.__aenter__()
             await w.until(lambda: w.state("w") is WorkerState.READY)
             step = asyncio.create_task(w.step())
@@ -234,7 +234,7 @@ def test_one_that_is_still_starting_does_not_keep_it_paused(tmp_path: Path) -> N
 
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
-            other = inside(w.dispatch, slow(0.01), 64, name="w")
+            other = in_process_worker(w.dispatch, slow(0.01), 64, name="w")
             await other.__aenter__()
             await w.until(lambda: w.state("w") is WorkerState.READY)
             ours, theirs = pair("controller", "boots")
@@ -269,7 +269,7 @@ def test_local_that_comes_after_the_step_began_takes_part_in_it(tmp_path: Path) 
         async with world(tmp_path, math.inf, ("w", slow(0.02))) as w:
             step = asyncio.create_task(w.step(range(20)))  # more than `w` has slots for
             await w.until(w.seeding.over.is_set)
-            async with inside(w.dispatch, slow(0.005), 64, name=LOCAL):
+            async with in_process_worker(w.dispatch, slow(0.005), 64, name=LOCAL):
                 await w.until(lambda: not w.seeding.over.is_set())
                 await w.until(lambda: w.made(LOCAL) > 0)
                 await step
@@ -302,7 +302,7 @@ def test_nobody_there_at_its_time_so_it_goes_on_until_somebody_is(tmp_path: Path
         async with world(tmp_path, 0.0, (LOCAL, slow(0.01))) as w:
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.made(LOCAL) > 24)
-            async with inside(w.dispatch, slow(0.005), 64, name="late"):
+            async with in_process_worker(w.dispatch, slow(0.005), 64, name="late"):
                 await w.until(lambda: w.state() is WorkerState.PAUSED)
                 assert w.seeding.over.is_set()
                 await step
@@ -317,7 +317,7 @@ def test_a_worker_that_flaps_does_no_harm(tmp_path: Path) -> None:
             step = asyncio.create_task(w.step(range(6)))
             n = 0
             while not step.done():
-                async with inside(w.dispatch, slow(0.004), 64, name="flaps"):
+                async with in_process_worker(w.dispatch, slow(0.004), 64, name="flaps"):
                     await asyncio.sleep(0.03)
                 n += 1
                 await asyncio.sleep(0.005)

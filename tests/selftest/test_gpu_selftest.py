@@ -29,7 +29,7 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
     """The kinds of engine that were tested."""
     monkeypatch.setattr(verdict, "_once", lambda key, checked, test: test() and key)
     spec = trainer.spec(config.parse({}, where="here"), a.config(), "bfloat16", a.longest)
-    model, kinds = engine_factory.whole(_fields(a), "bfloat16", "cuda"), []
+    model, kinds = engine_factory.build_full_model(_fields(a), "bfloat16", "cuda"), []
     real = judge.engine
 
     def watched(config: Any, make: Any, **how: Any) -> Any:
@@ -41,7 +41,7 @@ def check(a: hostile.Architecture, monkeypatch: pytest.MonkeyPatch) -> list[str]
         return real(config, noted, **how)
 
     monkeypatch.setattr(judge, "engine", watched)
-    engine_factory.check(spec, "cuda", model)
+    engine_factory.self_test(spec, "cuda", model)
     return kinds
 
 

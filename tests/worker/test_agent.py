@@ -26,7 +26,7 @@ def test_joins_pulls_and_works(tmp_path: Path) -> None:
             assert (s.hellos[0].model, s.hellos[0].version) == ("", -1)
             s.dispatch.drain("w", "the run is over")
             assert await w.ends() == 0
-            assert w.said[-1] == "sent away: the run is over"
+            assert w.said[-1] == "drained: the run is over"
 
     asyncio.run(main())
 
@@ -84,7 +84,7 @@ def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
             try:
                 await second.until(lambda: second.state("w") is WorkerState.READY, "it has come to the new one")
                 assert (len(w.builds), w.puller.bytes_received) == (1, 100)
-                assert any("dialling again" in line for line in w.said)
+                assert any("reconnecting for" in line for line in w.said)
             finally:
                 await w.close()
                 await second.port.close()
@@ -218,7 +218,7 @@ def test_engine_that_fails_ends_the_worker(tmp_path: Path) -> None:
 def test_cloud_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (_, start):
-            with pytest.raises(WindfallError, match="no cloud 'awz'"):
+            with pytest.raises(WindfallError, match="unknown cloud 'awz'"):
                 await start(clouds=["awz"]).ends()
 
     asyncio.run(main())

@@ -153,7 +153,7 @@ def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
             await s.until(lambda: len(e.tokens) > before + 20, "it works on")
             w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
-            assert w.said[-1] == "sent away: warned"
+            assert w.said[-1] == "drained: warned"
             await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
             assert sum(w.engine.made.values()) == len(e.tokens), "all that it made was handed over"
             assert len(s.named("worker_warned")) == 2

@@ -43,37 +43,37 @@ def test_no_more_than_its_part_of_what_is_free(
     monkeypatch: pytest.MonkeyPatch, free_tokens: int, share: float, kv_tokens: int
 ) -> None:
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
-    assert engine_factory.sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
+    assert engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
 
 
 def test_room_for_less_than_one_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(WindfallError, match="room for 50 tokens; one response may have 64") as e:
-        engine_factory.sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
+        engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
     assert e.value.where == "fleet.worker_memory"
-    assert engine_factory.sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
+    assert engine_factory.engine_sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
 
 
 def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr(engine_factory, "_timed", full)
+    monkeypatch.setattr(engine_factory, "_build_engine", full)
     with pytest.raises(WindfallError, match="not enough memory for the engine: CUDA out of memory") as e:
-        engine_factory.engine_for(spec(), "cuda")
+        engine_factory.build_engine(spec(), "cuda")
     assert "fewer workers" in str(e.value.fix)
 
 
 def test_a_prompt_longer_than_the_first_tasks_had_fits() -> None:
     """What the controller knows of lengths is from the first tasks; the cache's size is the limit, or the model's."""
-    model = engine_factory.whole(CONFIG.to_dict(), "float32", "cpu")
+    model = engine_factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
     for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
         how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
         assert engine_factory._graph_engine(spec(), model, how).limit == limit
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Path:
+def cuda_device_name(monkeypatch: pytest.MonkeyPatch) -> Path:
     name = f"test-{os.getpid()}"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=name))
     return Path(tempfile.gettempdir()) / f"windfall-{os.getuid()}-{name}.lock"

@@ -19,8 +19,8 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
 from windfall.worker.engine_thread import EngineThread
-from windfall.worker.session import FRAMES, PulledWeights, Session, Stalled
-from windfall.worker.trainer_engine import Shared
+from windfall.worker.session import MAX_QUEUED_FRAMES, PulledWeights, Session, Stalled
+from windfall.worker.trainer_engine import TrainerEngine
 
 WAIT_S = 10.0
 
@@ -293,18 +293,20 @@ def test_drain_does_not_wait_for_a_pull() -> None:
 def test_nobody_reads_so_the_engine_stops_and_nothing_is_lost() -> None:
     async def main() -> None:
         async with serving(depth=2) as (rig, _):
-            await rig.send(assign(1, max_tokens=3 * FRAMES))
+            await rig.send(assign(1, max_tokens=3 * MAX_QUEUED_FRAMES))
             made = lambda: sum(rig.engine.made.values())  # noqa: E731
-            await rig.until(lambda: made() >= FRAMES, "many frames wait")
+            await rig.until(lambda: made() >= MAX_QUEUED_FRAMES, "many frames wait")
             await asyncio.sleep(0.15)
             stopped_at = made()
-            assert stopped_at <= FRAMES + 4, "those on the link, those that wait, and the one the engine holds"
+            assert stopped_at <= MAX_QUEUED_FRAMES + 4, (
+                "those on the link, those that wait, and the one the engine holds"
+            )
             await asyncio.sleep(0.1)
             assert made() == stopped_at
             frames = []
             while not frames or not frames[-1].finished:
                 frames.append(await rig.next())
-            assert [f.positions for f in frames] == [(i,) for i in range(3 * FRAMES)]
+            assert [f.positions for f in frames] == [(i,) for i in range(3 * MAX_QUEUED_FRAMES)]
 
     asyncio.run(main())
 
@@ -313,7 +315,7 @@ def test_link_that_ends_sets_a_waiting_engine_free() -> None:
     async def main() -> None:
         async with serving(depth=1) as (rig, serve):
             await rig.send(assign(1, max_tokens=9000))
-            await rig.until(lambda: sum(rig.engine.made.values()) > FRAMES, "the engine waits")
+            await rig.until(lambda: sum(rig.engine.made.values()) > MAX_QUEUED_FRAMES, "the engine waits")
             await rig.link.close("pulled out")
             with pytest.raises(LinkClosed, match="pulled out"):
                 await serve
@@ -327,7 +329,7 @@ def test_message_that_no_controller_sends_ends_it(message: object) -> None:
     async def main() -> None:
         async with serving() as (rig, serve):
             await rig.send(message)
-            with pytest.raises(LinkClosed, match="was not expected"):
+            with pytest.raises(LinkClosed, match="unexpected message"):
                 await serve
 
     asyncio.run(main())
@@ -352,7 +354,7 @@ def test_engine_that_is_stuck_ends_the_session() -> None:
         session = Session(theirs, host, Pulls(), heartbeat_s=0.05, stalled_s=0.3)
         serving = asyncio.create_task(session.serve())
         await ours.send(assign(1))
-        with pytest.raises(Stalled, match="no engine step for 0 s, with 1 responses to make"):
+        with pytest.raises(Stalled, match="no engine step for 0 s, with 1 responses running"):
             await asyncio.wait_for(serving, WAIT_S)
         engine.free.set()
         await asyncio.to_thread(host.close)
@@ -377,7 +379,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
         host.start()
         serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
         await ours.send(load(1))
-        with pytest.raises(Stalled, match=r"waited 0\.2 s for the engine to take version 1"):
+        with pytest.raises(Stalled, match=r"waited 0\.2 s for the engine to load version 1"):
             await asyncio.wait_for(serving, WAIT_S)
         engine.free.set()
         await asyncio.to_thread(host.close)
@@ -391,7 +393,7 @@ def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.Monkey
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         lock = threading.Lock()
-        host = EngineThread(Shared(Small(), lock), slots=4)
+        host = EngineThread(TrainerEngine(Small(), lock), slots=4)
         host.start()
         pulls = Pulls()
         pulls.tensors = None
@@ -423,7 +425,7 @@ def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.Mo
         ours, theirs = pair("controller", "worker")
         host = EngineThread(Small(), slots=4)
         host.start()
-        session = Session(theirs, host, pull, heartbeat_s=0.05, pulled=lambda: pulled[0])
+        session = Session(theirs, host, pull, heartbeat_s=0.05, pulled_bytes=lambda: pulled[0])
         serving = asyncio.create_task(session.serve())
         await ours.send(load(1))
         heard: list[m.Stats] = []

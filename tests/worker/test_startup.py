@@ -147,20 +147,20 @@ def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPa
 def test_preparations_are_waited_for_and_their_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go = threading.Event()
     monkeypatch.setattr(startup, "prepare", lambda device, threads: may_go.wait(WAIT_S) and device)
-    start = startup.Boot("cpu", 1)
+    start = startup.StartupThread("cpu", 1)
     assert start.took == m.Readied()
     may_go.set()
-    assert start.found() == "cpu"
+    assert start.chosen_device() == "cpu"
     assert start.took.import_s > 0
 
     def fails(device: str, threads: int) -> str:
         raise WindfallError(f"no {device}")
 
     monkeypatch.setattr(startup, "prepare", fails)
-    start = startup.Boot("cuda", 1)
-    start.over()
+    start = startup.StartupThread("cuda", 1)
+    start.join()
     with pytest.raises(WindfallError, match="no cuda"):
-        start.found()
+        start.chosen_device()
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_glance_says_what_torch_would(
     (tmp_path / "lib" / library).touch()
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setattr(startup, "card", lambda: name)
-    assert startup.glance(device) == said
+    monkeypatch.setattr(startup, "cuda_device_name", lambda: name)
+    assert startup.detect_device(device) == said
 
 
 def test_a_glance_at_this_machine_agrees_with_torch() -> None:
@@ -191,15 +191,15 @@ def test_a_glance_at_this_machine_agrees_with_torch() -> None:
 
     from windfall import devices
 
-    glanced = startup.glance("auto")
+    glanced = startup.detect_device("auto")
     if glanced is not None:
         found, _ = devices.place("auto", "auto", 0)
         assert glanced == (found, devices.describe(found))
-    assert startup.card("no-such-driver.so") is None
-    assert (startup.card() is None) == (not torch.cuda.is_available())
+    assert startup.cuda_device_name("no-such-driver.so") is None
+    assert (startup.cuda_device_name() is None) == (not torch.cuda.is_available())
 
 
 def test_a_lease_names_no_device_that_is_not_used() -> None:
-    startup.agree(("cuda", "NVIDIA H200"), "cuda")
+    startup.check_device(("cuda", "NVIDIA H200"), "cuda")
     with pytest.raises(WindfallError, match="torch cannot use it"):
-        startup.agree(("cuda", "NVIDIA H200"), "cpu")
+        startup.check_device(("cuda", "NVIDIA H200"), "cpu")

@@ -26,8 +26,8 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout, seed_of
 from windfall.train import checkpoint
 from windfall.types import Prompt, Request, Sampling
-from windfall.worker.engine_factory import engine_for
-from windfall.worker.in_process import inside
+from windfall.worker.engine_factory import build_engine
+from windfall.worker.in_process import in_process_worker
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
@@ -80,7 +80,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     async def roll(rollout: Rollout, engine: Any, slots: int) -> None:
         dispatch, text, done = rollout.dispatch, rollout.text, 0
-        async with inside(dispatch, engine, slots, on_failure=rollout.interrupt):
+        async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
             with out.status("evaluating") as status:
                 async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
@@ -149,7 +149,7 @@ def generate(
 def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
     """An engine, and how many responses it runs at once."""
     derived = derive(recipe, model, device, dtype, prompts)
-    return engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+    return build_engine(spec(recipe, model.config, dtype, derived.longest), device, model=model)
 
 
 def _said(prompt: Prompt) -> str:

@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.backoff import delay_s
 from windfall.errors import WindfallError
 
 LOOK_S = 1.0
@@ -86,7 +87,7 @@ class Failures:
         """
         self.count = 1 if reached > self._reached else self.count + 1
         self._reached = max(reached, self._reached)
-        return FIRST_WAIT_S * 5 ** (self.count - 1) if self.count < FAILURES else None
+        return delay_s(self.count - 1, first_s=FIRST_WAIT_S, factor=5.0) if self.count < FAILURES else None
 
     def last(self, error: WindfallError) -> WindfallError:
         """The one that ends the run."""

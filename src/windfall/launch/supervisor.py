@@ -24,6 +24,7 @@ from typing import Any
 
 from windfall import algorithms, unhandled
 from windfall import run_folder as folders
+from windfall.backoff import delay_s
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.envs.hosting import hosted
 from windfall.envs.scoring.gold_answers import check_answers
@@ -32,8 +33,8 @@ from windfall.errors import WindfallError
 from windfall.events import log
 from windfall.fleet import process, trace
 from windfall.fleet.base import Handle, Provider
+from windfall.fleet.fork_client import ForkClient
 from windfall.fleet.local import LocalProvider
-from windfall.fleet.nursery import Nursery
 from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import context_check, invitation, tls
 from windfall.launch.autoscale import Following
@@ -125,7 +126,7 @@ class Supervisor:
         environment = {**os.environ, "WINDFALL_TOKEN": self._token}
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
-        nursery = Nursery(
+        nursery = ForkClient(
             entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:rehearse:{self.folder}"],
             log=self.folder / "nursery.log", env=environment,
         )  # fmt: skip
@@ -136,7 +137,7 @@ class Supervisor:
             raise self._error
         return bool(self._end and self._end.get("finished"))
 
-    async def _all(self, nursery: Nursery, environment: dict[str, str]) -> None:
+    async def _all(self, nursery: ForkClient, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.cli", "_controller", str(self.folder)]
 
         async def controller() -> Handle:
@@ -202,7 +203,7 @@ class Supervisor:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
                     raise WindfallError(what, where=str(self.folder), fix="Is there enough memory? See its log.")
                 self._say(f"the {role} {how}; starting it again")
-                await asyncio.sleep(min(5.0, 0.1 * 2**quick))
+                await asyncio.sleep(delay_s(quick, first_s=0.1, limit_s=5.0))
         finally:
             if handle is not None and handle.running:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
@@ -247,7 +248,7 @@ class Supervisor:
             self._trainer.kill()
         path.unlink(missing_ok=True)
 
-    async def _providers(self, nursery: Nursery, environment: dict[str, str]) -> list[Provider]:
+    async def _providers(self, nursery: ForkClient, environment: dict[str, str]) -> list[Provider]:
         f, t = self.recipe.fleet, self.recipe.trace
 
         async def spawn(name: str, lease: Lease) -> Handle:
@@ -351,7 +352,7 @@ class Supervisor:
             self._console.say(line)
 
     @contextlib.asynccontextmanager
-    async def _signals(self, nursery: Nursery) -> AsyncIterator[None]:
+    async def _signals(self, nursery: ForkClient) -> AsyncIterator[None]:
         """The first Ctrl-C or SIGTERM asks the run to stop and save; the second ends it at once."""
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()

@@ -205,23 +205,23 @@ def spec(fields: dict[str, Any], **options: Any) -> EngineSpec:
 def test_which_module_is_built(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(skeleton, "Bare", lambda fields, **how: ("bare", how["device"]))
-    monkeypatch.setattr(engine_factory, "whole", lambda fields, dtype, device: ("whole", device))
+    monkeypatch.setattr(engine_factory, "build_full_model", lambda fields, dtype, device: ("whole", device))
     fields = told(configuration("qwen3"))
-    assert engine_factory.model_for(spec(fields), "cuda") == ("bare", "cuda")
-    assert engine_factory.model_for(spec(fields), "cpu") == ("whole", "cpu")
-    assert engine_factory.model_for(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
+    assert engine_factory.build_model(spec(fields), "cuda") == ("bare", "cuda")
+    assert engine_factory.build_model(spec(fields), "cpu") == ("whole", "cpu")
+    assert engine_factory.build_model(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
     assert not capsys.readouterr().err
-    assert engine_factory.model_for(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
+    assert engine_factory.build_model(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
     assert "gelu" in capsys.readouterr().err
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: None)
-    assert engine_factory.model_for(spec(fields), "cuda") == ("whole", "cuda")
+    assert engine_factory.build_model(spec(fields), "cuda") == ("whole", "cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu_it_says_what_the_engine_on_transformers_module_says(name: str) -> None:
     theirs, asked = whole(name), requests(4, temperature=0.0)
-    engine, _ = engine_factory.engine_for(spec(told(theirs.config)), "cuda")
+    engine, _ = engine_factory.build_engine(spec(told(theirs.config)), "cuda")
     assert isinstance(engine.model, skeleton.Bare)
     engine.swap(1, theirs.state_dict())
     other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)

@@ -37,8 +37,8 @@ from windfall.train.checkpoint import CheckpointState
 from windfall.types import LOCAL, Lease
 from windfall.worker import engine_factory as build
 from windfall.worker.agent import Agent
-from windfall.worker.engine_factory import engine_for
-from windfall.worker.trainer_engine import HasThem, Shared
+from windfall.worker.engine_factory import build_engine
+from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
 WHY = "damaged.txt"
 """In a checkpoint that was set aside: what is wrong with it."""
@@ -214,11 +214,11 @@ async def _local(
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # a GPU's engine lays the module's weights out anew
-                made, slots = engine_for(engine, device, model=model, share=0.3)
+                made, slots = build_engine(engine, device, model=model, share=0.3)
         except Exception as e:  # fault boundary: an agent is refused for some of these, and only says so
             failed.append(e)
             raise
-        shared = Shared(made, host.lock, share_memory=device == "cuda")
+        shared = TrainerEngine(made, host.lock, share_memory=device == "cuda")
         host.make_room = shared.make_room
         return shared, slots
 
@@ -226,7 +226,7 @@ async def _local(
     while True:
         await host.connected.wait()
         agent = Agent(
-            address, secret, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
+            address, secret, name=LOCAL, lease=lease, build=build, puller=TrainerWeights(lambda: host.manifest),
             ssl=tls.dialling(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
         code = await agent.run()
@@ -271,7 +271,7 @@ def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
     otherwise than transformers does: before anything is started for it."""
     fields = json.loads(engine.model_config)
     verdict.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
-    found = build.check(engine, device, model)
+    found = build.self_test(engine, device, model)
     verdict.check_weights(model)
     return msgspec.structs.replace(engine, checked=(found,))
 

@@ -1,5 +1,5 @@
-"""From what the controller says to an engine: sizes by memory, turns, and errors that say what to do. Not covered: a
-real GPU that runs out of memory."""
+"""Building an engine: sizes from free memory, one process at a time, and errors with a fix. Not covered: a real GPU
+that runs out of memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def spec(**changed: Any) -> EngineSpec:
 @pytest.mark.parametrize(
     ("free_tokens", "share", "kv_tokens"), [(10**6, 0.5, 8 * 64), (400, 0.5, 200), (200, 0.5, 100), (128, 0.5, 64)]
 )
-def test_no_more_than_its_part_of_what_is_free(
+def test_cache_uses_only_its_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, free_tokens: int, share: float, kv_tokens: int
 ) -> None:
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
@@ -64,8 +64,8 @@ def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fewer workers" in str(e.value.fix)
 
 
-def test_a_prompt_longer_than_the_first_tasks_had_fits() -> None:
-    """What the controller knows of lengths is from the first tasks; the cache's size is the limit, or the model's."""
+def test_prompt_longer_than_those_of_the_first_tasks_fits() -> None:
+    """The controller knows lengths only from the first tasks. The limit is the size of the cache or of the model."""
     model = engine_factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
     for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
         how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
@@ -73,20 +73,20 @@ def test_a_prompt_longer_than_the_first_tasks_had_fits() -> None:
 
 
 @pytest.fixture
-def cuda_device_name(monkeypatch: pytest.MonkeyPatch) -> Path:
+def lock_file(monkeypatch: pytest.MonkeyPatch) -> Path:
     name = f"test-{os.getpid()}"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=name))
     return Path(tempfile.gettempdir()) / f"windfall-{os.getuid()}-{name}.lock"
 
 
-def test_one_at_a_time_takes_memory(card: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with devices.turn("cuda"), open(card) as other, pytest.raises(BlockingIOError):
+def test_one_process_at_a_time_allocates_memory(lock_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with devices.turn("cuda"), open(lock_file) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with open(card) as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
+    with open(lock_file) as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was released
         with devices.turn("cuda", timeout_s=0.2):
             assert "waited 0.2 s for another worker to take its memory" in capfd.readouterr().err
-    card.unlink()
+    lock_file.unlink()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_one_at_a_time_takes_memory(card: Path, capfd: pytest.CaptureFixture[str
         ),
     ],
 )
-def test_a_trainer_whose_own_engine_fails_ends(fails: Callable[[], Exception], why: str) -> None:
+def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], why: str) -> None:
     async def scene() -> None:
         async def for_ever() -> int:
             await asyncio.Event().wait()
@@ -115,7 +115,7 @@ def test_a_trainer_whose_own_engine_fails_ends(fails: Callable[[], Exception], w
         asyncio.run(scene())
 
 
-def test_a_run_ends_as_it_does_with_an_engine_that_was_sent_away() -> None:
+def test_run_ends_normally_after_its_local_engine_was_drained() -> None:
     async def scene() -> int:
         async def run() -> int:
             await asyncio.sleep(0.01)

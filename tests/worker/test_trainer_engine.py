@@ -1,4 +1,4 @@
-"""The trainer's own engine: it takes turns with the trainer, and waiting for that is not being stuck."""
+"""The trainer's own engine: it alternates with the trainer, and waiting for the trainer does not count as stuck."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from windfall.worker.engine_thread import EngineThread
 from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
 
-def test_either_the_engine_steps_or_the_trainer_works() -> None:
+def test_engine_and_trainer_never_work_at_the_same_time() -> None:
     lock, made = threading.Lock(), threading.Event()
     engine = TrainerEngine(Hashing(Counter()), lock)
     host = EngineThread(engine, slots=4)
@@ -38,7 +38,7 @@ def test_either_the_engine_steps_or_the_trainer_works() -> None:
     host.close()
 
 
-def test_new_weights_are_there_once_they_are_published() -> None:
+def test_published_weights_need_no_pull() -> None:
     published: Any = None
     them = TrainerWeights(lambda: published)
     with pytest.raises(ValueError, match="not at version 3"):
@@ -66,7 +66,7 @@ class Sleeper(Hashing):
 
 
 @pytest.mark.parametrize("share_memory", [True, False])
-def test_it_makes_room_for_training_where_memory_is_shared(share_memory: bool) -> None:
+def test_engine_frees_memory_for_training_if_memory_is_shared(share_memory: bool) -> None:
     lock, engine = threading.Lock(), Sleeper(Counter())
     shared = TrainerEngine(engine, lock, share_memory=share_memory)
     with lock:

@@ -15,7 +15,7 @@ from windfall import devices
 from windfall.config import JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -65,7 +65,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     async def run() -> Rollout:
         device, dtype = devices.place(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with hosted(recipe.env, recipe.run.seed) as env:
+        async with env_host(recipe.env, recipe.run.seed) as env:
             await env.ready()  # before the model is loaded, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
             text = text_for(load.load_tokenizer(model_path), model)

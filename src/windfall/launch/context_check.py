@@ -9,7 +9,7 @@ from pathlib import Path
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs.base import EnvHost
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.models import load, tokenizer
 from windfall.models.text import Text
@@ -35,7 +35,7 @@ def check(recipe: Recipe, task: Task) -> str:
 
 
 async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
-    async with hosted(recipe.env, recipe.run.seed) as env:
+    async with env_host(recipe.env, recipe.run.seed) as env:
         return await prompt_lengths(env, recipe, text)
 
 

@@ -26,7 +26,7 @@ from windfall import algorithms, unhandled
 from windfall import run_folder as folders
 from windfall.backoff import delay_s
 from windfall.config import JsonLinesEnv, Recipe
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
@@ -70,7 +70,7 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
+    host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
     task, said = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = context_check.check(recipe, task)
     return f"{said}; {unchecked}" if unchecked else said

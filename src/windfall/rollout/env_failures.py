@@ -38,14 +38,14 @@ class EnvFailures:
         """Raises WindfallError when too many tasks in a row could not be used."""
         self.skipped += 1
         self._in_a_row += 1
-        if count := self._tasks.hear(e.cause, e.error, e.traceback):
+        if count := self._tasks.record(e.cause, e.error, e.traceback):
             self._tell("task_skipped", e, count, task=index)
         if self._in_a_row >= SKIPPED_IN_A_ROW:
             raise self._end(f"{self._in_a_row} tasks in a row could not be used", self._tasks)
 
     def miss(self, response: str, e: EnvFailed) -> None:
         self.missing += 1
-        if count := self._rewards.hear(e.cause, e.error, e.traceback):
+        if count := self._rewards.record(e.cause, e.error, e.traceback):
             self._tell("reward_missing", e, count, response=response)
 
     def nothing(self, what: str) -> WindfallError:

@@ -20,7 +20,7 @@ import xxhash
 from windfall import algorithms, config, devices, unhandled
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.launch import tls
@@ -95,7 +95,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         devices.choose_linear(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with hosted(recipe.env, recipe.run.seed) as env:
+    async with env_host(recipe.env, recipe.run.seed) as env:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)

@@ -33,7 +33,7 @@ def reward(env: Gym, task: Task, text: str) -> float | None:
         ("chain_sum", {"max_term": 3}, "Did you mean 'max_terms'? Allowed: min_terms, max_terms,"),
         ("chain_sum", {"seed": 3}, "'seed' is set by windfall"),
         ("chain_sum", {"max_terms": 0}, "max_terms must be >= min_terms"),
-        ("chain_sum", {"max_terms": "three"}, "refused"),
+        ("chain_sum", {"max_terms": "three"}, "refuses these options"),
         ("chain_sum", {"max_terms": {3}}, "not plain data"),
     ],
 )
@@ -118,7 +118,7 @@ def test_wrong_answers_that_reasoning_gym_accepts_get_no_reward(task: str, answe
 def test_entry_with_another_answer_is_an_error_not_a_reward() -> None:
     env = Gym("chain_sum", {}, seed=0)
     other = Task(id="x", prompt="", answer={"index": 0, "gold": "no such"})
-    with pytest.raises(ValueError, match="another version of reasoning-gym"):
+    with pytest.raises(ValueError, match="check that the version of reasoning-gym"):
         reward(env, other, "1")
 
 

@@ -49,7 +49,7 @@ class Gym:
         try:
             options_data = json.loads(json.dumps(dict(options or {}), allow_nan=False))
         except (TypeError, ValueError) as e:
-            raise WindfallError(f"options are not options_data data: {e}", where=where) from None
+            raise WindfallError(f"options are not plain data: {e}", where=where) from None
         self._id, self._instruction = f"{task}/{seed}", instruction
         self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
         self._source = {"task": task, "options": options_data, "start": _start(seed), "size": size}

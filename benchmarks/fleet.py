@@ -1,11 +1,11 @@
-"""What the fleet costs: tokens taken in, a migration, a lost worker. Short tables, a few minutes on two cores.
+"""Measures the cost of the fleet: token intake, a migration, a lost worker. Takes a few minutes on two cores.
 
     python benchmarks/fleet.py                     all three
-    python benchmarks/fleet.py intake --profile    (a) tokens/s that one controller takes in, and where the time goes
-    python benchmarks/fleet.py migration           (b) a response that moves once, beside one that does not
+    python benchmarks/fleet.py intake --profile    (a) tokens/s that one controller accepts, and where the time goes
+    python benchmarks/fleet.py migration           (b) a response that moves once, compared with one that does not
     python benchmarks/fleet.py losses              (c) tokens lost by killing workers at random
 
-The machine should be idle otherwise: `others` shows how many cores something else took meanwhile.
+The machine should be otherwise idle: `others` shows how many cores other processes used meanwhile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from windfall.errors import WindfallError
 
 LARGE = "qwen3-0.6b shape"
 ROWS = ((1, 30), (4, 20), (16, 10))
-"""Tokens per response and frame, rounds."""
+"""Pairs of (tokens per response and frame, rounds)."""
 
 
 @contextmanager
 def others(out: list[float]) -> Iterator[None]:
-    """Appends how many cores were busy with something that is not this process or its children."""
+    """Appends how many cores were used by other processes than this one and its children."""
     before, started = _busy_s(), time.perf_counter()
     ours = sum(os.times()[:4])
     yield
@@ -99,7 +99,7 @@ def show_migration(model: str, lengths: tuple[int, ...], responses: int = 8) -> 
         moved = [((*prompt, *said[i][:half]), half) for i, (prompt, _) in enumerate(begin)]
         first_s, _ = _make(loaded, begin, 1)
         prefill_s, _ = _make(loaded, moved, 1)
-        # A step of plain decoding gave the same token: it is no extra.
+        # A step of plain decoding would have given the same token, so it is not an extra cost.
         step_s = (whole_s - first_s) / (length - 1)
         extra_s = prefill_s - step_s
         _, exact = _make(loaded, begin, 32, deterministic=True)
@@ -128,7 +128,7 @@ def _model(name: str) -> tuple[Any, int]:
 
 
 def _random(device: str, dtype: str) -> Any:
-    """The shape of Qwen3-0.6B, with random weights: how long it takes does not depend on them."""
+    """A model with the shape of Qwen3-0.6B and random weights, which do not affect the time."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -151,7 +151,7 @@ def _prompts(vocabulary: int, count: int, length: int = 32) -> list[tuple[int, .
 def _make(
     model: Any, work: list[tuple[tuple[int, ...], int]], count: int, *, deterministic: bool = False
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Seconds, and the tokens, of an engine that has not seen any of it before."""
+    """The seconds and the tokens of an engine with an empty prefix cache."""
     from windfall.engine.torch.engine import TorchEngine
     from windfall.types import Request
 
@@ -194,7 +194,7 @@ def show_losses(seed: int) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("part", nargs="?", choices=["intake", "migration", "losses"], help="default: all")
-    p.add_argument("--profile", action="store_true", help="also say where the time of the intake goes")
+    p.add_argument("--profile", action="store_true", help="also print where the time of the intake goes")
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     if a.part in (None, "intake"):

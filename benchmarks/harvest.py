@@ -111,7 +111,7 @@ async def run_trainer(folder: Path) -> int:
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
     from windfall.worker.agent import Agent
-    from windfall.worker.trainer_engine import HasThem, Shared
+    from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
     recipe = config.load(folder / "recipe.toml")
     shutil.copytree(TINY, folder / "tokenizer", dirs_exist_ok=True)
@@ -147,8 +147,8 @@ async def run_trainer(folder: Path) -> int:
         await asyncio.sleep(0.5)
         agent = Agent(
             address, secret, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),
-            build=lambda spec: (Shared(SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY), lock), 1024),
-            puller=HasThem(lambda: host.manifest), patience_s=math.inf,
+            build=lambda spec: (TrainerEngine(SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY), lock), 1024),
+            puller=TrainerWeights(lambda: host.manifest), patience_s=math.inf,
         )  # fmt: skip
         tasks.append(asyncio.create_task(agent.run()))
     await asyncio.wait(tasks, return_when=asyncio.ALL_COMPLETED)

@@ -236,7 +236,7 @@ def main() -> None:
         print(f"spot trace: {origin}")
         for letter, changes in market.items():
             s = trace.summary(changes, rb.WINDOW_S)
-            print(f"  segment {letter}: {s.least_up} to {s.most_up} instances, mean {s.mean_up:.1f}, {s.losses} lost")
+            print(f"  segment {letter}: {s.min_up} to {s.max_up} instances, mean {s.mean_up:.1f}, {s.losses} lost")
         print("assumed: " + "; ".join(f"{text} {getattr(a, key):g}" for key, text in rb.DESCRIPTIONS.items()))
         print(f"fitted: all times x {a.slower:.2f}, so that co-located 8B reaches {rb.CO_LOCATED_8B:,.0f} tok/s")
         print("cells: tokens per second relative to co-located, and change in tokens per dollar")

@@ -1,16 +1,17 @@
-"""A run whose processes are killed and frozen at random, beside the same run left alone: both must end the same.
+"""Compares a run whose processes are killed and frozen at random with the same run left alone: the results must match.
 
     python benchmarks/soak.py --kills 100 --controller 5 --trainer 5 --seed 0        about five minutes on two cores
     python benchmarks/soak.py --kills 10 --controller 1 --trainer 1 --steps 10       about a minute
 
-`windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). The second time random
-workers get SIGKILL, or SIGSTOP and some seconds later SIGCONT, or SIGSTOP for good; controller and trainer get SIGKILL.
-The signals are spread over the steps. Then all of this must hold, or the exit status is 1:
+`windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). In the second run,
+random workers get SIGKILL, or SIGSTOP and SIGCONT some seconds later, or SIGSTOP only; controller and trainer get
+SIGKILL. The signals are spread over the steps. Then all of these must hold, or the exit status is 1:
 
-- the run ended by itself with status 0, and every step is in the log once, with the reference's tokens and rewards;
+- the run ended by itself with status 0, and every step is in the log once, with the tokens and rewards of the
+  reference;
 - no token was lost, and no token that was accepted before a kill was generated again;
-- the last checkpoint, optimizer included, is bit for bit the reference's;
-- no process of it is left over.
+- the last checkpoint, including the optimizer, is identical to that of the reference, bit for bit;
+- no process of the run is left over.
 
 Signals go only to descendants of the `windfall train` that was started here, by pidfd.
 """
@@ -71,7 +72,7 @@ gone_s = 2.5
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     kills: int
-    """Signals to workers."""
+    """Number of signals to workers."""
     controller: int
     trainer: int
     nursery: int
@@ -79,9 +80,9 @@ class Plan:
     steps: int
     workers: int
     gap_s: float
-    """Between two signals, at most."""
+    """Maximum seconds between two signals."""
     patience_s: float
-    """A run without a new step for so long is stuck."""
+    """A run without a new step for this many seconds is stuck."""
 
     @property
     def signals(self) -> int:
@@ -90,11 +91,11 @@ class Plan:
 
 @dataclass(kw_only=True, slots=True)
 class Dealt:
-    """What was sent."""
+    """The signals that were sent."""
 
     counts: dict[str, int] = field(default_factory=dict)
     frozen: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """pidfd: when it is to go on, and the process. Those that never do are not here."""
+    """By pidfd: when the frozen process must continue, and which process it is. Not those that stay frozen."""
 
     def add(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -128,7 +129,7 @@ def family(root: int) -> dict[int, str]:
 
 
 def marked(mark: str) -> list[int]:
-    """Every process that was started, however indirectly, with this mark in its environment."""
+    """Every process, started directly or indirectly, with this mark in its environment."""
     found = []
     for path in Path("/proc").iterdir():
         try:
@@ -141,7 +142,7 @@ def marked(mark: str) -> list[int]:
 
 @contextmanager
 def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`windfall train`, which dies with us."""
+    """Run `windfall train`, which dies with this process."""
     recipe = folder / f"{name}.toml"
     recipe.write_text(RECIPE.format(name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers))
     command = [sys.executable, "-m", "windfall.cli", "train", str(recipe)]
@@ -167,7 +168,7 @@ def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subproc
 
 
 def progress(run: Path) -> tuple[int, int]:
-    """The last step in the log, and how many were logged, also those that a trainer's death made void."""
+    """The last step in the log, and the number of logged steps, including those lost by the death of a trainer."""
     log = run / "events.jsonl"
     lines = log.read_text().splitlines() if log.is_file() else []
     found = [line for line in lines if '"kind":"scalar","name":"step"' in line and line.endswith("}")]
@@ -175,7 +176,7 @@ def progress(run: Path) -> tuple[int, int]:
 
 
 class Watch:
-    """Says how far a run is, and gives up on one that makes no progress."""
+    """Prints the progress of a run, and gives up if there is none."""
 
     def __init__(self, run: Path, patience_s: float) -> None:
         self._run, self._patience_s = run, patience_s
@@ -199,7 +200,7 @@ def alone(plan: Plan, folder: Path) -> None:
 
 
 def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
-    """The run under fire: its exit status, and what was sent."""
+    """Execute the run with signals. Returns its exit status, and the signals that were sent."""
     rng, dealt, watch = random.Random(plan.seed), Dealt(), Watch(folder / "hunted", plan.patience_s)
     targets = ["worker"] * plan.kills + ["controller"] * plan.controller
     targets += ["trainer"] * plan.trainer + ["nursery"] * plan.nursery
@@ -210,7 +211,7 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
             due = plan.signals * watch.step() / (0.85 * plan.steps) - (plan.signals - len(targets))
             if targets and due > 0 and strike(child.pid, targets[-1], rng, dealt):
                 targets.pop()
-                # On a machine that makes steps quickly the signals come quicker, too.
+                # On a machine with fast steps, the signals also come faster.
                 time.sleep(rng.uniform(0.2, 1.8) * plan.gap_s * min(1.0, 3 / due))
             else:
                 time.sleep(0.05)
@@ -220,7 +221,7 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
 
 
 def strike(root: int, target: str, rng: random.Random, dealt: Dealt) -> bool:
-    """One signal to a random process of this kind. False: there is none right now."""
+    """Send one signal to a random process of this kind. Returns False if there is none at the moment."""
     frozen = {pid for _, pid in dealt.frozen.values()}
     there = [
         (pid, name) for pid, name in family(root).items()
@@ -233,7 +234,7 @@ def strike(root: int, target: str, rng: random.Random, dealt: Dealt) -> bool:
         fd = os.pidfd_open(pid)
     except OSError:
         return False
-    if family(root).get(pid) != name:  # it ended before we held it: the number may be another's by now
+    if family(root).get(pid) != name:  # it ended before we opened it, so the pid may belong to another process
         os.close(fd)
         return False
     kind = "kill" if target != "worker" else rng.choices(["kill", "pause", "freeze"], [6, 3, 1])[0]
@@ -267,14 +268,14 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Of every file of the last checkpoint."""
+    """The digests of all files of the last checkpoint."""
     last = max((run / "checkpoints").glob("step-*"))
     files = sorted(p for p in last.rglob("*") if p.is_file())
     return {str(p.relative_to(last)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def wrongs(plan: Plan, folder: Path, status: int, mark: str) -> list[str]:
-    """Every rule that does not hold."""
+    """The rules that do not hold."""
     left, right = folder / "alone", folder / "hunted"
     out = [] if status == 0 else [f"exit status {status}: see {folder}/hunted.out"]
     before, after = steps(left), steps(right)
@@ -324,15 +325,15 @@ def table(plan: Plan, folder: Path, dealt: Dealt, alone_s: float, hunted_s: floa
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kills", type=int, default=100, help="signals to workers")
-    p.add_argument("--controller", type=int, default=5, help="SIGKILLs")
-    p.add_argument("--trainer", type=int, default=5, help="SIGKILLs")
-    p.add_argument("--nursery", type=int, default=0, help="SIGKILLs of the process that forks trainer and workers")
+    p.add_argument("--kills", type=int, default=100, help="number of signals to workers")
+    p.add_argument("--controller", type=int, default=5, help="number of SIGKILLs to the controller")
+    p.add_argument("--trainer", type=int, default=5, help="number of SIGKILLs to the trainer")
+    p.add_argument("--nursery", type=int, default=0, help="number of SIGKILLs to the fork server")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--steps", type=int, default=0, help="default: enough for the signals")
     p.add_argument("--workers", type=int, default=3)
-    p.add_argument("--gap-s", type=float, default=0.7, help="between two signals, on average")
-    p.add_argument("--patience-s", type=float, default=90.0, help="a run without a step for so long is stuck")
+    p.add_argument("--gap-s", type=float, default=0.7, help="mean seconds between two signals")
+    p.add_argument("--patience-s", type=float, default=90.0, help="a run without a step for this many seconds is stuck")
     p.add_argument("--keep", type=Path, help="write the runs to this folder and leave them there")
     a = vars(p.parse_args())
     keep = a.pop("keep")

@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from windfall.envs.arithmetic import Arithmetic, draw, worked
+from windfall.envs.arithmetic import Arithmetic, draw, worked_response
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
@@ -53,7 +53,7 @@ def batch(tok: PreTrainedTokenizerFast, rng: random.Random, size: int, longest: 
     for _ in range(size):
         chain = draw(rng, rng.randint(1, longest))
         prompt = tok.encode("".join(chain) + "=")
-        rows.append((prompt, [*tok.encode(worked(chain, slip, rng)), tok.eos_token_id]))
+        rows.append((prompt, [*tok.encode(worked_response(chain, slip, rng)), tok.eos_token_id]))
     width = max(len(p) + len(r) for p, r in rows)
     ids = torch.zeros(size, width, dtype=torch.long)
     labels = torch.full((size, width), -100)

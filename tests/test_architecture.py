@@ -19,7 +19,7 @@ FILES = {str(p.relative_to(SRC)): ast.parse(p.read_text()) for p in sorted(SRC.r
 
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
-    {"__init__", "types", "errors"},
+    {"__init__", "types", "errors", "backoff"},
     {"free_memory", "algorithms", "events", "fleet", "cost", "link"},
     {"config", "devices", "weights", "engine", "envs", "ledger"},
     {"run_folder", "models", "scheduling", "train"},
@@ -31,6 +31,7 @@ LAYERS = [
 ]
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
+    "backoff.py",
     "engine/pages.py",
     "envs/repeats.py",
     "envs/process_pool/sizing.py",

@@ -79,5 +79,5 @@ def test_building_an_engine_sets_the_library() -> None:
         model_config=json.dumps({"model_type": "llama", "vocab_size": 50, **shape}), dtype="float32", kv_tokens=64,
         page_size=16, max_running=2, max_rows=64, deterministic=True, longest=32, wanted=2,
     )  # fmt: skip
-    engine_factory.engine_for(spec, "cpu")
+    engine_factory.build_engine(spec, "cpu")
     assert torch.backends.mkldnn.enabled is fixed

@@ -136,7 +136,7 @@ def test_failing_callback_ends_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
         await asyncio.sleep(30)
         return 0
 
-    monkeypatch.setattr("windfall.worker.agent.Agent._live", live)
+    monkeypatch.setattr("windfall.worker.agent.Agent._serve_links", live)
     monkeypatch.setattr("windfall.worker.startup.prepare", lambda device, threads: "cpu")
     monkeypatch.setattr("os._exit", lambda code: pytest.fail(f"it ended with {code}"))
     with pytest.raises(KeyError, match="unexpected"):
@@ -158,8 +158,8 @@ async def run(self, clouds=()):
     return 3
 
 Agent.run = run
-worker.Boot.__init__ = lambda self, device, threads: None
-worker.glance = lambda device: (1, "a device")
+worker.StartupThread.__init__ = lambda self, device, threads: None
+worker.detect_device = lambda device: (1, "a device")
 worker.main("http://127.0.0.1:9", "a-token-of-16-ch", name="w", kind="spot", device="cpu", region="",
             price_usd_per_h=0.0, threads=1, share=0.4, clouds="none", ca=None, patience_s=1.0)
 """

@@ -1,4 +1,4 @@
-"""What every environment must do, asked of each of them through the Env seam alone.
+"""The rules of every environment, tested through the Env interface only.
 
 To add one, append a Case to CASES. Not covered here: what is peculiar to an environment (its own test file), and how
 failures are retried (test_grade.py).
@@ -27,11 +27,11 @@ from windfall.types import Feedback, Task, Turn
 class Case:
     name: str
     make: Callable[[Path], Any]
-    """A fresh environment, the same each time; the folder holds whatever files it needs, and is the same too."""
+    """Builds a fresh environment, always the same one. The folder, also the same, holds the files that it needs."""
     right: Callable[[Task], str]
     wrong: Callable[[Task], str]
     needs: str = ""
-    """The package without which the case is skipped."""
+    """The case is skipped without this package."""
 
 
 def _file(folder: Path) -> Path:
@@ -90,7 +90,7 @@ def judge(env: Any, task: Task, *texts: str) -> Feedback:
     return said
 
 
-def test_is_an_env(case: Case, tmp_path: Path) -> None:
+def test_implements_env(case: Case, tmp_path: Path) -> None:
     assert isinstance(case.make(tmp_path), Env)
 
 
@@ -101,7 +101,7 @@ def test_same_index_same_task_in_any_order_and_instance(case: Case, tmp_path: Pa
     assert first == {i: other.task(i) for i in reversed(indices)}
 
 
-def test_tasks_have_ids_of_their_own_and_are_not_all_one(case: Case, tmp_path: Path) -> None:
+def test_task_ids_are_unique_and_tasks_differ(case: Case, tmp_path: Path) -> None:
     env = case.make(tmp_path)
     tasks = [env.task(i) for i in range(12)]
     assert len({task.id for task in tasks}) == len(tasks)
@@ -114,7 +114,7 @@ def test_tasks_have_no_end(case: Case, tmp_path: Path) -> None:
     assert len({env.task(i).id for i in [*range(200), 10**6, 10**9]}) == 202
 
 
-def test_a_right_answer_is_rewarded_and_a_wrong_one_is_not(case: Case, tmp_path: Path) -> None:
+def test_right_answer_is_rewarded_and_wrong_answer_is_not(case: Case, tmp_path: Path) -> None:
     env = case.make(tmp_path)
     for index in (0, 1, 25):
         task = env.task(index)
@@ -123,7 +123,7 @@ def test_a_right_answer_is_rewarded_and_a_wrong_one_is_not(case: Case, tmp_path:
         assert judge(env, task, "") == Feedback(reward=0.0)
 
 
-def test_a_task_that_travelled_as_json_is_still_graded(case: Case, tmp_path: Path) -> None:
+def test_task_sent_as_json_is_still_graded(case: Case, tmp_path: Path) -> None:
     task = case.make(tmp_path).task(4)
     arrived = Task(**json.loads(json.dumps(dataclasses.asdict(task), allow_nan=False)))
     assert arrived == task

@@ -17,7 +17,7 @@ GOOD = Feedback(reward=1.0)
 
 
 class Scripted:
-    """Does one thing after the other: raises, sleeps, or answers."""
+    """Performs the given actions in order: raises, sleeps, or answers."""
 
     def __init__(self, *script: Any) -> None:
         self.script, self.calls = script, 0
@@ -40,13 +40,13 @@ def run(env: Scripted, **options: Any) -> Graded:
     return asyncio.run(grade(InProcess(env), 0, TASK, TURNS, **{"timeout_s": 0.05, "backoff_s": 0.001, **options}))
 
 
-def test_first_try() -> None:
+def test_success_on_the_first_try() -> None:
     env = Scripted(GOOD)
     assert run(env) == Graded(feedback=GOOD, tries=1)
     assert env.calls == 1
 
 
-def test_an_observation_passes() -> None:
+def test_observation_is_returned() -> None:
     assert run(Scripted(Feedback(observation="go on"))).feedback == Feedback(observation="go on")
     both = Feedback(observation="go on", reward=0.5)
     assert run(Scripted(both)).feedback == both
@@ -73,7 +73,7 @@ def test_slow_env_is_missing_and_named() -> None:
     assert graded.error.startswith("waited 0.05 s for Scripted.feedback of task 'scripted/0'")
 
 
-def test_a_timeout_of_the_envs_own_is_not_taken_for_ours() -> None:
+def test_timeout_raised_by_the_env_is_not_reported_as_ours() -> None:
     assert "raised TimeoutError: upstream" in run(Scripted(TimeoutError("upstream")), tries=1).error
 
 
@@ -87,14 +87,14 @@ def test_a_timeout_of_the_envs_own_is_not_taken_for_ours() -> None:
         (None, "it is a NoneType"),
     ],
 )
-def test_improper_feedback_is_a_failed_try(feedback: Any, fault: str) -> None:
+def test_invalid_feedback_is_a_failed_try(feedback: Any, fault: str) -> None:
     graded = run(Scripted(feedback))
     assert (graded.feedback, graded.tries) == (None, 3)
     assert fault in graded.error
     assert run(Scripted(feedback, GOOD)) == Graded(feedback=GOOD, tries=2)
 
 
-def test_cancelling_goes_through() -> None:
+def test_cancellation_is_passed_on() -> None:
     async def cancelled_while(env: Scripted) -> None:
         work = asyncio.create_task(grade(InProcess(env), 0, TASK, TURNS, backoff_s=10.0))
         await asyncio.sleep(0.01)
@@ -107,7 +107,7 @@ def test_cancelling_goes_through() -> None:
     asyncio.run(cancelled_while(Scripted(OSError("no"))))  # waiting to try again
 
 
-def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_between_tries_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses = []
 
     async def sleep(seconds: float) -> None:
@@ -118,6 +118,6 @@ def test_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pauses == pytest.approx([0.1, 0.2, 0.4])
 
 
-def test_no_tries_at_all_is_refused() -> None:
+def test_zero_tries_are_refused() -> None:
     with pytest.raises(ValueError, match="tries is 0"):
         run(Scripted(GOOD), tries=0)

@@ -8,7 +8,7 @@ from windfall.types import Feedback, Task, Turn
 
 
 def play(env: Guess, task: Task, *texts: str) -> Feedback:
-    """Say these things one after the other; what came back last."""
+    """Play these turns in order, and return the last feedback."""
     turns: list[Turn] = []
     feedback = Feedback()
     for text in texts:
@@ -17,7 +17,7 @@ def play(env: Guess, task: Task, *texts: str) -> Feedback:
     return feedback
 
 
-def test_hints() -> None:
+def test_hints_are_higher_or_lower() -> None:
     env, task = Guess(low=1, high=20), Task(id="guess/0", prompt="", answer=7)
     assert play(env, task, "3") == Feedback(observation="\nhigher\n", reward=0.0)
     assert play(env, task, "12 or rather 11") == Feedback(observation="\nlower\n", reward=0.0)
@@ -27,7 +27,7 @@ def test_hints() -> None:
     assert play(env, task, "7") == Feedback(reward=1.0)
 
 
-def test_later_is_worth_less_and_too_late_nothing() -> None:
+def test_reward_falls_with_every_turn_and_is_zero_after_the_last() -> None:
     env, task = Guess(max_turns=3, turn_cost=0.1), Task(id="guess/0", prompt="", answer=7)
     assert play(env, task, "3", "7").reward == pytest.approx(0.9)
     assert play(env, task, "3", "8", "7").reward == pytest.approx(0.8)
@@ -52,11 +52,11 @@ def test_halving_always_wins() -> None:
     assert (min(seen), max(seen)) == (1, 20)
 
 
-def test_seeds_differ() -> None:
+def test_seeds_give_different_tasks() -> None:
     assert [Guess(seed=1).task(i).answer for i in range(20)] != [Guess(seed=2).task(i).answer for i in range(20)]
 
 
 @pytest.mark.parametrize("options", [{"low": 5, "high": 5}, {"max_turns": 0}, {"turn_cost": 0.5}, {"turn_cost": -1.0}])
-def test_refusals(options: dict) -> None:
+def test_invalid_options_are_refused(options: dict) -> None:
     with pytest.raises(WindfallError):
         Guess(**options)

@@ -1,4 +1,4 @@
-"""What is peculiar to Gym. Not covered: the 105 scorers of reasoning-gym themselves."""
+"""The behavior specific to Gym. Not covered: the 105 scorers of reasoning-gym themselves."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def reward(env: Gym, task: Task, text: str) -> float | None:
         ("chain_sum", {"max_term": 3}, "Did you mean 'max_terms'? Allowed: min_terms, max_terms,"),
         ("chain_sum", {"seed": 3}, "'seed' is set by windfall"),
         ("chain_sum", {"max_terms": 0}, "max_terms must be >= min_terms"),
-        ("chain_sum", {"max_terms": "three"}, "refused"),
+        ("chain_sum", {"max_terms": "three"}, "refuses these options"),
         ("chain_sum", {"max_terms": {3}}, "not plain data"),
     ],
 )
-def test_refusals(task: str, options: dict[str, Any], says: str) -> None:
+def test_invalid_options_are_refused(task: str, options: dict[str, Any], says: str) -> None:
     with pytest.raises(WindfallError) as caught:
         Gym(task, options, seed=0)
     assert says in str(caught.value)
@@ -50,7 +50,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         Gym("chain_sum", {}, seed=0)
 
 
-def test_datasets_join_without_a_seam() -> None:
+def test_datasets_form_one_sequence() -> None:
     small, large = Gym("chain_sum", {}, seed=1, size=3), Gym("chain_sum", {}, seed=1, size=50)
     assert [small.task(i) for i in range(20)] == [large.task(i) for i in range(20)]
 
@@ -60,7 +60,7 @@ def test_seeds_share_no_tasks() -> None:
     assert not prompts[0] & prompts[1]
 
 
-def test_a_task_that_depends_on_the_hash_seed_is_the_same_in_any_process() -> None:
+def test_task_that_depends_on_the_hash_seed_is_the_same_in_every_process() -> None:
     made = []
     for seed in ("1", "2"):  # ours; the children's is always 0
         program = "import test_gym; test_gym.show({'name': 'gym', 'task': 'polynomial_multiplication'})"
@@ -71,7 +71,7 @@ def test_a_task_that_depends_on_the_hash_seed_is_the_same_in_any_process() -> No
 
 
 def show(section: dict[str, Any]) -> None:
-    """Print some tasks, and make sure that the process which asks for them does not import reasoning-gym."""
+    """Print some tasks, and check that the requesting process does not import reasoning-gym."""
 
     async def go() -> None:
         async with EnvPool(config.parse({"env": section}, where="test").env, 0) as pool:
@@ -82,7 +82,7 @@ def show(section: dict[str, Any]) -> None:
     assert not any(name.startswith("reasoning_gym") for name in sys.modules)
 
 
-def test_wordy_answers_earn_nothing_unless_partial_is_asked_for() -> None:
+def test_wordy_answers_get_no_reward_without_partial() -> None:
     strict, partial = Gym("chain_sum", {}, seed=0), Gym("chain_sum", {}, seed=0, partial=True)
     task = strict.task(0)
     wordy = f"<answer>it is {task.answer['gold']}</answer>"
@@ -98,7 +98,7 @@ def test_numeric_answer_is_the_last_number() -> None:
     assert reward(env, task, f"{task.answer['gold']}, or rather 12345.") == 0.0
 
 
-def test_instruction() -> None:
+def test_instruction_is_in_the_prompt() -> None:
     assert Gym("gcd", {}, seed=0).task(0).prompt.endswith("\nEnd with the answer alone between <answer> and </answer>.")
     bare = Gym("gcd", {}, seed=0, instruction="").task(0).prompt
     assert Gym("gcd", {}, seed=0, instruction="Go.").task(0).prompt == f"{bare}\nGo."
@@ -108,21 +108,21 @@ def test_instruction() -> None:
     ("task", "answer"),
     [("coin_flip", "0"), ("game_of_life_halting", "xyz"), ("complex_arithmetic", "nan"), ("spiral_matrix", "exit()")],
 )
-def test_answers_that_please_reasoning_gym_but_are_wrong(task: str, answer: str) -> None:
+def test_wrong_answers_that_reasoning_gym_accepts_get_no_reward(task: str, answer: str) -> None:
     env = Gym(task, {}, seed=0, partial=True)
     assert reward(env, env.task(0), f"<answer>{answer}</answer>") == 0.0
     gold = env.task(0).answer["gold"]
     assert reward(env, env.task(0), f"<answer>{gold}</answer>") == 1.0
 
 
-def test_an_entry_made_otherwise_is_an_error_not_a_reward() -> None:
+def test_entry_with_another_answer_is_an_error_not_a_reward() -> None:
     env = Gym("chain_sum", {}, seed=0)
     other = Task(id="x", prompt="", answer={"index": 0, "gold": "no such"})
-    with pytest.raises(ValueError, match="another version of reasoning-gym"):
+    with pytest.raises(ValueError, match="check that the version of reasoning-gym"):
         reward(env, other, "1")
 
 
-def test_an_answer_that_never_ends_is_wrong_and_stops_nothing() -> None:
+def test_answer_that_takes_too_long_to_score_is_wrong_and_blocks_nothing() -> None:
     named = {"name": "custom", "factory": "windfall.envs.gym:Gym", "options": {"task": "countdown", "cpu_s": 1.0}}
     gold = Gym("countdown", {}, seed=0).task(0).answer["gold"]
 

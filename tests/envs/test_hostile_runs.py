@@ -1,4 +1,4 @@
-"""Whole runs on the tiny model with environments that misbehave: the message, the status, and what is left behind."""
+"""Whole runs on the tiny model with hostile environments: the message, the exit status, and no processes left over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN = Path("runs/small")
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the processes of a run, too."""
+    """The processes of a run also use it."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -34,7 +34,7 @@ def events(kind: str, name: str) -> list[Event]:
 
 
 def test_blocking_feedback_ends_the_run_with_its_name(windfall: Windfall) -> None:
-    """Before, the supervisor killed and restarted the controller for ever."""
+    """In an earlier version the supervisor killed and restarted the controller forever."""
     code, out, err = windfall(
         "train", "small.toml", *using(hostile.SleepsOnWords, **{"rollout.reward_timeout_s": 1.0}),
         "--set=rollout.reward_tries=1",
@@ -47,8 +47,8 @@ def test_blocking_feedback_ends_the_run_with_its_name(windfall: Windfall) -> Non
     assert "done" not in out
 
 
-def test_run_without_rewards_ends_and_goes_on_when_the_environment_is_put_right(windfall: Windfall, here: Path) -> None:
-    """Before, it trained on nothing, printed a line per response, and ended with "done" and status 0."""
+def test_run_without_rewards_ends_and_resumes_when_the_environment_is_fixed(windfall: Windfall, here: Path) -> None:
+    """An earlier version trained on nothing, printed a line per response, and ended with "done" and status 0."""
     (here / "broken").touch()
     code, out, err = windfall("train", "small.toml", *using(hostile.EmptyOnly))
     assert code == 2
@@ -77,10 +77,10 @@ def test_broken_environment_is_refused_before_anything_starts(windfall: Windfall
     assert not Path("runs").exists()
 
 
-def test_dry_run_says_what_the_environment_said(windfall: Windfall) -> None:
+def test_dry_run_prints_the_result_of_the_trial(windfall: Windfall) -> None:
     code, out, _ = windfall("train", "small.toml", *using(hostile.EmptyOnly), "--dry-run")
     assert code == 0
-    assert "environment EmptyOnly: task 'hostile/0' was made; an empty response to it got reward 0" in out
+    assert "environment EmptyOnly: built task 'hostile/0'; an empty response to it got reward 0" in out
 
 
 def test_syntax_error_is_shown_without_a_traceback(windfall: Windfall, here: Path) -> None:
@@ -93,7 +93,7 @@ def test_syntax_error_is_shown_without_a_traceback(windfall: Windfall, here: Pat
 
 @pytest.mark.slow
 def test_skipped_tasks_leave_the_weights_the_same_after_a_resume(windfall: Windfall, here: Path) -> None:
-    """Which tasks are skipped follows from their numbers alone, so a run that was cut draws the same ones."""
+    """The task numbers alone decide which tasks are skipped, so a resumed run skips the same ones."""
     import shutil
 
     more = ["--set=run.deterministic=true", "--set=checkpoint.every=1", "--set=checkpoint.keep=9"]

@@ -51,14 +51,14 @@ GOOD = '{"prompt": "1+1=", "answer": "2"}'
         (["", " "], ["empty"]),
     ],
 )
-def test_refusals(tmp_path: Path, lines: list[str | bytes], says: list[str]) -> None:
+def test_invalid_lines_are_refused(tmp_path: Path, lines: list[str | bytes], says: list[str]) -> None:
     with pytest.raises(WindfallError) as caught:
         JsonLines(write(tmp_path, *lines), scoring="exact")
     for part in says:
         assert part in str(caught.value)
 
 
-def test_refuses_what_is_no_file_and_unknown_scoring(tmp_path: Path) -> None:
+def test_missing_file_and_unknown_scoring_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no such file"):
         JsonLines(tmp_path / "missing.jsonl", scoring="exact")
     with pytest.raises(WindfallError, match="not a file"):
@@ -74,7 +74,7 @@ def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
     JsonLines(write(tmp_path, GOOD), scoring="exact")  # which needs nothing
 
 
-def test_every_epoch_has_every_line_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_has_every_line_once_in_a_new_order(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(30))
     env = JsonLines(path, scoring="exact")
     epochs = [[str(env.task(epoch * 30 + at).prompt) for at in range(30)] for epoch in range(3)]
@@ -84,7 +84,7 @@ def test_every_epoch_has_every_line_once_in_an_order_of_its_own(tmp_path: Path) 
     assert [other.task(at).prompt for at in range(30)] != epochs[0]
 
 
-def test_fields_by_name(tmp_path: Path) -> None:
+def test_field_names_can_be_chosen(tmp_path: Path) -> None:
     path = write(tmp_path, '{"question": "1+1=", "result": 2, "more": []}')
     task = JsonLines(path, "question", "result", "exact").task(0)
     assert (task.prompt, task.answer) == ("1+1=", "2")
@@ -108,7 +108,7 @@ def test_fields_by_name(tmp_path: Path) -> None:
         ("7", "<answer>((((</answer>", False),
     ],
 )
-def test_math(tmp_path: Path, gold: str, text: str, right: bool) -> None:
+def test_math_scoring(tmp_path: Path, gold: str, text: str, right: bool) -> None:
     env = JsonLines(write(tmp_path, GOOD), cpu_s=1.0)
     task = Task(id="x", prompt="", answer=gold)
     assert env.feedback(task, [Turn(text=text)]).reward == float(right)
@@ -116,7 +116,7 @@ def test_math(tmp_path: Path, gold: str, text: str, right: bool) -> None:
 
 @NEEDS_MATH
 @pytest.mark.parametrize("gold", list(NOT_MATHEMATICS), ids=lambda gold: gold[:12])
-def test_a_gold_answer_that_is_no_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
+def test_gold_answer_that_is_not_mathematics_is_refused_at_the_start(tmp_path: Path, gold: str) -> None:
     lines = [json.dumps({"prompt": str(n), "answer": answer}) for n, answer in enumerate(["1/2", "7", gold, gold])]
     with pytest.raises(WindfallError) as caught:
         check_answers(section(write(tmp_path, *lines)), cpu_s=1.0)
@@ -129,8 +129,8 @@ def test_a_gold_answer_that_is_no_mathematics_is_refused_at_the_start(tmp_path: 
 
 
 @NEEDS_MATH
-def test_a_gold_answer_is_right(tmp_path: Path) -> None:
-    """However the policy marks it, or if it says nothing else."""
+def test_gold_answer_is_scored_as_right(tmp_path: Path) -> None:
+    """However the policy marks it, and also without a mark."""
     path = write(tmp_path, *(json.dumps({"prompt": str(n), "answer": g}) for n, g in enumerate([*MATHEMATICS, "12"])))
     assert check_answers(section(path)) == len(MATHEMATICS)
     env = JsonLines(path)
@@ -151,21 +151,21 @@ def test_many_bad_answers_are_counted_and_the_first_are_named(tmp_path: Path) ->
 
 
 @NEEDS_MATH
-def test_what_was_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
+def test_bad_gold_answer_not_checked_at_the_start_is_an_error_not_a_zero(tmp_path: Path) -> None:
     env = JsonLines(write(tmp_path, GOOD))
     with pytest.raises(ValueError, match="use scoring 'exact'"):
         env.feedback(Task(id="x", prompt="", answer="$$"), [Turn(text="$$")])
 
 
 @pytest.mark.parametrize("kind", list(FILES))
-def test_a_file_of_another_kind_is_named_with_what_to_do(tmp_path: Path, kind: str) -> None:
+def test_file_in_another_format_is_refused_with_a_fix(tmp_path: Path, kind: str) -> None:
     with pytest.raises(WindfallError) as caught:
         JsonLines(write_hostile(tmp_path, kind), scoring="exact")
     for part in FILES[kind][2]:
         assert part in str(caught.value)
 
 
-def test_the_commands_that_convert_a_file_do_so(tmp_path: Path) -> None:
+def test_conversion_commands_work(tmp_path: Path) -> None:
     for kind in ("an array", "a compressed file"):
         with pytest.raises(WindfallError) as caught:
             JsonLines(write_hostile(tmp_path, kind), scoring="exact")
@@ -175,7 +175,7 @@ def test_the_commands_that_convert_a_file_do_so(tmp_path: Path) -> None:
         (tmp_path / "train.jsonl").unlink()
 
 
-def test_a_conversation_is_a_prompt(tmp_path: Path) -> None:
+def test_prompt_can_be_a_conversation(tmp_path: Path) -> None:
     said = messages(("system", "Be brief."), ("user", "1+1="))
     path = write(tmp_path, json.dumps({"prompt": said, "answer": 2}))
     task = JsonLines(path, scoring="exact").task(0)
@@ -212,7 +212,7 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
     )
 
 
-def test_rows_stay_on_their_side_when_others_are_added(tmp_path: Path) -> None:
+def test_split_of_a_row_does_not_change_when_rows_are_added(tmp_path: Path) -> None:
     before = JsonLines(write(tmp_path, *rows(100)), scoring="exact", held_out=0.2)
     count = describe(section(tmp_path / "data.jsonl", held_out=0.2, scoring="exact"), 1000).tasks
     held_out = set(prompts(before, HELD_OUT, count))
@@ -222,7 +222,7 @@ def test_rows_stay_on_their_side_when_others_are_added(tmp_path: Path) -> None:
     assert held_out <= set(prompts(wider, HELD_OUT, 300)), "a larger share adds to it"
 
 
-def test_an_evaluation_file_of_its_own(tmp_path: Path) -> None:
+def test_separate_evaluation_file(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(20))
     own = tmp_path / "test.jsonl"
     own.write_text("".join(json.dumps({"prompt": f"ask {n}", "answer": n}) + "\n" for n in range(8)))
@@ -235,11 +235,11 @@ def test_an_evaluation_file_of_its_own(tmp_path: Path) -> None:
     assert (on.tasks, on.what, on.warnings) == (8, "8 rows of test.jsonl", ())
     own.write_text(own.read_text() + rows(1)[0] + "\n")
     on = describe(section(path, **keys), 64)
-    assert on.what == "9 rows of test.jsonl (1 of the 9 are trained on, too)"
-    assert any("1 of 9 prompts of test.jsonl are in data.jsonl, too" in warning for warning in on.warnings)
+    assert on.what == "9 rows of test.jsonl (1 of the 9 are also trained on)"
+    assert any("1 of 9 prompts of test.jsonl are also in data.jsonl" in warning for warning in on.warnings)
 
 
-def test_an_evaluation_on_training_rows_says_so(tmp_path: Path) -> None:
+def test_evaluation_on_training_rows_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(20), *rows(20))
     on = describe(section(path, scoring="exact"), 64)
     assert (on.tasks, on.what) == (20, "20 training rows of data.jsonl (no held-out set given)")
@@ -257,7 +257,7 @@ def test_impossible_splits_are_refused(tmp_path: Path) -> None:
         JsonLines(write(tmp_path, GOOD), scoring="exact", eval_path=tmp_path / "missing.jsonl")
 
 
-def test_eval_prints_what_its_figure_is(windfall: Any, here: Path) -> None:
+def test_eval_prints_what_it_was_measured_on(windfall: Any, here: Path) -> None:
     (here / "r.toml").write_text(
         '[run]\ndevice = "cpu"\nthreads = 1\n[env]\nname = "jsonl"\npath = "data.jsonl"\nscoring = "exact"\n'
         "[rollout]\nmax_tokens = 4\n"

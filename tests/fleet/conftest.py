@@ -1,4 +1,4 @@
-"""Real processes for the tests of the fleet, and a look at what is left of them."""
+"""Fixtures for tests with real processes: which are alive, and which have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main():
 
 
 def state(pid: int) -> str:
-    """The letter of a process's state, and nothing when there is none."""
+    """The state letter of a process, or "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -34,9 +34,9 @@ def alive() -> Callable[[int], bool]:
 
 @pytest.fixture
 def gone() -> Callable[..., bool]:
-    """Do all of these end within 2 s?"""
+    """Whether all of these processes end within 2 s."""
 
-    def look(pids: Iterable[int], within_s: float = 2.0) -> bool:
+    def check(pids: Iterable[int], within_s: float = 2.0) -> bool:
         until = time.monotonic() + within_s
         left = list(pids)
         assert left, "nothing was started"
@@ -46,12 +46,12 @@ def gone() -> Callable[..., bool]:
             time.sleep(0.01)
         return True
 
-    return look
+    return check
 
 
 @pytest.fixture
 def read_when() -> Callable[..., str]:
-    """The text of a file as soon as a word is in it. Waits up to 10 s."""
+    """Waits up to 10 s until a file contains a word, and returns the text of the file."""
 
     def read(path: Path, word: str = "\n") -> str:
         until = time.monotonic() + 10.0
@@ -66,8 +66,8 @@ def read_when() -> Callable[..., str]:
 
 @pytest.fixture
 def toy_env(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `toy:main` runs the Python code that is its first argument, with the windfall under
-    test, which need not be the installed one."""
+    """Environment variables with which `toy:main` runs the Python code in its first argument. They select the windfall
+    under test, which may differ from the installed one."""
     (tmp_path / "toy.py").write_text(TOY)
     source = Path(windfall.__file__).parent.parent
     return {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}:{source}"}

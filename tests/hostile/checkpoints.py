@@ -1,4 +1,4 @@
-"""Checkpoints and journals as bad disks, full disks and people leave them.
+"""Checkpoints and journals damaged by bad disks, full disks and people.
 
 Add a kind of damage here and every test that goes through the table has it.
 """
@@ -55,11 +55,11 @@ CHECKPOINTS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "checksums of nothing": (CHECKSUMS, lambda path: path.write_text('{"algorithm": "xxh3_128", "files": {}}')),
     "checksums without an end": (CHECKSUMS, lambda path: path.write_text("[" * 100_000)),
 }
-"""What was done to a checkpoint: the file it was done to, and how."""
+"""Damages to a checkpoint: the damaged file, and how it is damaged."""
 
 
 def of_0_2(checkpoint: Path) -> None:
-    """As windfall 0.2 wrote them: no checksums, and no word of any."""
+    """Checkpoints in the format of windfall 0.2, without any checksums."""
     (checkpoint / CHECKSUMS).unlink()
     said = json.loads((checkpoint / STATE).read_text())
     del said["checksums"]
@@ -67,7 +67,7 @@ def of_0_2(checkpoint: Path) -> None:
 
 
 def rename_step(checkpoint: Path, step: int) -> Path:
-    """A copy that somebody made by hand, of another step's checkpoint."""
+    """A manual copy of the checkpoint of another step."""
     return Path(shutil.copytree(checkpoint, checkpoint.with_name(f"step-{step:06d}")))
 
 
@@ -80,11 +80,11 @@ JOURNALS: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: cut(path, 0.5),
     "replaced by a folder": _directory,
 }
-"""What was done to a journal's only file."""
+"""Damages to the only file of a journal."""
 
 
 def add_strays(folder: Path) -> set[str]:
-    """Files in a journal's folder that are none of its own."""
+    """Foreign files in the folder of a journal."""
     (folder / "notes.wal").write_text("mine")
     (folder / "000001.wal.orig").write_bytes(b"\x00" * 9)
     (folder / "old").mkdir()

@@ -1,4 +1,4 @@
-"""Files that somebody gives as a JSONL file of prompts and answers, and what they are told."""
+"""Files that a user may give as a JSONL file of prompts and answers, and the resulting errors."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ FILES: dict[str, tuple[str, bytes, list[str]]] = {
     ),
     "a conversation that has its answer": (
         "train.jsonl", _prompt(messages(("user", "1+1="), ("assistant", "2"))),
-        ["the last message of 'prompt' is the assistant's"],
+        ["the last message of 'prompt' is from the assistant"],
     ),
 }  # fmt: skip
-"""What the file is: its name, what is in it, and what the refusal must say."""
+"""For each kind of file: its name, its content, and what the error must contain."""
 
 NOT_MATHEMATICS = {
     "Paris": "words",
@@ -52,7 +52,7 @@ NOT_MATHEMATICS = {
     "$$": "cannot read",
     "1+" * 20_000 + "1": "CPU time",
 }
-"""Right answers that math-verify reads as something else, or not at all; and why."""
+"""Gold answers that math-verify misreads or cannot read, and why."""
 
 MATHEMATICS = [
     "1/2",
@@ -67,7 +67,7 @@ MATHEMATICS = [
     "3,4",
     "1.5e3",
 ]
-"""Right answers that look odd, and are not."""
+"""Gold answers that look odd but are valid."""
 
 
 def write(folder: Path, kind: str) -> Path:

@@ -1,6 +1,6 @@
-"""Environments that misbehave in every way a user's own code can. Add to them; a test names one by `factory(Class)`.
+"""Environments that misbehave in every way that a user's own code can. A test names one by `factory(Class)`.
 
-Each behaves until `from_task` where that makes sense, so that a run passes its trial call and meets the fault later.
+Most behave correctly before task `from_task`, so that a run passes its trial call and meets the fault later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def factory(env: type) -> str:
 
 
 class Sound:
-    """Does what it should: plain functions, the reward is the length of the text."""
+    """Behaves correctly. Its methods are plain functions, and the reward is the length of the text."""
 
     def __init__(self, seed: int, from_task: int = 0, **options: Any) -> None:
         self.seed, self.from_task, self.options = seed, from_task, options
 
     def task(self, index: int) -> Task:
-        return Task(id=f"hostile/{index}", prompt=f"{index % 90}+1=", answer={index})  # a set: no JSON
+        return Task(id=f"hostile/{index}", prompt=f"{index % 90}+1=", answer={index})  # a set cannot be sent as JSON
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         (index,) = task.answer
@@ -40,7 +40,7 @@ class Sound:
 
 
 class Awaiting(Sound):
-    """The same with `async def`."""
+    """Like Sound, with `async def`."""
 
     async def task(self, index: int) -> Task:  # pyright: ignore[reportIncompatibleMethodOverride]
         await asyncio.sleep(0)
@@ -54,7 +54,7 @@ class Awaiting(Sound):
 
 
 class FailsAtFirst(Sound):
-    """The first `failures` calls fail, in whichever process they are made; `file` counts them."""
+    """The first `failures` calls fail, in any process. `file` counts the calls."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         with open(self.options["file"], "a+") as file:
@@ -65,7 +65,7 @@ class FailsAtFirst(Sound):
 
 
 class Sleeps(Sound):
-    """Blocks, as `requests` without a timeout does."""
+    """Blocks like `requests` without a timeout."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         time.sleep(self.options.get("s", 1e6))
@@ -73,7 +73,7 @@ class Sleeps(Sound):
 
 
 class Computes(Sound):
-    """Uses this much CPU time."""
+    """Uses `s` seconds of CPU time."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         until = time.process_time() + self.options["s"]
@@ -83,7 +83,7 @@ class Computes(Sound):
 
 
 class SleepsOnTheLoop(Sleeps):
-    """Blocks in an `async def`, if the response says so; others wait politely beside it."""
+    """Blocks in an `async def` if the response is "block". Other calls wait without blocking."""
 
     async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, task: Task, turns: Sequence[Turn]
@@ -95,7 +95,7 @@ class SleepsOnTheLoop(Sleeps):
 
 
 class Hangs(Sound):
-    """Waits for ever in an `async def`."""
+    """Waits forever in an `async def`."""
 
     async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, task: Task, turns: Sequence[Turn]
@@ -106,7 +106,7 @@ class Hangs(Sound):
 
 
 class Stubborn(Sound):
-    """Swallows its cancellation and waits on."""
+    """Ignores its cancellation and continues to wait."""
 
     async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, task: Task, turns: Sequence[Turn]
@@ -119,14 +119,14 @@ class Stubborn(Sound):
 
 
 class HoldsTheLock(Sound):
-    """Keeps the interpreter's lock, so that no thread of the process runs any more."""
+    """Holds the interpreter's lock, so that no other thread of the process can run."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         return Feedback(reward=float(9**9**9 > 0))
 
 
 class BlocksElsewhere(Sound):
-    """A task of its own blocks the loop, and no call is running meanwhile."""
+    """Blocks the loop outside any call."""
 
     async def feedback(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, task: Task, turns: Sequence[Turn]
@@ -166,7 +166,7 @@ class Forks(Sound):
 
 
 class Scribbles(Sound):
-    """Writes to every descriptor that it finds."""
+    """Writes to every open socket."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         for fd in range(3, 64):
@@ -197,7 +197,7 @@ class Garbage(Sound):
 
 
 class Chatty(Sound):
-    """Prints megabytes, to both streams, and reads what is not there."""
+    """Prints megabytes to both streams, and reads the empty standard input."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         os.write(1, b'[1, "value", 0, 0, 99.0, null]\n' * 20_000)
@@ -219,7 +219,7 @@ class SlowTasks(Sound):
 
 
 class BadTasks(SlowTasks):
-    """Tasks whose number is divisible by `every` raise, or come back as garbage; from `from_task` on, all do."""
+    """Tasks with a number divisible by `every` raise, or are garbage; from `from_task` on, all tasks do."""
 
     def task(self, index: int) -> Any:
         if (self.options.get("every") and index % self.options["every"] == 0) or index >= (self.from_task or 1 << 60):
@@ -250,7 +250,7 @@ class Forgetful(Sound):
 
 
 class Threads(Sound):
-    """Leaves a thread and a process of its own behind."""
+    """Leaves a thread and a child process behind."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         import subprocess
@@ -277,7 +277,7 @@ class HangsWhenBuilt(Sound):
 
 
 class EmptyOnly(Sound):
-    """Judges an empty response; every other one fails while there is a file called `broken` in the current folder."""
+    """Judges an empty response. All others fail while the current folder contains a file called `broken`."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         if turns[-1].text and os.path.exists("broken"):
@@ -286,7 +286,7 @@ class EmptyOnly(Sound):
 
 
 class SleepsOnWords(Sound):
-    """Judges an empty response, and blocks for ever on every other."""
+    """Judges an empty response, and blocks forever on all others."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         if turns[-1].text:
@@ -295,7 +295,7 @@ class SleepsOnWords(Sound):
 
 
 class NeverDone(Sound):
-    """Always asks for another turn, and never says what a response is worth."""
+    """Always asks for another turn, and never returns a reward."""
 
     def misbehave(self, task: Task, turns: Sequence[Turn]) -> Any:
         return Feedback(observation="+1")

@@ -1,4 +1,4 @@
-"""Damaged, edited and misplaced files, as people, editors, full disks and other programs leave them.
+"""Damaged, edited and misplaced files, caused by people, editors, full disks and other programs.
 
 `damage(path, kind)` does to a file what `kind` names. Add a kind here and every test that goes through DAMAGES has it.
 """

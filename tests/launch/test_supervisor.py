@@ -247,7 +247,7 @@ def test_second_ctrl_c_kills_all_processes_at_once(here: Path) -> None:
         left = descendants(process.pid)
         controller = json.loads((run / "address.json").read_text())["pid"]
         assert controller in left
-        nursery = next(p for p in left if b"windfall.fleet.forker" in Path(f"/proc/{p}/cmdline").read_bytes())
+        nursery = next(p for p in left if b"windfall.fleet.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
         for pid in (controller, nursery):
             os.kill(pid, signal.SIGSTOP)  # so they cannot stop cleanly
         process.send_signal(signal.SIGINT)
@@ -285,8 +285,8 @@ from pathlib import Path
 from windfall.launch import liveness, supervisor
 
 liveness.FIRST_DELAY_S = 0.2
-real = supervisor.Nursery
-supervisor.Nursery = lambda **how: real(**{**how, "modules": [*how["modules"], "breaks"]})
+real = supervisor.ForkClient
+supervisor.ForkClient = lambda **how: real(**{**how, "modules": [*how["modules"], "breaks"]})
 from windfall import cli
 sys.argv = ["windfall", "train", "small.toml", "--set", "run.steps=3", "--set", "checkpoint.every=1"]
 cli.main()

@@ -33,7 +33,7 @@ from windfall.scheduling.members import Member, WorkerState
 from windfall.scheduling.rebalance import Move
 from windfall.types import Lease, Response, Sampling
 from windfall.worker.engine_thread import EngineThread
-from windfall.worker.in_process import has_it
+from windfall.worker.in_process import weights_already_loaded
 from windfall.worker.session import Session
 
 TASKS = (0, 1, 2, 3)
@@ -111,7 +111,7 @@ class Hand:
         self.awake.set()
         self.engine = Hashing(crew.made)
         host = LoopHost(self.engine, slots, crew.step_s)
-        session = Session(_FreezableLink(self._theirs, self.awake), host, has_it, heartbeat_s=0.5)
+        session = Session(_FreezableLink(self._theirs, self.awake), host, weights_already_loaded, heartbeat_s=0.5)
         hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name, lease=Lease())
         self._before = set(crew.dispatch.members.all)
         self.attended = asyncio.create_task(crew.dispatch.attend(self._ours, hello))

@@ -28,7 +28,7 @@ from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import WorkerState
 from windfall.types import Chunk, Request, Sampling
-from windfall.worker.in_process import has_it, inside
+from windfall.worker.in_process import in_process_worker, weights_already_loaded
 from windfall.worker.session import Session
 
 STOPS = frozenset(range(3, 9))
@@ -172,7 +172,13 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    folder: Path, cut: int, *, deterministic: bool = True, pull: Any = has_it, slots: int = 16, engines: Any = None
+    folder: Path,
+    cut: int,
+    *,
+    deterministic: bool = True,
+    pull: Any = weights_already_loaded,
+    slots: int = 16,
+    engines: Any = None,
 ) -> AsyncIterator[Scene]:
     """The first worker holds all responses and has run `cut` steps, whose tokens have all been accepted."""
     events = EventLog(folder / "events.jsonl")
@@ -185,11 +191,11 @@ async def scene(
     stack: list[Any] = []
 
     async def join() -> None:
-        stack.append(inside(dispatch, second, slots, name="second", pull=pull))
+        stack.append(in_process_worker(dispatch, second, slots, name="second", pull=pull))
         await stack[-1].__aenter__()
 
     try:
-        async with inside(dispatch, first, slots, name="first", pull=pull) as worker:
+        async with in_process_worker(dispatch, first, slots, name="first", pull=pull) as worker:
             s = Scene(dispatch=dispatch, first=first, second=second, worker=worker, join=join)
             dispatch.listen(s.ended.add, lambda id, why: pytest.fail(f"{id}: {why}"))
             await s.until(lambda: s.state() is WorkerState.READY, "the first worker is ready")

@@ -18,7 +18,7 @@ from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout, seed_of
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
-from windfall.worker.in_process import inside
+from windfall.worker.in_process import in_process_worker
 
 SEED = 3
 NAMES = {seed_of(SEED, task, sibling): f"{task}/{sibling}" for task in range(100) for sibling in range(8)}
@@ -96,7 +96,7 @@ async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> Async
     options = {"max_tokens": 100, "reward_tries": 1, "reward_timeout_s": 20.0} | options
     text: Any = CharacterText()
     rollout = Rollout(dispatch, InProcess(env), text, Options(**options), seed=SEED, events=events)
-    async with inside(dispatch, engine, slots=256, on_failure=rollout.interrupt):
+    async with in_process_worker(dispatch, engine, slots=256, on_failure=rollout.interrupt):
         dispatch.set_offer(Offer(version=engine.version, digest="as it is", url=""))
         watching = asyncio.create_task(dispatch.watch())
         yield rollout

@@ -19,7 +19,7 @@ from windfall.rollout.groups import Rollout
 from windfall.rollout.refusals import REFUSALS, REFUSED_S, Refusals
 from windfall.scheduling.members import Member, Members, WorkerState
 from windfall.types import Feedback, Lease, Sampling
-from windfall.worker.engine_factory import sizes
+from windfall.worker.engine_factory import engine_sizes
 
 REASON = WindfallError(
     "log-probs differ by 3 nats", where="model.path", fix="Use another model. " + "x" * 300 + " End."
@@ -53,7 +53,7 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
     async def main() -> None:
         async with opened(tmp_path) as (site, start):
             first, second = refusing(start(name="a")), start(name="b")
-            second._build = second.agent._build = lambda spec: sizes(spec, 10**15, "cpu", 0.4)
+            second._build = second.agent._build = lambda spec: engine_sizes(spec, 10**15, "cpu", 0.4)
             began = time.monotonic()
             with pytest.raises(WindfallError) as caught:
                 await groups(rollout_of(site))

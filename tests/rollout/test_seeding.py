@@ -27,7 +27,7 @@ from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
 from windfall.scheduling.step_model import Progress
 from windfall.types import LOCAL, Feedback, Lease, Sampling, Task, Turn
-from windfall.worker.in_process import inside
+from windfall.worker.in_process import in_process_worker
 
 
 class Fixed:
@@ -103,7 +103,7 @@ async def world(folder: Path, seed_s: float, *engines: tuple[str, Scripted]) -> 
 
     tasks = [asyncio.create_task(tick()), asyncio.create_task(w.dispatch.watch())]
     w.dispatch.set_offer(Offer(version=0, digest="as it is", url=""))
-    inner = [inside(w.dispatch, engine, 64, name=name) for name, engine in engines]
+    inner = [in_process_worker(w.dispatch, engine, 64, name=name) for name, engine in engines]
     try:
         for it in inner:
             await it.__aenter__()
@@ -218,7 +218,7 @@ def test_engine_generates_until_something_is_trainable(tmp_path: Path, seed_s: f
 def test_engine_resumes_when_all_other_workers_are_lost(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
-            other = inside(w.dispatch, slow(0.01), 64, name="w")
+            other = in_process_worker(w.dispatch, slow(0.01), 64, name="w")
             await other.__aenter__()
             await w.until(lambda: w.state("w") is WorkerState.READY)
             step = asyncio.create_task(w.step())
@@ -236,7 +236,7 @@ def test_booting_worker_does_not_keep_the_engine_paused(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with world(tmp_path, 0.03, (LOCAL, slow(0.005))) as w:
-            other = inside(w.dispatch, slow(0.01), 64, name="w")
+            other = in_process_worker(w.dispatch, slow(0.01), 64, name="w")
             await other.__aenter__()
             await w.until(lambda: w.state("w") is WorkerState.READY)
             ours, theirs = pair("controller", "boots")
@@ -271,7 +271,7 @@ def test_engine_that_joins_during_a_step_takes_part_in_it(tmp_path: Path) -> Non
         async with world(tmp_path, math.inf, ("w", slow(0.02))) as w:
             step = asyncio.create_task(w.step(range(20)))  # more responses than `w` has slots
             await w.until(w.seeding.over.is_set)
-            async with inside(w.dispatch, slow(0.005), 64, name=LOCAL):
+            async with in_process_worker(w.dispatch, slow(0.005), 64, name=LOCAL):
                 await w.until(lambda: not w.seeding.over.is_set())
                 await w.until(lambda: w.generated(LOCAL) > 0)
                 await step
@@ -304,7 +304,7 @@ def test_engine_continues_after_seed_time_until_another_worker_joins(tmp_path: P
         async with world(tmp_path, 0.0, (LOCAL, slow(0.01))) as w:
             step = asyncio.create_task(w.step())
             await w.until(lambda: w.generated(LOCAL) > 24)
-            async with inside(w.dispatch, slow(0.005), 64, name="late"):
+            async with in_process_worker(w.dispatch, slow(0.005), 64, name="late"):
                 await w.until(lambda: w.state() is WorkerState.PAUSED)
                 assert w.seeding.over.is_set()
                 await step
@@ -319,7 +319,7 @@ def test_flapping_worker_does_no_harm(tmp_path: Path) -> None:
             step = asyncio.create_task(w.step(range(6)))
             n = 0
             while not step.done():
-                async with inside(w.dispatch, slow(0.004), 64, name="flaps"):
+                async with in_process_worker(w.dispatch, slow(0.004), 64, name="flaps"):
                     await asyncio.sleep(0.03)
                 n += 1
                 await asyncio.sleep(0.005)

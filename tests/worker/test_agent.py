@@ -1,4 +1,4 @@
-"""A worker against the real door of a controller, over real sockets on loopback: how it joins, comes back and ends."""
+"""A worker with the real join handshake of a controller, over sockets on loopback: it joins, reconnects and ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windfall.rollout.assignment import Offer
 from windfall.scheduling.members import WorkerState
 
 
-def test_joins_pulls_and_works(tmp_path: Path) -> None:
+def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0")
@@ -26,12 +26,12 @@ def test_joins_pulls_and_works(tmp_path: Path) -> None:
             assert (s.hellos[0].model, s.hellos[0].version) == ("", -1)
             s.dispatch.drain("w", "the run is over")
             assert await w.ends() == 0
-            assert w.said[-1] == "sent away: the run is over"
+            assert w.said[-1] == "drained: the run is over"
 
     asyncio.run(main())
 
 
-def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
+def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0", max_tokens=200)
@@ -56,7 +56,7 @@ def test_glitch_costs_a_reconnect_and_no_more(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_glitch_while_the_engine_is_built(tmp_path: Path) -> None:
+def test_link_lost_while_the_engine_is_built(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
@@ -71,7 +71,7 @@ def test_glitch_while_the_engine_is_built(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
+def test_worker_reconnects_to_a_restarted_controller(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path / "a") as (first, start):
             w = start()
@@ -84,7 +84,7 @@ def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
             try:
                 await second.until(lambda: second.state("w") is WorkerState.READY, "it has come to the new one")
                 assert (len(w.builds), w.puller.bytes_received) == (1, 100)
-                assert any("dialling again" in line for line in w.said)
+                assert any("reconnecting for" in line for line in w.said)
             finally:
                 await w.close()
                 await second.port.close()
@@ -94,7 +94,7 @@ def test_comes_back_to_a_controller_that_was_away(tmp_path: Path) -> None:
 
 
 def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Path) -> None:
-    """After a glitch under d0 it takes d1; then the trainer is set back, and d0 is wanted again."""
+    """After a lost link with d0 the worker loads d1; then the trainer is set back, and d0 is requested again."""
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
@@ -112,7 +112,7 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
     asyncio.run(main())
 
 
-def test_gives_up_when_nobody_answers(tmp_path: Path) -> None:
+def test_worker_gives_up_without_a_controller(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             url = s.url
@@ -140,7 +140,7 @@ def test_patience_begins_with_the_last_link(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_refused_for_good(tmp_path: Path) -> None:
+def test_permanently_refused_worker_exits(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             stranger, other = start(token="another token"), start(name="other", model="model-2")
@@ -153,7 +153,7 @@ def test_refused_for_good(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_run_hears_why_a_worker_refuses_its_model(tmp_path: Path) -> None:
+def test_controller_learns_why_a_worker_refuses_the_model(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
@@ -166,7 +166,7 @@ def test_the_run_hears_why_a_worker_refuses_its_model(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_refused_for_now_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporarily_refused_worker_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             terms, s.gate.terms = s.gate.terms, None
@@ -187,7 +187,7 @@ def test_refused_for_now_dials_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asyncio.run(main())
 
 
-def test_engine_that_cannot_be_built(tmp_path: Path) -> None:
+def test_worker_ends_if_its_engine_cannot_be_built(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (_, start):
             w = start()
@@ -215,10 +215,10 @@ def test_engine_that_fails_ends_the_worker(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_cloud_that_is_none_is_refused_at_once(tmp_path: Path) -> None:
+def test_unknown_cloud_is_refused_immediately(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (_, start):
-            with pytest.raises(WindfallError, match="no cloud 'awz'"):
+            with pytest.raises(WindfallError, match="unknown cloud 'awz'"):
                 await start(clouds=["awz"]).ends()
 
     asyncio.run(main())

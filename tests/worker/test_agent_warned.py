@@ -1,4 +1,4 @@
-"""A worker whose machine will be taken, over real sockets on loopback: it hands over what it has, and goes."""
+"""A worker whose machine will be preempted, over sockets on loopback: it hands over its responses and leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from windfall.worker import agent as agents
 from windfall.worker.preemption import PreemptionNotice
 
 
-def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
+def test_warned_worker_hands_over_and_leaves(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0", max_tokens=150)
@@ -33,9 +33,7 @@ def test_warned_it_hands_over_and_leaves(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_warned_long_before_it_gets_work_until_its_last_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.rollout.dispatch.DRAIN_LEAD_S", 0.1)
 
     async def main() -> None:
@@ -60,7 +58,7 @@ def test_warned_long_before_it_gets_work_until_its_last_seconds(
     asyncio.run(main())
 
 
-def test_without_migration_a_warned_worker_gets_nothing_that_it_could_not_finish(tmp_path: Path) -> None:
+def test_without_migration_a_warned_worker_gets_no_work_it_cannot_finish(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             s.dispatch._migration = False
@@ -72,7 +70,7 @@ def test_without_migration_a_warned_worker_gets_nothing_that_it_could_not_finish
     asyncio.run(main())
 
 
-def test_warned_without_a_link_it_just_goes(tmp_path: Path) -> None:
+def test_worker_warned_without_a_link_exits(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             url = s.url
@@ -86,7 +84,7 @@ def test_warned_without_a_link_it_just_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_s", [60.0, 5.0])
-def test_warned_worker_that_loses_its_link_comes_back_if_that_is_worth_it(tmp_path: Path, left_s: float) -> None:
+def test_warned_worker_reconnects_if_enough_time_is_left(tmp_path: Path, left_s: float) -> None:
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
@@ -106,7 +104,9 @@ def test_warned_worker_that_loses_its_link_comes_back_if_that_is_worth_it(tmp_pa
 
 
 @pytest.mark.parametrize("left_s", [60.0, None])
-def test_warned_during_a_glitch_it_comes_back_if_there_is_time(tmp_path: Path, left_s: float | None) -> None:
+def test_worker_warned_while_disconnected_reconnects_if_enough_time_is_left(
+    tmp_path: Path, left_s: float | None
+) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
@@ -124,7 +124,7 @@ def test_warned_during_a_glitch_it_comes_back_if_there_is_time(tmp_path: Path, l
     asyncio.run(main())
 
 
-def test_controller_that_does_not_answer_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_leaves_if_the_controller_ignores_the_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "LEAVE_S", 0.2)
 
     async def main() -> None:
@@ -139,7 +139,7 @@ def test_controller_that_does_not_answer_a_warning(tmp_path: Path, monkeypatch: 
 
 
 def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
-    """Two minutes, says the cloud; and then SIGTERM comes."""
+    """The cloud gives two minutes, and then SIGTERM arrives."""
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
@@ -153,7 +153,7 @@ def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
             await s.until(lambda: len(e.tokens) > before + 20, "it works on")
             w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
             assert await w.ends() == 0
-            assert w.said[-1] == "sent away: warned"
+            assert w.said[-1] == "drained: warned"
             await s.until(lambda: s.state("w") is WorkerState.GONE, "the controller knows")
             assert sum(w.engine.made.values()) == len(e.tokens), "all that it made was handed over"
             assert len(s.named("worker_warned")) == 2

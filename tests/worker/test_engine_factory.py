@@ -1,5 +1,5 @@
-"""From what the controller says to an engine: sizes by memory, turns, and errors that say what to do. Not covered: a
-real GPU that runs out of memory."""
+"""Building an engine: sizes from free memory, one process at a time, and errors with a fix. Not covered: a real GPU
+that runs out of memory."""
 
 from __future__ import annotations
 
@@ -39,54 +39,54 @@ def spec(**changed: Any) -> EngineSpec:
 @pytest.mark.parametrize(
     ("free_tokens", "share", "kv_tokens"), [(10**6, 0.5, 8 * 64), (400, 0.5, 200), (200, 0.5, 100), (128, 0.5, 64)]
 )
-def test_no_more_than_its_part_of_what_is_free(
+def test_cache_uses_only_its_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, free_tokens: int, share: float, kv_tokens: int
 ) -> None:
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: free_tokens * TOKEN_BYTES)
-    assert engine_factory.sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
+    assert engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", share) == (8, kv_tokens)
 
 
 def test_room_for_less_than_one_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_factory, "free_bytes", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(WindfallError, match="room for 50 tokens; one response may have 64") as e:
-        engine_factory.sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
+        engine_factory.engine_sizes(spec(), TOKEN_BYTES, "cpu", 0.5)
     assert e.value.where == "fleet.worker_memory"
-    assert engine_factory.sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
+    assert engine_factory.engine_sizes(spec(kv_tokens=48), TOKEN_BYTES, "cpu", 0.5) == (8, 48)  # somebody has said so
 
 
 def test_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
-    monkeypatch.setattr(engine_factory, "_timed", full)
+    monkeypatch.setattr(engine_factory, "_build_engine", full)
     with pytest.raises(WindfallError, match="not enough memory for the engine: CUDA out of memory") as e:
-        engine_factory.engine_for(spec(), "cuda")
+        engine_factory.build_engine(spec(), "cuda")
     assert "fewer workers" in str(e.value.fix)
 
 
-def test_a_prompt_longer_than_the_first_tasks_had_fits() -> None:
-    """What the controller knows of lengths is from the first tasks; the cache's size is the limit, or the model's."""
-    model = engine_factory.whole(CONFIG.to_dict(), "float32", "cpu")
+def test_prompt_longer_than_those_of_the_first_tasks_fits() -> None:
+    """The controller knows lengths only from the first tasks. The limit is the size of the cache or of the model."""
+    model = engine_factory.build_full_model(CONFIG.to_dict(), "float32", "cpu")
     for kv_tokens, limit in ((2048, 2047), (65_536, 4111)):
         how = {"kv_tokens": kv_tokens, "page_size": 16, "max_running": 4, "max_rows": 64, "version": 0}
         assert engine_factory._graph_engine(spec(), model, how).limit == limit
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Path:
+def lock_file(monkeypatch: pytest.MonkeyPatch) -> Path:
     name = f"test-{os.getpid()}"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=name))
     return Path(tempfile.gettempdir()) / f"windfall-{os.getuid()}-{name}.lock"
 
 
-def test_one_at_a_time_takes_memory(card: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with devices.gpu_memory_lock("cuda"), open(card) as other, pytest.raises(BlockingIOError):
+def test_one_process_at_a_time_allocates_memory(lock_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with devices.gpu_memory_lock("cuda"), open(lock_file) as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with open(card) as other:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was given back
+    with open(lock_file) as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was released
         with devices.gpu_memory_lock("cuda", timeout_s=0.2):
             assert "waited 0.2 s for another worker to allocate its GPU memory" in capfd.readouterr().err
-    card.unlink()
+    lock_file.unlink()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_one_at_a_time_takes_memory(card: Path, capfd: pytest.CaptureFixture[str
         ),
     ],
 )
-def test_a_trainer_whose_own_engine_fails_ends(fails: Callable[[], Exception], why: str) -> None:
+def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], why: str) -> None:
     async def scene() -> None:
         async def for_ever() -> int:
             await asyncio.Event().wait()
@@ -115,7 +115,7 @@ def test_a_trainer_whose_own_engine_fails_ends(fails: Callable[[], Exception], w
         asyncio.run(scene())
 
 
-def test_a_run_ends_as_it_does_with_an_engine_that_was_sent_away() -> None:
+def test_run_ends_normally_after_its_local_engine_was_drained() -> None:
     async def scene() -> int:
         async def run() -> int:
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The engine's thread: orders between two steps, one frame per step, nobody else touches the engine."""
+"""The engine's thread: orders between two steps, one frame per step, and no other thread touches the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_S = 10.0
 
 
 class Gated(Hashing):
-    """Makes a step for every `allow`; notes who calls it, and that nobody does while it is in a step."""
+    """Makes one step per `allow`. Records the calling threads, and checks that no call arrives during a step."""
 
     def __init__(self) -> None:
         super().__init__(Counter())
@@ -91,7 +91,7 @@ class Rig:
         wait(self.engine.stepping.is_set, "the engine is in a step")
 
     def done(self) -> None:
-        """All orders so far have been taken; call while no step is under way."""
+        """Wait until all orders so far are carried out. Call this while no step is in progress."""
         flag = threading.Event()
         self.host._orders.put(flag.set)
         assert flag.wait(WAIT_S)
@@ -100,7 +100,7 @@ class Rig:
         return self.frames.get(timeout=WAIT_S)
 
     def step(self) -> Tokens:
-        """Let the engine make the step in which it stands."""
+        """Let the engine finish its current step."""
         self.standing()
         self.engine.allow()
         frame = self.next()
@@ -135,7 +135,7 @@ def test_orders_wait_for_the_end_of_a_step(rig: Rig) -> None:
     assert (second.handles, second.version, second.positions) == ((2, 3), 7, (1, 0))
 
 
-def test_a_frame_has_all_responses_and_their_ends(rig: Rig) -> None:
+def test_frame_has_all_responses_and_finish_reasons(rig: Rig) -> None:
     rig.host.add([work(1, max_tokens=1), work(2, max_tokens=2, position=9)])
     first, second = rig.step(), rig.step()
     assert (first.handles, first.positions, first.finished) == ((1, 2), (0, 9), {0: "length"})
@@ -146,7 +146,7 @@ def test_a_frame_has_all_responses_and_their_ends(rig: Rig) -> None:
     assert rig.host.stats().made == 3
 
 
-def test_pause_keeps_what_runs(rig: Rig) -> None:
+def test_pause_keeps_running_responses(rig: Rig) -> None:
     rig.host.add([work(1)])
     rig.standing()
     rig.host.pause(True)
@@ -164,7 +164,7 @@ def test_pause_keeps_what_runs(rig: Rig) -> None:
     assert (after.handles, after.positions) == ((1, 2), (1, 0))
 
 
-def test_weights_that_do_not_fit_are_reported_and_hurt_nobody(rig: Rig) -> None:
+def test_weights_of_another_model_are_reported_and_do_no_harm(rig: Rig) -> None:
     said: list[BaseException | None] = []
     rig.host.add([work(1)])
     rig.standing()
@@ -175,7 +175,7 @@ def test_weights_that_do_not_fit_are_reported_and_hurt_nobody(rig: Rig) -> None:
     assert [str(e) for e in said] == ["version does not fit the model", "None"]
 
 
-def test_engine_that_raises(rig: Rig) -> None:
+def test_engine_error_is_reported(rig: Rig) -> None:
     rig.host.add([work(1)])
     rig.standing()
     rig.engine.raises = RuntimeError("device lost")
@@ -186,7 +186,7 @@ def test_engine_that_raises(rig: Rig) -> None:
     assert rig.frames.empty()
 
 
-def test_emit_that_waits_holds_the_engine(rig: Rig) -> None:
+def test_blocked_emit_stops_the_engine(rig: Rig) -> None:
     taken = threading.Semaphore(0)
     out: list[Any] = []
 
@@ -205,7 +205,7 @@ def test_emit_that_waits_holds_the_engine(rig: Rig) -> None:
     assert out[-1].finished == {0: "length"}
 
 
-def test_attach_forgets_what_ran_for_another(rig: Rig) -> None:
+def test_attach_drops_responses_of_the_last_link(rig: Rig) -> None:
     rig.host.add([work(1), work(2)])
     rig.step()
     rig.standing()
@@ -220,7 +220,7 @@ def test_attach_forgets_what_ran_for_another(rig: Rig) -> None:
     assert {"cancel 1", "cancel 2"} <= set(rig.engine.calls)
 
 
-def test_detach_forgets(rig: Rig) -> None:
+def test_detach_drops_all_responses(rig: Rig) -> None:
     rig.host.add([work(1)])
     rig.standing()
     rig.host.detach()
@@ -233,7 +233,7 @@ def test_detach_forgets(rig: Rig) -> None:
     assert rig.frames.empty(), "nobody is there to hear"
 
 
-def test_released_only_after_the_tokens(rig: Rig) -> None:
+def test_release_is_confirmed_after_the_tokens(rig: Rig) -> None:
     rig.host.add([work(1), work(2)])
     rig.standing()
     rig.host.release((1, 77))
@@ -243,7 +243,7 @@ def test_released_only_after_the_tokens(rig: Rig) -> None:
     assert isinstance(frames[1], Released)
 
 
-def test_finish_makes_no_more(rig: Rig) -> None:
+def test_finish_stops_generation(rig: Rig) -> None:
     rig.host.add([work(1), work(2)])
     rig.standing()
     frames_then: list[int] = []
@@ -254,7 +254,7 @@ def test_finish_makes_no_more(rig: Rig) -> None:
     assert (frames_then, rig.frames.qsize(), len(rig.engine)) == ([1], 1, 0)
 
 
-def test_work_that_does_not_fit_is_rejected_alone(rig: Rig) -> None:
+def test_only_work_that_does_not_fit_is_rejected(rig: Rig) -> None:
     rig.host.add([work(1), work(2, max_tokens=5000), work(3)])
     rejected = rig.next()
     assert isinstance(rejected, Rejected)
@@ -262,7 +262,7 @@ def test_work_that_does_not_fit_is_rejected_alone(rig: Rig) -> None:
     assert rig.step().handles == (1, 3)
 
 
-def test_stats_tell_a_stuck_engine(rig: Rig) -> None:
+def test_stats_show_a_stuck_engine(rig: Rig) -> None:
     assert (rig.host.stats().running, rig.host.stats().idle_s) == (0, 0.0)
     rig.host._stepped_s -= 1000.0  # so long ago
     rig.host.add([work(1)])

@@ -1,4 +1,4 @@
-"""One link of a worker: what the controller orders is done, what the engine makes is sent, and how it ends."""
+"""One link of a worker: it carries out orders, sends generated tokens, and ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.types import Request, Sampling
 from windfall.worker.engine_thread import EngineThread
-from windfall.worker.session import FRAMES, PulledWeights, Session, Stalled
-from windfall.worker.trainer_engine import Shared
+from windfall.worker.session import MAX_QUEUED_FRAMES, PulledWeights, Session, Stalled
+from windfall.worker.trainer_engine import TrainerEngine
 
 WAIT_S = 10.0
 
 
 class Small(Hashing):
-    """Refuses what is long, and weights called bad."""
+    """Refuses long requests, and weights named bad."""
 
     def __init__(self) -> None:
         super().__init__(Counter())
@@ -45,13 +45,13 @@ class Small(Hashing):
 
 
 class Pulls:
-    """A Pull: what it brings, or how it fails, by version."""
+    """A Pull with a given result or error per version."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
         self.given_up: list[int] = []
         self.holds: set[int] = set()
-        """Versions that come only once they are given up."""
+        """Versions whose pull returns only after it is asked to give up."""
         self.fails: dict[int, str] = {}
         self.tensors: Any = {"good": 1}
         self._alone = threading.Lock()
@@ -72,7 +72,7 @@ class Pulls:
 
 
 class Rig:
-    """The controller's end of the link."""
+    """The controller's side of the link."""
 
     def __init__(self, link: MemoryLink, session: Session, engine: Small, pulls: Pulls) -> None:
         self.link, self.session, self.engine, self.pulls = link, session, engine, pulls
@@ -131,7 +131,7 @@ def assign(*handles: int, max_tokens: int = 3) -> m.Assign:
     )  # fmt: skip
 
 
-def test_heartbeats_from_the_start() -> None:
+def test_heartbeats_are_sent_from_the_start() -> None:
     async def main() -> None:
         async with serving(heartbeat_s=0.01) as (rig, _):
             beats = [await rig.link.receive() for _ in range(5)]
@@ -140,7 +140,7 @@ def test_heartbeats_from_the_start() -> None:
     asyncio.run(main())
 
 
-def test_loads_then_works() -> None:
+def test_session_loads_then_generates() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
             await rig.send(load(3))
@@ -160,7 +160,7 @@ def test_loads_then_works() -> None:
     asyncio.run(main())
 
 
-def test_newer_load_gives_up_the_older_pull() -> None:
+def test_newer_load_cancels_the_older_pull() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
             rig.pulls.holds |= {1, 2}
@@ -177,7 +177,7 @@ def test_newer_load_gives_up_the_older_pull() -> None:
     asyncio.run(main())
 
 
-def test_pull_that_fails_is_reported_and_can_be_asked_again() -> None:
+def test_failed_pull_is_reported_and_can_be_retried() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
             rig.pulls.fails[1] = "the server is away"
@@ -192,8 +192,8 @@ def test_pull_that_fails_is_reported_and_can_be_asked_again() -> None:
     asyncio.run(main())
 
 
-def test_weights_that_do_not_fit_are_reported() -> None:
-    """And what the engine has now is nobody's version."""
+def test_weights_of_another_model_are_reported() -> None:
+    """After that, the engine holds no known version."""
 
     async def main() -> None:
         async with serving() as (rig, _):
@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_are_reported() -> None:
     asyncio.run(main())
 
 
-def test_weights_that_are_there_already_are_still_there_if_it_ends() -> None:
+def test_weights_already_held_are_kept_when_the_session_ends() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
             rig.session.held = (1, "d1")
@@ -290,30 +290,32 @@ def test_drain_does_not_wait_for_a_pull() -> None:
     asyncio.run(main())
 
 
-def test_nobody_reads_so_the_engine_stops_and_nothing_is_lost() -> None:
+def test_engine_waits_while_frames_are_not_read_and_nothing_is_lost() -> None:
     async def main() -> None:
         async with serving(depth=2) as (rig, _):
-            await rig.send(assign(1, max_tokens=3 * FRAMES))
+            await rig.send(assign(1, max_tokens=3 * MAX_QUEUED_FRAMES))
             made = lambda: sum(rig.engine.made.values())  # noqa: E731
-            await rig.until(lambda: made() >= FRAMES, "many frames wait")
+            await rig.until(lambda: made() >= MAX_QUEUED_FRAMES, "many frames wait")
             await asyncio.sleep(0.15)
             stopped_at = made()
-            assert stopped_at <= FRAMES + 4, "those on the link, those that wait, and the one the engine holds"
+            assert stopped_at <= MAX_QUEUED_FRAMES + 4, (
+                "frames on the link, queued frames, and the frame that the engine holds"
+            )
             await asyncio.sleep(0.1)
             assert made() == stopped_at
             frames = []
             while not frames or not frames[-1].finished:
                 frames.append(await rig.next())
-            assert [f.positions for f in frames] == [(i,) for i in range(3 * FRAMES)]
+            assert [f.positions for f in frames] == [(i,) for i in range(3 * MAX_QUEUED_FRAMES)]
 
     asyncio.run(main())
 
 
-def test_link_that_ends_sets_a_waiting_engine_free() -> None:
+def test_waiting_engine_continues_when_the_link_ends() -> None:
     async def main() -> None:
         async with serving(depth=1) as (rig, serve):
             await rig.send(assign(1, max_tokens=9000))
-            await rig.until(lambda: sum(rig.engine.made.values()) > FRAMES, "the engine waits")
+            await rig.until(lambda: sum(rig.engine.made.values()) > MAX_QUEUED_FRAMES, "the engine waits")
             await rig.link.close("pulled out")
             with pytest.raises(LinkClosed, match="pulled out"):
                 await serve
@@ -323,11 +325,11 @@ def test_link_that_ends_sets_a_waiting_engine_free() -> None:
 
 
 @pytest.mark.parametrize("message", [m.Challenge(protocol=1, run="r", nonce=b""), m.Left(why="?")])
-def test_message_that_no_controller_sends_ends_it(message: object) -> None:
+def test_unexpected_message_ends_the_session(message: object) -> None:
     async def main() -> None:
         async with serving() as (rig, serve):
             await rig.send(message)
-            with pytest.raises(LinkClosed, match="was not expected"):
+            with pytest.raises(LinkClosed, match="unexpected message"):
                 await serve
 
     asyncio.run(main())
@@ -343,7 +345,7 @@ class Stuck(Small):
         return super().step()
 
 
-def test_engine_that_is_stuck_ends_the_session() -> None:
+def test_stuck_engine_ends_the_session() -> None:
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         engine = Stuck()
@@ -352,7 +354,7 @@ def test_engine_that_is_stuck_ends_the_session() -> None:
         session = Session(theirs, host, Pulls(), heartbeat_s=0.05, stalled_s=0.3)
         serving = asyncio.create_task(session.serve())
         await ours.send(assign(1))
-        with pytest.raises(Stalled, match="no engine step for 0 s, with 1 responses to make"):
+        with pytest.raises(Stalled, match="no engine step for 0 s, with 1 responses running"):
             await asyncio.wait_for(serving, WAIT_S)
         engine.free.set()
         await asyncio.to_thread(host.close)
@@ -361,7 +363,7 @@ def test_engine_that_is_stuck_ends_the_session() -> None:
 
 
 def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was a failed load before, tried twelve times: a machine was paid for, and the controller heard its heart."""
+    """An earlier version retried it twelve times as a failed load, while the machine was paid and sent heartbeats."""
     monkeypatch.setattr("windfall.worker.session.SWAP_S", 0.2)
 
     class Hangs(Small):
@@ -377,7 +379,7 @@ def test_swap_that_hangs_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> No
         host.start()
         serving = asyncio.create_task(Session(theirs, host, Pulls(), heartbeat_s=0.05).serve())
         await ours.send(load(1))
-        with pytest.raises(Stalled, match=r"waited 0\.2 s for the engine to take version 1"):
+        with pytest.raises(Stalled, match=r"waited 0\.2 s for the engine to load version 1"):
             await asyncio.wait_for(serving, WAIT_S)
         engine.free.set()
         await asyncio.to_thread(host.close)
@@ -391,7 +393,7 @@ def test_swap_that_waits_for_the_trainer_is_not_stuck(monkeypatch: pytest.Monkey
     async def main() -> None:
         ours, theirs = pair("controller", "worker")
         lock = threading.Lock()
-        host = EngineThread(Shared(Small(), lock), slots=4)
+        host = EngineThread(TrainerEngine(Small(), lock), slots=4)
         host.start()
         pulls = Pulls()
         pulls.tensors = None
@@ -423,7 +425,7 @@ def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.Mo
         ours, theirs = pair("controller", "worker")
         host = EngineThread(Small(), slots=4)
         host.start()
-        session = Session(theirs, host, pull, heartbeat_s=0.05, pulled=lambda: pulled[0])
+        session = Session(theirs, host, pull, heartbeat_s=0.05, pulled_bytes=lambda: pulled[0])
         serving = asyncio.create_task(session.serve())
         await ours.send(load(1))
         heard: list[m.Stats] = []
@@ -444,7 +446,7 @@ def test_pull_without_a_byte_or_an_error_ends_the_session(monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
-def test_what_fits_is_said_with_the_weights() -> None:
+def test_longest_response_is_reported_with_the_weights() -> None:
     async def main() -> None:
         async with serving() as (rig, _):
             rig.engine.limit = 77  # pyright: ignore[reportAttributeAccessIssue]
@@ -454,7 +456,7 @@ def test_what_fits_is_said_with_the_weights() -> None:
     asyncio.run(main())
 
 
-def test_engine_that_is_stuck_does_not_keep_it_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_engine_does_not_prevent_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windfall.worker.session.LEAVE_S", 0.2)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""The start of a worker: what goes on side by side, and what happens when it is cut short. Real sockets on loopback."""
+"""The start of a worker: what runs in parallel, and what happens if it is interrupted. Uses sockets on loopback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_where_the_time_went_is_in_the_event_log(tmp_path: Path) -> None:
+def test_start_times_are_in_the_event_log(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25))
@@ -78,7 +78,7 @@ def test_newer_version_does_not_wait_for_the_engine(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_sent_away_while_the_engine_is_built(tmp_path: Path) -> None:
+def test_worker_drained_while_the_engine_is_built(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
@@ -93,7 +93,7 @@ def test_sent_away_while_the_engine_is_built(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_warned_while_the_engine_is_built_it_just_goes(tmp_path: Path) -> None:
+def test_worker_warned_while_the_engine_is_built_exits(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w = start()
@@ -107,7 +107,7 @@ def test_warned_while_the_engine_is_built_it_just_goes(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_engine_whose_building_fails_for_no_known_reason(tmp_path: Path) -> None:
+def test_unexpected_build_error_is_raised(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (_, start):
             w = start()
@@ -144,23 +144,23 @@ def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_preparations_are_waited_for_and_their_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_device_waits_for_prepare_and_raises_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go = threading.Event()
     monkeypatch.setattr(startup, "prepare", lambda device, threads: may_go.wait(WAIT_S) and device)
-    start = startup.Boot("cpu", 1)
+    start = startup.StartupThread("cpu", 1)
     assert start.took == m.LoadTimes()
     may_go.set()
-    assert start.found() == "cpu"
+    assert start.chosen_device() == "cpu"
     assert start.took.import_s > 0
 
     def fails(device: str, threads: int) -> str:
         raise WindfallError(f"no {device}")
 
     monkeypatch.setattr(startup, "prepare", fails)
-    start = startup.Boot("cuda", 1)
-    start.over()
+    start = startup.StartupThread("cuda", 1)
+    start.join()
     with pytest.raises(WindfallError, match="no cuda"):
-        start.found()
+        start.chosen_device()
 
 
 @pytest.mark.parametrize(
@@ -175,31 +175,31 @@ def test_preparations_are_waited_for_and_their_errors_are_told(monkeypatch: pyte
         ("auto", "libtorch_hip.so", None, None),
     ],
 )
-def test_a_glance_says_what_torch_would(
+def test_detected_device_matches_torch(
     device: str, library: str, name: str | None, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / library).touch()
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(startup.importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setattr(startup, "card", lambda: name)
-    assert startup.glance(device) == said
+    monkeypatch.setattr(startup, "cuda_device_name", lambda: name)
+    assert startup.detect_device(device) == said
 
 
-def test_a_glance_at_this_machine_agrees_with_torch() -> None:
+def test_detected_device_of_this_machine_matches_torch() -> None:
     import torch
 
     from windfall import devices
 
-    glanced = startup.glance("auto")
+    glanced = startup.detect_device("auto")
     if glanced is not None:
         found, _ = devices.resolve("auto", "auto", 0)
         assert glanced == (found, devices.describe(found))
-    assert startup.card("no-such-driver.so") is None
-    assert (startup.card() is None) == (not torch.cuda.is_available())
+    assert startup.cuda_device_name("no-such-driver.so") is None
+    assert (startup.cuda_device_name() is None) == (not torch.cuda.is_available())
 
 
-def test_a_lease_names_no_device_that_is_not_used() -> None:
-    startup.agree(("cuda", "NVIDIA H200"), "cuda")
+def test_lease_names_only_a_used_device() -> None:
+    startup.check_device(("cuda", "NVIDIA H200"), "cuda")
     with pytest.raises(WindfallError, match="torch cannot use it"):
-        startup.agree(("cuda", "NVIDIA H200"), "cpu")
+        startup.check_device(("cuda", "NVIDIA H200"), "cpu")

@@ -1,4 +1,4 @@
-"""The trainer's own engine: it takes turns with the trainer, and waiting for that is not being stuck."""
+"""The trainer's own engine: it alternates with the trainer, and waiting for the trainer does not count as stuck."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hashing import Hashing
 from windfall.link.messages import Work
 from windfall.types import Sampling
 from windfall.worker.engine_thread import EngineThread
-from windfall.worker.trainer_engine import HasThem, Shared
+from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
 
-def test_either_the_engine_steps_or_the_trainer_works() -> None:
+def test_engine_and_trainer_never_work_at_the_same_time() -> None:
     lock, made = threading.Lock(), threading.Event()
-    engine = Shared(Hashing(Counter()), lock)
+    engine = TrainerEngine(Hashing(Counter()), lock)
     host = EngineThread(engine, slots=4)
     host.start()
     host.attach(lambda message: made.set())
@@ -38,9 +38,9 @@ def test_either_the_engine_steps_or_the_trainer_works() -> None:
     host.close()
 
 
-def test_new_weights_are_there_once_they_are_published() -> None:
+def test_published_weights_need_no_pull() -> None:
     published: Any = None
-    them = HasThem(lambda: published)
+    them = TrainerWeights(lambda: published)
     with pytest.raises(ValueError, match="not at version 3"):
         them.pull("", 3, "abc")
     published = SimpleNamespace(version=3, digest="abc")
@@ -51,7 +51,7 @@ def test_new_weights_are_there_once_they_are_published() -> None:
 
 
 def test_only_the_trainer_changes_the_weights() -> None:
-    engine = Shared(Hashing(Counter()), threading.Lock())
+    engine = TrainerEngine(Hashing(Counter()), threading.Lock())
     engine.swap(4)
     assert engine.version == 4
     with pytest.raises(AssertionError):
@@ -66,10 +66,10 @@ class Sleeper(Hashing):
 
 
 @pytest.mark.parametrize("share_memory", [True, False])
-def test_it_makes_room_for_training_where_memory_is_shared(share_memory: bool) -> None:
+def test_engine_frees_memory_for_training_if_memory_is_shared(share_memory: bool) -> None:
     lock, engine = threading.Lock(), Sleeper(Counter())
-    shared = Shared(engine, lock, share_memory=share_memory)
+    shared = TrainerEngine(engine, lock, share_memory=share_memory)
     with lock:
         shared.make_room()
     assert engine.slept == share_memory
-    Shared(Hashing(Counter()), lock, share_memory=True).make_room()  # one that has nothing to give up
+    TrainerEngine(Hashing(Counter()), lock, share_memory=True).make_room()  # one that has nothing to give up

@@ -15,7 +15,7 @@ from windfall import devices
 from windfall.config import JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -26,8 +26,8 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.groups import Rollout, seed_of
 from windfall.train import checkpoint
 from windfall.types import Prompt, Request, Sampling
-from windfall.worker.engine_factory import engine_for
-from windfall.worker.in_process import inside
+from windfall.worker.engine_factory import build_engine
+from windfall.worker.in_process import in_process_worker
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
@@ -66,7 +66,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     async def run() -> Rollout:
         device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with hosted(recipe.env, recipe.run.seed) as env:
+        async with env_host(recipe.env, recipe.run.seed) as env:
             await env.ready()  # before the model, which may take long to load
             model = load.load(model_path, dtype=dtype, device=device)
             text = text_for(load.load_tokenizer(model_path), model)
@@ -81,7 +81,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     async def collect(rollout: Rollout, engine: Any, slots: int) -> None:
         dispatch, text, done = rollout.dispatch, rollout.text, 0
-        async with inside(dispatch, engine, slots, on_failure=rollout.interrupt):
+        async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
             with out.status("evaluating") as status:
                 async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
@@ -151,7 +151,7 @@ def generate(
 def _engine(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> tuple[Any, int]:
     """An engine, and the number of responses that it runs at once."""
     derived = derive(recipe, model, device, dtype, prompts)
-    return engine_for(spec(recipe, model.config, dtype, derived.longest), device, model=model)
+    return build_engine(spec(recipe, model.config, dtype, derived.longest), device, model=model)
 
 
 def _plain_text(prompt: Prompt) -> str:

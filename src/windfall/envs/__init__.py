@@ -1,4 +1,4 @@
-"""From the recipe's [env] section to an environment."""
+"""Builds the environment that the recipe's [env] section describes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import traceback
 from typing import Any
 
 from windfall.envs.base import Env
-from windfall.envs.failures import place
+from windfall.envs.failures import source_location
 from windfall.errors import WindfallError, nearest
 
 
-def plain(section: Any) -> dict[str, Any]:
-    """One of the env sections of windfall.config as plain data, for another process."""
+def section_dict(section: Any) -> dict[str, Any]:
+    """Convert an env section of windfall.config into plain data that can be sent to another process."""
     return section.model_dump(mode="json", exclude_none=True)
 
 
 def build(section: dict[str, Any], seed: int) -> Env:
-    """Refuses what is wrong before any task is drawn. Runs the environment's code: do so in a child process."""
+    """Build the environment. Invalid options raise here, before any task is drawn. This runs the environment's code, so
+    call it in a child process."""
     options = {key: value for key, value in section.items() if key != "name"}
     match section["name"]:
         case "arithmetic":
@@ -44,7 +45,7 @@ def build(section: dict[str, Any], seed: int) -> Env:
 
 
 def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
-    """A user's own environment. The current folder is looked in, as `python -m` would."""
+    """Build a user's own environment. The current folder is on the import path, as with `python -m`."""
     module_name, _, name = factory.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -52,34 +53,37 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name == e.name or module_name.startswith(f"{e.name}.")):
-            raise _broken(f"importing {module_name}", e) from e
-        fix = f"It is looked for in {os.getcwd()} and in the packages of {sys.executable}."
+            raise _user_code_error(f"importing {module_name}", e) from e
+        fix = f"Put it into {os.getcwd()} or into the packages of {sys.executable}."
         raise WindfallError(
             f"cannot import {module_name!r}: there is no module {e.name!r}", where="env.factory", fix=fix
         ) from e
-    except (Exception, SystemExit) as e:  # fault boundary: an environment is anybody's code
-        raise _broken(f"importing {module_name}", e) from e
+    except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
+        raise _user_code_error(f"importing {module_name}", e) from e
     if not hasattr(module, name):
-        raise WindfallError(f"no {name!r} in {module_name}", where="env.factory", fix=nearest(name, dir(module)))
+        what = f"there is no {name!r} in {module_name}"
+        raise WindfallError(what, where="env.factory", fix=nearest(name, dir(module)))
     try:
         env = getattr(module, name)(seed=seed, **options)
-    except (Exception, SystemExit) as e:  # fault boundary: an environment is anybody's code
+    except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
         if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
-            raise WindfallError(f"{factory} cannot be called so: {e}", where="env.options") from e
-        raise _broken(f"building {factory}", e) from e
+            raise WindfallError(f"{factory} does not accept these options: {e}", where="env.options") from e
+        raise _user_code_error(f"building {factory}", e) from e
     missing = [method for method in ("task", "feedback") if not callable(getattr(env, method, None))]
     if missing:
-        what = f"{factory} made a {type(env).__name__} without {' and '.join(missing)}"
-        raise WindfallError(what, where="env.factory", fix="An environment has the methods task and feedback.")
+        what = f"{factory} returned a {type(env).__name__} without {' and '.join(missing)}"
+        raise WindfallError(what, where="env.factory", fix="An environment needs the methods task and feedback.")
     return env
 
 
-def _broken(doing: str, e: BaseException) -> WindfallError:
+def _user_code_error(doing: str, e: BaseException) -> WindfallError:
     if isinstance(e, SyntaxError):
         line = f"\n    {e.text.strip()}" if e.text else ""
-        return WindfallError(f"{doing} found a syntax error: {e.msg}", where=place(e), fix=f"Correct this line:{line}")
+        return WindfallError(
+            f"{doing} found a syntax error: {e.msg}", where=source_location(e), fix=f"Correct this line:{line}"
+        )
     frames = traceback.extract_tb(e.__traceback__)[-5:]
     shown = "\n".join(f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)
     return WindfallError(
-        f"{doing} raised {type(e).__name__}: {e}", where=place(e), fix=f"The last calls were:\n{shown}"
+        f"{doing} raised {type(e).__name__}: {e}", where=source_location(e), fix=f"The last calls were:\n{shown}"
     )

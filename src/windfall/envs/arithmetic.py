@@ -3,9 +3,9 @@
     task      37+58-12=
     response  37+58=95;95-12=83;#83
 
-Every number stays between 0 and 99. The number of steps has a long tail (1 + an exponential), so responses run from a
-dozen tokens to well over a hundred with a tokenizer that reads one character at a time: uneven enough that some are
-always still being generated when others have long ended. One wrong step spoils the rest.
+Every number stays between 0 and 99. The number of steps has a long tail (1 + an exponential). With a tokenizer of
+single characters, responses have from a dozen to well over a hundred tokens: so uneven that some are still being
+generated long after others have ended. One wrong step spoils the rest.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Arithmetic:
         return Task(id=f"arithmetic/{self.seed}/{index}", prompt="".join(chain) + "=", answer=total(chain))
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        _, mark, said = turns[-1].text.rpartition("#")
-        return Feedback(reward=1.0 if mark and said.strip() == str(task.answer) else 0.0)
+        _, mark, answer = turns[-1].text.rpartition("#")
+        return Feedback(reward=1.0 if mark and answer.strip() == str(task.answer) else 0.0)
 
 
 def draw(rng: random.Random, steps: int) -> list[str]:
-    """A first number and `steps` signed ones, every partial sum between 0 and 99.
+    """A number followed by `steps` signed numbers. All partial sums are between 0 and 99.
 
     >>> draw(random.Random(1), 3)
     ['17', '-2', '+63', '-60']
@@ -61,10 +61,10 @@ def total(chain: Sequence[str]) -> int:
     return sum(int(term) for term in chain)
 
 
-def worked(chain: Sequence[str], slip: float = 0.0, rng: random.Random | None = None) -> str:
-    """The response that works the chain out; each step goes wrong with probability `slip` and is then built upon.
+def worked_response(chain: Sequence[str], slip: float = 0.0, rng: random.Random | None = None) -> str:
+    """The response that solves the chain. Each step is wrong with probability `slip`; later steps build on the error.
 
-    >>> worked(['37', '+58', '-12'])
+    >>> worked_response(['37', '+58', '-12'])
     '37+58=95;95-12=83;#83'
     """
     rng = rng or random.Random(0)

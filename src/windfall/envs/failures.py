@@ -1,4 +1,4 @@
-"""What can be wrong with a call of an environment, in words, with a cause that is the same for repeats."""
+"""Failed calls of an environment: a message for each, and a cause that is the same for repeats."""
 
 from __future__ import annotations
 
@@ -15,50 +15,48 @@ from windfall.types import Feedback, Task
 MESSAGE_CHARS = 500
 TRACEBACK_CHARS = 8000
 TEXT_CHARS = 1 << 20
-"""Longest prompt or observation. Far beyond any model's context, and still quick to tokenize."""
+"""Longest prompt or observation, in characters: far beyond any model's context, and still quick to tokenize."""
 
-MOST_REWARD = 1e9
-"""Largest size of a reward. Sums of squares of thousands of them still fit into float32."""
+MAX_REWARD = 1e9
+"""Largest absolute value of a reward. Sums of squares of thousands of such rewards still fit into float32."""
 
 
 @dataclass(eq=False)
 class EnvFailed(Exception):
-    """One call of an environment failed.
-
-    `cause` is the same for failures of the same kind, whichever task they hit, so that repeats can be folded.
-    """
+    """One call of an environment failed."""
 
     error: str
     cause: str
+    """The same for all failures of the same kind, for any task, so that repeats can be counted together."""
     traceback: str = ""
     final: bool = False
-    """It has been tried again already, so often that another try is no use."""
+    """True if the call has already been retried too often for another try."""
 
     def __str__(self) -> str:
         return self.error
 
 
-def raised(name: str, e: BaseException) -> EnvFailed:
-    """What an environment raised, with its traceback less our own frames."""
-    trace = _theirs(e.__traceback__)
+def exception_failure(name: str, e: BaseException) -> EnvFailed:
+    """The failure for an exception of an environment. Its traceback omits the frames of windfall."""
+    trace = _skip_own_frames(e.__traceback__)
     frames = traceback.extract_tb(trace)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = "".join(traceback.format_exception(type(e), e, trace))
     return EnvFailed(
-        f"{name} raised {type(e).__name__}: {_short(str(e))}", f"{type(e).__name__}{at}", text[-TRACEBACK_CHARS:]
+        f"{name} raised {type(e).__name__}: {_shorten(str(e))}", f"{type(e).__name__}{at}", text[-TRACEBACK_CHARS:]
     )
 
 
-def waited(name: str, timeout_s: float, trace: str = "") -> EnvFailed:
+def timeout_failure(name: str, timeout_s: float, trace: str = "") -> EnvFailed:
     return EnvFailed(f"waited {timeout_s:g} s for {name}", f"no answer within {timeout_s:g} s", trace)
 
 
-def garbage(name: str, fault: str) -> EnvFailed:
+def invalid_value(name: str, fault: str) -> EnvFailed:
     return EnvFailed(f"{name} is wrong: {fault}", f"wrong: {fault[:80]}")
 
 
-def awaiting(coroutine: Any) -> str:
-    """Where a coroutine that waits stands, less our own frames."""
+def coroutine_stack(coroutine: Any) -> str:
+    """The stack of a waiting coroutine, without the frames of windfall."""
     here, frames = str(Path(__file__).parent), list[tuple[FrameType, int]]()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         if not frame.f_code.co_filename.startswith(here):
@@ -67,15 +65,15 @@ def awaiting(coroutine: Any) -> str:
     return "".join(traceback.StackSummary.extract(iter(frames)).format())[-TRACEBACK_CHARS:]
 
 
-def place(e: BaseException) -> str:
-    """file:line where it was raised, as far as that is the environment's own code."""
+def source_location(e: BaseException) -> str:
+    """file:line where the exception was raised, or "" if that is not in the environment's own code."""
     if isinstance(e, SyntaxError) and e.filename:
         return f"{e.filename}:{e.lineno}"
-    frames = traceback.extract_tb(_theirs(e.__traceback__))
+    frames = traceback.extract_tb(_skip_own_frames(e.__traceback__))
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
-def _theirs(trace: TracebackType | None) -> TracebackType | None:
+def _skip_own_frames(trace: TracebackType | None) -> TracebackType | None:
     here = str(Path(__file__).parent)
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -85,13 +83,13 @@ def _theirs(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _short(said: str) -> str:
-    """Some exceptions carry a whole document."""
-    return said if len(said) <= MESSAGE_CHARS else f"{said[:MESSAGE_CHARS]}... ({len(said):,} characters)"
+def _shorten(message: str) -> str:
+    """Cut off a long message, because some exceptions contain a whole document."""
+    return message if len(message) <= MESSAGE_CHARS else f"{message[:MESSAGE_CHARS]}... ({len(message):,} characters)"
 
 
 def task_fault(task: object) -> str:
-    """Why this is not a usable Task, or ''."""
+    """Why this is not a valid Task, or ''."""
     if not isinstance(task, Task):
         return f"it is a {type(task).__name__}, not a Task"
     if not isinstance(task.id, str):
@@ -108,26 +106,26 @@ def task_fault(task: object) -> str:
 
 
 def feedback_fault(feedback: object) -> str:
-    """Why this is not a usable Feedback, or ''."""
+    """Why this is not a valid Feedback, or ''."""
     if not isinstance(feedback, Feedback):
         return f"it is a {type(feedback).__name__}, not a Feedback"
     reward, observation = feedback.reward, feedback.observation
     if reward is None and observation is None:
-        return "neither a reward nor an observation"
+        return "it has neither a reward nor an observation"
     if reward is not None:
-        # Numbers of other libraries, such as numpy.float32, are welcome.
+        # Numbers of other libraries, such as numpy.float32, are accepted.
         if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
             return f"the reward is a {type(reward).__name__}, not a number"
         try:
             value = float(reward)
         except OverflowError:
             return "the reward is a number too large for a float"
-        except (TypeError, ValueError):  # such as an array of several numbers
+        except (TypeError, ValueError):  # for example an array of several numbers
             return f"the reward is a {type(reward).__name__} that is not one number"
         if not math.isfinite(value):
             return f"the reward is {value}"
-        if abs(value) > MOST_REWARD:
-            return f"the reward is beyond {MOST_REWARD:,.0f} in size, which is taken for a fault of its code: {value:g}"
+        if abs(value) > MAX_REWARD:
+            return f"the reward {value:g} is too large: its absolute value may be at most {MAX_REWARD:,.0f}"
     return "" if observation is None else _text_fault(observation, "the observation")
 
 

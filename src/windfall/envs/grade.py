@@ -1,7 +1,7 @@
-"""Asking an environment for its feedback, which may be slow or fail.
+"""Gets the feedback of an environment, with retries, because a call may be slow or fail.
 
-The rule kept here: a reward is what the environment said, or it is missing. It is never made up; above all, a failure
-is never a zero, which would teach the policy that a good response was a bad one.
+The rule kept here: a reward is what the environment returned, or it is missing. It is never made up. In particular, a
+failure is never a zero, which would teach the policy that a good response was bad.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from windfall.backoff import delay_s
 from windfall.envs.base import EnvHost
 from windfall.envs.failures import EnvFailed
 from windfall.types import Feedback, Task, Turn
@@ -17,11 +18,12 @@ from windfall.types import Feedback, Task, Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """What came of it. `feedback` is None when every try failed; `error`, `cause` and `traceback` then say how the last
-    one did."""
+    """The result of `grade`. If `feedback` is None, every try failed; `error`, `cause` and `traceback` describe the
+    last failure."""
 
     feedback: Feedback | None
     tries: int
+    """Number of calls made."""
     error: str = ""
     cause: str = ""
     traceback: str = ""
@@ -31,10 +33,10 @@ async def grade(
     host: EnvHost, index: int, task: Task, turns: Sequence[Turn], *, tries: int = 3, timeout_s: float = 30.0,
     backoff_s: float = 0.1,
 ) -> Graded:  # fmt: skip
-    """The feedback, after at most `tries` tries of `timeout_s` each, with pauses of `backoff_s`, twice that, ...
-    A failure that says that it is final is not tried again."""
+    """Get the feedback in at most `tries` tries of `timeout_s` each, with pauses of `backoff_s`, twice that, ...
+    A failure that is marked as final is not retried."""
     if tries < 1:
-        raise ValueError(f"tries is {tries}, must be 1 or more")
+        raise ValueError(f"tries is {tries}; it must be 1 or more")
     last, number = EnvFailed("", ""), 0
     for number in range(1, tries + 1):
         try:
@@ -43,6 +45,6 @@ async def grade(
             last = e
         if last.final or number == tries:
             break
-        await asyncio.sleep(backoff_s * 2 ** (number - 1))
+        await asyncio.sleep(delay_s(number - 1, first_s=backoff_s))
     error = f"{last.error} (try {number} of {tries})"
     return Graded(feedback=None, tries=number, error=error, cause=last.cause, traceback=last.traceback)

@@ -1,6 +1,6 @@
-"""A game of several turns: find the hidden number, told 'higher' or 'lower' after each guess.
+"""A game of several turns: find the hidden number. The answer to each guess is 'higher' or 'lower'.
 
-The smallest environment that uses observations: nothing to install, and halving the range always wins.
+It is the smallest environment with observations: it needs no installation, and halving the range always wins.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from windfall.types import Feedback, Task, Turn
 
 
 class Guess:
-    """`Guess(low=1, high=20, max_turns=6)`: 1.0 for a hit, less `turn_cost` for every turn after the first; 0.0 when
-    the turns or the tokens run out."""
+    """`Guess(low=1, high=20, max_turns=6)`. The reward is 1.0 for a hit, minus `turn_cost` for every turn after the
+    first. It is 0.0 if the turns or the tokens run out."""
 
     def __init__(
         self, low: int = 1, high: int = 20, max_turns: int = 6, seed: int = 0, *, turn_cost: float = 0.02
     ) -> None:
         where = "guess"
         if high <= low:
-            raise WindfallError(f"low is {low} and high is {high}", where=where, fix="high must be more than low.")
+            raise WindfallError(f"low is {low} and high is {high}", where=where, fix="high must be greater than low.")
         if max_turns < 1:
             raise WindfallError(f"max_turns is {max_turns}", where=where, fix="It must be 1 or more.")
         if turn_cost < 0 or turn_cost * (max_turns - 1) >= 1:
             raise WindfallError(
-                f"a turn_cost of {turn_cost} over {max_turns} turns",
+                f"turn_cost is {turn_cost} for {max_turns} turns",
                 where=where,
-                fix="A hit in the last turn must still be worth more than 0, and no more than one in the first.",
+                fix="The reward for a hit in the last turn must be above 0, and at most that for a hit in the first.",
             )
         self._low, self._high, self._max_turns, self._seed, self._turn_cost = low, high, max_turns, seed, turn_cost
 
@@ -44,11 +44,11 @@ class Guess:
         return Task(id=f"guess/{self._seed}/{index}", prompt=prompt, answer=hidden)
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        said = last_number(turns[-1].text)
-        if said and Decimal(said) == task.answer:
+        guess = last_number(turns[-1].text)
+        if guess and Decimal(guess) == task.answer:
             return Feedback(reward=1.0 - self._turn_cost * (len(turns) - 1))
         if len(turns) >= self._max_turns:
             return Feedback(reward=0.0)
-        hint = "say a number" if not said else "higher" if Decimal(said) < task.answer else "lower"
-        # On a line of its own: the policy's text may end anywhere. Out of tokens is as bad as out of turns.
+        hint = "say a number" if not guess else "higher" if Decimal(guess) < task.answer else "lower"
+        # The hint gets its own line, because the policy's text may end anywhere. The reward counts if tokens run out.
         return Feedback(observation=f"\n{hint}\n", reward=0.0)

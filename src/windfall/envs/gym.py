@@ -1,7 +1,7 @@
-"""Every task of reasoning-gym, by name: procedural, so there is always one more.
+"""Every task of reasoning-gym, by name. The tasks are generated, so there is no end of them.
 
-reasoning-gym is heavy, some of its tasks depend on the hash seed, and some of its scorers evaluate what the policy
-wrote: it is imported where a Gym is built, which is a child process of `pool`.
+reasoning-gym is heavy, some of its tasks depend on the hash seed, and some of its scorers evaluate text of the policy.
+So it is imported only where a Gym is built, which is a child process of process_pool.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ INSTRUCTION = "End with the answer alone between <answer> and </answer>."
 class Gym:
     """`Gym("chain_sum", {"max_terms": 2}, seed=0)`.
 
-    reasoning-gym gives part of the reward to an answer that only contains the right one. So the answer is taken out of
-    the response first, and then rewarded with 1.0 if it scores at least `threshold`, else with 0.0; with `partial`,
-    with its own score. An answer that takes more than `cpu_s` to score is a wrong one.
+    reasoning-gym gives part of the reward to an answer that only contains the right one. So the answer is first
+    extracted from the response. The reward is 1.0 if its score is at least `threshold`, and 0.0 otherwise; with
+    `partial` the reward is the score. An answer that takes more than `cpu_s` seconds of CPU time to score is wrong.
     """
 
     def __init__(
@@ -44,25 +44,26 @@ class Gym:
             raise WindfallError("reasoning-gym is not installed", fix="Install it: pip install 'windfall[gym]'")
         where = f"gym task '{task}'"
         if size < 1:
-            raise WindfallError(f"size is {size}", where=where, fix="It is the number of tasks in one dataset.")
+            fix = "It is the number of tasks in one dataset and must be 1 or more."
+            raise WindfallError(f"size is {size}", where=where, fix=fix)
         try:
-            plain = json.loads(json.dumps(dict(options or {}), allow_nan=False))
+            options_data = json.loads(json.dumps(dict(options or {}), allow_nan=False))
         except (TypeError, ValueError) as e:
             raise WindfallError(f"options are not plain data: {e}", where=where) from None
         self._id, self._instruction = f"{task}/{seed}", instruction
         self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
-        self._source = {"task": task, "options": plain, "start": _start(seed), "size": size}
+        self._source = {"task": task, "options": options_data, "start": _start(seed), "size": size}
         from windfall.envs import gym_entries
 
-        gym_entries.check(task, plain)
+        gym_entries.check(task, options_data)
         self._entries = gym_entries
 
     def task(self, index: int) -> Task:
-        if index >= HELD_OUT:  # some tasks take seeds of 32 bits only
+        if index >= HELD_OUT:  # some tasks accept only seeds of 32 bits
             index = index - HELD_OUT + 2**31
-        made = self._entries.make(self._source, index)
-        prompt = "\n".join(part for part in (made["question"], self._instruction) if part)
-        return Task(id=f"{self._id}/{index}", prompt=prompt, answer={"index": index, "gold": made["gold"]})
+        entry = self._entries.make_entry(self._source, index)
+        prompt = "\n".join(part for part in (entry["question"], self._instruction) if part)
+        return Task(id=f"{self._id}/{index}", prompt=prompt, answer={"index": index, "gold": entry["gold"]})
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         index, gold = task.answer["index"], task.answer["gold"]
@@ -70,12 +71,13 @@ class Gym:
         if not answer:
             return Feedback(reward=0.0)
         try:
-            score = self._entries.score(self._source, index, gold, answer, self._cpu_s)
+            score = self._entries.score_answer(self._source, index, gold, answer, self._cpu_s)
         except MemoryError:
             return Feedback(reward=0.0)
         return Feedback(reward=score if self._partial else float(score >= self._threshold))
 
 
 def _start(seed: int) -> int:
-    """reasoning-gym makes item i from seed + i, so seeds 0 and 1 would share their tasks: spread them far apart."""
+    """The first seed for reasoning-gym, which generates item i from seed + i. Seeds 0 and 1 would share their tasks, so
+    they are spread far apart."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big") >> 34

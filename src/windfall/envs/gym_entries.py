@@ -1,8 +1,8 @@
-"""The side of `Gym` that imports reasoning-gym.
+"""The part of `Gym` that imports reasoning-gym.
 
-A reasoning-gym dataset has an end, and some build all their items when opened. So the endless row of tasks is cut into
-datasets of `size` items. Dataset k is opened with seed `start + k * size` and makes its item i from its seed + i:
-together they go on as one.
+A reasoning-gym dataset is finite, and some datasets build all their items when opened. So the endless sequence of tasks
+is split into datasets of `size` items. Dataset k is opened with seed `start + k * size` and generates its item i from
+its seed + i, so together they form one sequence.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ WRONG = Feedback(reward=0.0)
 OURS = {"seed", "size"}
 NOT_A_TASK = {"composite"}
 
-EASILY_PLEASED = {"coin_flip", "game_of_life_halting"}
-"""Their scorers (0.1.25) give full marks to wrong answers too: '0' for 0.25, and any text for True. A policy finds that
-out, so there only the gold answer counts."""
+TOO_LENIENT = {"coin_flip", "game_of_life_halting"}
+"""The scorers of these tasks (0.1.25) also give the full score to wrong answers: '0' for 0.25, and any text for True. A
+policy exploits that, so here only the gold answer counts."""
 
 NEVER_RIGHT = {
-    "complex_arithmetic": "nan",  # full marks: no comparison with it is true
-    "binary_matrix": "(",  # these four hand other answers to `eval`, and without a bracket nothing is called
+    "complex_arithmetic": "nan",  # gets the full score, because no comparison with it is true
+    "binary_matrix": "(",  # these four pass answers to `eval`; without a bracket nothing can be called
     "n_queens": "(",
     "spiral_matrix": "(",
     "string_insertion": "(",
 }
-"""What no right answer contains, and the scorer must not see."""
+"""Text that no right answer contains and that the scorer must not get."""
 
 
 def check(task: str, options: dict[str, Any]) -> None:
-    """Refuse a task that there is not, and options that it does not take."""
+    """Raise if the task does not exist or does not accept these options."""
     where = f"gym task '{task}'"
     known = DATASETS.keys() - NOT_A_TASK
     if task not in known:
@@ -51,44 +51,46 @@ def check(task: str, options: dict[str, Any]) -> None:
             raise WindfallError(f"option '{name}' is set by windfall", where=where, fix="Leave it out of the options.")
         if name not in allowed:
             raise WindfallError(
-                f"no option '{name}'", where=where, fix=f"{nearest(name, allowed)} Allowed: {', '.join(allowed)}."
+                f"unknown option '{name}'", where=where, fix=f"{nearest(name, allowed)} Allowed: {', '.join(allowed)}."
             )
     try:
         reasoning_gym.create_dataset(task, seed=0, size=1, **options)
-    except Exception as e:  # asserts and TypeErrors of 100 config classes: all of them mean these options
+    except Exception as e:  # asserts and TypeErrors of 100 config classes: all are caused by these options
         raise WindfallError(
-            f"these options are refused: {str(e) or type(e).__name__}",
+            f"reasoning-gym refuses these options: {str(e) or type(e).__name__}",
             where=where,
             fix=f"Allowed: {', '.join(allowed)}.",
         ) from e
 
 
-def make(source: dict[str, Any], index: int) -> dict[str, Any]:
+def make_entry(source: dict[str, Any], index: int) -> dict[str, Any]:
     entry = _entry(json.dumps(source, sort_keys=True), index)
     return {"question": entry["question"], "gold": entry["answer"]}
 
 
-def score(source: dict[str, Any], index: int, gold: str | None, answer: str, cpu_s: float) -> float:
-    """reasoning-gym's own score of the answer, which may be partial."""
+def score_answer(source: dict[str, Any], index: int, gold: str | None, answer: str, cpu_s: float) -> float:
+    """The answer's score by reasoning-gym, which may be partial."""
     key = json.dumps(source, sort_keys=True)
     entry = _entry(key, index)
     if entry["answer"] != gold:
         raise ValueError(
-            f"task {index} of '{source['task']}' was made with the answer {gold!r}, and here has {entry['answer']!r}: "
-            "is it another version of reasoning-gym, or another seed?"
+            f"task {index} of '{source['task']}' was generated with the answer {gold!r}, but here it has "
+            f"{entry['answer']!r}: check that the version of reasoning-gym and the seed are the same"
         )
-    if source["task"] in EASILY_PLEASED:
+    if source["task"] in TOO_LENIENT:
         return float(answer == gold)
     never = NEVER_RIGHT.get(source["task"])
     if never and never in answer.lower():
         return 0.0
     dataset = _dataset(key, index // source["size"])
     try:
-        with cpu_limit(cpu_s, WRONG):  # not around making the entry: that may take long, and is not the answer's fault
+        with cpu_limit(
+            cpu_s, WRONG
+        ):  # generating the entry is not limited: it may be slow, which the answer did not cause
             return float(dataset.score_answer(answer, entry))
     except MemoryError:
         raise
-    except Exception:  # the entry is sound, so what a scorer trips over is the answer: '1/0', 'x=', half a list
+    except Exception:  # the entry is valid, so the answer caused the error: '1/0', 'x=', half a list
         return 0.0
 
 

@@ -1,4 +1,4 @@
-"""From the recipe's [env] section to where its environment runs."""
+"""Chooses where the environment of the recipe's [env] section runs: in this process or in child processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from windfall.envs.in_process import InProcess
 from windfall.envs.process_pool.pool import EnvPool
 
 QUICK = ("arithmetic", "guess")
-"""Ours, bounded, and over in microseconds: a message to another process would cost ten times as much."""
+"""Environments of windfall whose calls take microseconds: a message to another process would cost ten times as much."""
 
 
-def hosted(section: Any, seed: int) -> EnvHost:
-    """`section` is one of the env sections of windfall.config."""
+def env_host(section: Any, seed: int) -> EnvHost:
+    """Create the host. `section` is an env section of windfall.config."""
     if section.name in QUICK:
-        return InProcess(envs.build(envs.plain(section), seed))
+        return InProcess(envs.build(envs.section_dict(section), seed))
     return EnvPool(section, seed)

@@ -1,4 +1,4 @@
-"""Prompts and answers from a JSONL file: read and checked once, then gone through again and again in new orders."""
+"""Prompts and answers from a JSONL file. The file is read and checked once; every epoch uses a new order."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Scoring = Literal["math", "exact"]
 class JsonLines:
     """`JsonLines("problems.jsonl")`, with lines such as {"prompt": "What is 2/4, simplified?", "answer": "1/2"}.
 
-    Scoring `math` asks whether the answer means the same as the one in the file (math-verify: 0.5 is 1/2); `exact`
-    whether it is the same text, or the same number. Every epoch has an order of its own, which follows from `seed`.
-    Tasks from HELD_OUT on are the rows to evaluate on, in an order that is always the same (see held_out.py).
+    Scoring `math` checks whether the answer means the same as the one in the file (math-verify: 0.5 is 1/2). Scoring
+    `exact` checks whether it is the same text or the same number. The order of every epoch is derived from `seed`.
+    Tasks from HELD_OUT on are the evaluation rows, always in the same order (see held_out.py).
     """
 
     def __init__(
@@ -39,14 +39,16 @@ class JsonLines:
         cpu_s: float = 5.0,
     ) -> None:
         if scoring not in get_args(Scoring):
-            raise WindfallError(f"scoring is '{scoring}'", where=str(path), fix=nearest(scoring, get_args(Scoring)))
+            raise WindfallError(
+                f"unknown scoring '{scoring}'", where=str(path), fix=nearest(scoring, get_args(Scoring))
+            )
         if scoring == "math" and importlib.util.find_spec("math_verify") is None:
             raise WindfallError("math-verify is not installed", fix="Install it: pip install 'windfall[math]'")
         self._path, self._scoring, self._seed, self._cpu_s = Path(path), scoring, seed, cpu_s
-        own = Path(eval_path) if eval_path is not None else None
-        self._split = split(self._path, prompt_field, answer_field, eval_path=own, held_out=held_out)
-        # Two epochs: responses of the one that ends are still under way when the next begins.
-        self._order = functools.lru_cache(maxsize=2)(self._order_of)
+        eval_file = Path(eval_path) if eval_path is not None else None
+        self._split = split(self._path, prompt_field, answer_field, eval_path=eval_file, held_out=held_out)
+        # Two epochs, because responses of the last epoch may still be running when the next one begins.
+        self._order = functools.lru_cache(maxsize=2)(self._compute_order)
 
     def task(self, index: int) -> Task:
         rows, file = self._split.train, self._path
@@ -54,23 +56,23 @@ class JsonLines:
             rows, file = self._split.evaluation, self._split.file
             row = rows[(index - HELD_OUT) % len(rows)]
         else:
-            epoch, at = divmod(index, len(rows))
-            row = rows[self._order(epoch)[at]]
+            epoch, position = divmod(index, len(rows))
+            row = rows[self._order(epoch)[position]]
         return Task(id=f"{file.name}:{row.line}/{self._seed}/{index}", prompt=row.prompt, answer=row.answer)
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         text, gold = turns[-1].text, task.answer
         if self._scoring == "exact":
             return Feedback(reward=float(extract(text, gold) == gold))
-        from windfall.envs.scoring import math_answer  # heavy; and only in a child process, which its limits may end
+        from windfall.envs.scoring import math_answer  # heavy, and its limits may end the process, so only in a child
 
         try:
-            right = math_answer.same(gold, text, self._cpu_s)
+            right = math_answer.means_the_same(gold, text, self._cpu_s)
         except MemoryError:
             right = False
         return Feedback(reward=float(right))
 
-    def _order_of(self, epoch: int) -> list[int]:
+    def _compute_order(self, epoch: int) -> list[int]:
         def key(row: int) -> bytes:
             return hashlib.blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=8).digest()
 

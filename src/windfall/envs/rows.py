@@ -1,4 +1,4 @@
-"""Rows of a JSONL file: read and checked once. A file of another kind is refused with the command that converts it."""
+"""Rows of a JSONL file, read and checked once. For files in another format, the error gives a command to convert it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windfall.types import Prompt, prompt_key
 
 _PANDAS = "import pandas, sys; pandas.read_parquet(sys.argv[1]).to_json(sys.argv[2], orient='records', lines=True)"
 _LINES = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
-_KINDS = {
+_FORMATS = {
     b"PAR1": ("a parquet file", f'python -c "{_PANDAS}" {{0}} {{1}}'),
     b"\x1f\x8b": ("compressed with gzip", "gunzip -c {0} > {1}"),
     b"(\xb5/\xfd": ("compressed with zstd", "zstd -dc {0} > {1}"),
@@ -23,7 +23,7 @@ _KINDS = {
     b"PK\x03\x04": ("a zip archive", "unzip -p {0} > {1}"),
     b"[": ("one JSON array, not a JSON object per line", f'python -c "{_LINES}" < {{0}} > {{1}}'),
 }
-"""What a file begins with, what it is then, and how to make a JSONL file of it."""
+"""The first bytes of a file, its format, and a command that converts it to JSONL."""
 _COMPRESSED = {".gz", ".zst", ".xz", ".bz2", ".zip"}
 
 
@@ -35,33 +35,33 @@ class DataRow:
 
     @property
     def key(self) -> int:
-        """A number that follows from the prompt alone, from 0 up to 2^64: the same for rows that ask the same."""
+        """A hash of the prompt from 0 up to 2^64. Rows with the same prompt have the same key."""
         return int.from_bytes(blake2b(b" ".join(prompt_key(self.prompt).split()), digest_size=8).digest(), "big")
 
 
 def read(path: Path, prompt_field: str, answer_field: str) -> list[DataRow]:
     if not path.is_file():
-        what = "not a file" if path.exists() else "no such file"
-        raise WindfallError(what, where=str(path), fix="Name a JSONL file.")
+        what = "this is not a file" if path.exists() else "no such file"
+        raise WindfallError(what, where=str(path), fix="Give the path of a JSONL file.")
     rows: list[DataRow] = []
     try:
         with path.open("rb") as file:
-            _refuse_other_kinds(path, file.read(64))
+            _refuse_other_formats(path, file.read(64))
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     rows.append(_row(line, f"{path}:{number}", number, prompt_field, answer_field))
     except OSError as e:
-        raise WindfallError(f"cannot be read: {e.strerror or e}", where=str(path), fix="Make it readable.") from e
+        raise WindfallError(f"cannot read it: {e.strerror or e}", where=str(path), fix="Make it readable.") from e
     if not rows:
         raise WindfallError("the file is empty", where=str(path), fix="Write one JSON object per line.")
     return rows
 
 
-def _refuse_other_kinds(path: Path, begins: bytes) -> None:
-    begins = begins.lstrip() if begins.lstrip().startswith(b"[") else begins
-    for magic, (what, command) in _KINDS.items():
-        if begins.startswith(magic):
+def _refuse_other_formats(path: Path, start: bytes) -> None:
+    start = start.lstrip() if start.lstrip().startswith(b"[") else start
+    for magic, (what, command) in _FORMATS.items():
+        if start.startswith(magic):
             stem = path.with_suffix("") if path.suffix in _COMPRESSED else path
             target = stem if stem != path and stem.suffix == ".jsonl" else stem.with_suffix(".jsonl")
             if target == path:
@@ -84,38 +84,44 @@ def _row(line: bytes, where: str, number: int, prompt_field: str, answer_field: 
 
 
 def _check_messages(messages: list[Any], name: str, where: str) -> None:
-    """A conversation that the policy is to go on with."""
-    fix = 'Every message is an object with text as "role" and "content".'
+    """Raise unless this is a conversation that the policy can continue."""
+    fix = 'Every message must be an object with text as "role" and "content".'
     if not messages:
         raise WindfallError(f"'{name}' is an empty list", where=where, fix=fix)
     for n, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise WindfallError(f"'{name}[{n}]' is {_short(message)}", where=where, fix=fix)
     if messages[-1]["role"] == "assistant":
-        fix = "End with what the policy is to answer; a right answer belongs into the answer's field."
-        raise WindfallError(f"the last message of '{name}' is the assistant's", where=where, fix=fix)
+        fix = "End with the message that the policy must answer; the right answer belongs in the answer field."
+        raise WindfallError(f"the last message of '{name}' is from the assistant", where=where, fix=fix)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except UnicodeDecodeError as e:
-        raise WindfallError(f"not UTF-8: {e}", where=where, fix="Save the file as UTF-8.") from None
+        raise WindfallError(f"the line is not UTF-8: {e}", where=where, fix="Save the file as UTF-8.") from None
     except json.JSONDecodeError as e:
-        raise WindfallError(f"not JSON: {e}", where=where, fix="Every line must be one JSON object.") from None
+        raise WindfallError(
+            f"the line is not JSON: {e}", where=where, fix="Every line must be one JSON object."
+        ) from None
     except RecursionError:
-        raise WindfallError("nested too deeply", where=where, fix="Every line must be one flat JSON object.") from None
+        what = "the JSON is nested too deeply"
+        raise WindfallError(what, where=where, fix="Every line must be one flat JSON object.") from None
     if not isinstance(row, dict):
-        raise WindfallError(f"a JSON {type(row).__name__}", where=where, fix="Every line must be one JSON object.")
+        what = f"the line is a JSON {type(row).__name__}"
+        raise WindfallError(what, where=where, fix="Every line must be one JSON object.")
     return row
 
 
 def _field(row: dict[str, Any], name: str, where: str) -> Any:
     if name not in row:
-        raise WindfallError(f"no field '{name}'", where=where, fix=nearest(name, row) or "The object is empty.")
+        raise WindfallError(
+            f"there is no field '{name}'", where=where, fix=nearest(name, row) or "The object is empty."
+        )
     return row[name]
 
 
-def _short(value: Any, most: int = 120) -> str:
-    said = json.dumps(value)
-    return said if len(said) <= most else f"{said[:most]}..."
+def _short(value: Any, limit: int = 120) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

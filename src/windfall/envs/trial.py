@@ -1,4 +1,4 @@
-"""One call of each kind before a run begins, so that a broken environment is named at once and not after a step."""
+"""Calls each method of the environment once before a run begins, to report a broken environment immediately."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ T = TypeVar("T")
 
 
 async def trial(host: EnvHost, timeout_s: float, tries: int = 1) -> tuple[Task, str]:
-    """Task 0, and its feedback on an empty response: once each, as a call may cost money, and again only where a call
-    fails. Returns the task, and says what came back."""
+    """Get task 0, and the feedback for an empty response to it. Each call is made once, because it may cost money, and
+    repeated only if it fails. Returns the task and a description of the result."""
     async with host:
         await host.ready()
         where = f"environment {host.name}"
         try:
-            task = await _tried(lambda: host.task(0, timeout_s), tries)
-            said = await _tried(lambda: host.feedback(0, task, [Turn(text="")], timeout_s), tries)
+            task = await _with_retries(lambda: host.task(0, timeout_s), tries)
+            feedback = await _with_retries(lambda: host.feedback(0, task, [Turn(text="")], timeout_s), tries)
         except EnvFailed as e:
-            told = f"{e.traceback.rstrip()}\n" if e.traceback else ""
+            trace = f"{e.traceback.rstrip()}\n" if e.traceback else ""
             if e.cause.startswith("no answer"):
-                fix = f"{told}Make it faster, or raise rollout.reward_timeout_s."
+                fix = f"{trace}Make it faster, or raise rollout.reward_timeout_s."
             else:
-                fix = f"{told}A policy may write anything: every task must be made, and every response judged."
+                fix = f"{trace}A policy may write anything: the environment must handle every task and every response."
             called = "a trial call" if tries == 1 else f"{tries} trial calls"
             raise WindfallError(f"{e.error} ({called} with an empty response)", where=where, fix=fix) from e
-    what = f"an observation of {len(said.observation)} characters" if said.observation is not None else ""
-    reward = f"reward {said.reward:g}" if said.reward is not None else ""
+    what = f"an observation of {len(feedback.observation)} characters" if feedback.observation is not None else ""
+    reward = f"reward {feedback.reward:g}" if feedback.reward is not None else ""
     answer = " and ".join(part for part in (reward, what) if part)
-    return task, f"environment {host.name}: task '{task.id}' was made; an empty response to it got {answer}"
+    return task, f"environment {host.name}: built task '{task.id}'; an empty response to it got {answer}"
 
 
-async def _tried(call: Callable[[], Awaitable[T]], tries: int) -> T:
-    """As during a run: one failure may have passed by the next call."""
+async def _with_retries(call: Callable[[], Awaitable[T]], tries: int) -> T:
+    """Retry as a run does, because a failure may be temporary."""
     for _ in range(tries - 1):
         with contextlib.suppress(EnvFailed):
             return await call()

@@ -1,10 +1,10 @@
-"""What a provider is, and the handle by which it holds a worker process.
+"""The Provider interface, and the handle by which a provider controls a worker process.
 
     provider ── spawn(name, lease) ──▶ Handle: pid, kill(), terminate(grace_s), wait()
 
-- A worker's name is used once: `n3.2` is the second worker of node `n3`. One that comes back is a new worker.
-- A handle signals its own process and process group only, and nothing at all once the process has ended.
-- Cancelling `run()` ends every worker the provider started and waits for it; cancelling a `spawn` leaves no process.
+- A worker name is used once: `n3.2` is the second worker of node `n3`. A restarted worker is a new worker.
+- A handle sends signals only to its own process and process group, and none after the process has ended.
+- Canceling `run()` ends every worker that the provider started and waits for it. Canceling a `spawn` leaves no process.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from typing import Any, Protocol
 
 from windfall.types import Lease
 
-REFUSED = 3
-"""The exit status of a worker that must not be started again: it was refused, and would be once more."""
+EXIT_REFUSED = 3
+"""Exit status of a worker that the controller refused. It must not be restarted, because it would be refused again."""
 KILL_TIMEOUT_S = 10.0
+"""Seconds to wait for a process to end after SIGKILL."""
 
 
 class Handle:
-    """A running worker process. Whoever started it also says how it is signalled, and calls `ended` once."""
+    """A running worker process. The code that started the process provides `send`, and calls `ended` once."""
 
     def __init__(self, *, name: str, pid: int, send: Callable[[int], None]) -> None:
+        """`send` sends a signal, given by its number, to the process."""
         self.name, self.pid, self._send = name, pid, send
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def ended(self, code: int) -> None:
-        """`code` is the exit status, or the negative number of the signal that ended it."""
+        """Record the end of the process. `code` is its exit status, or the negative number of the fatal signal."""
         if not self._end.done():
             self._end.set_result(code)
 
@@ -38,12 +40,12 @@ class Handle:
         return not self._end.done()
 
     def kill(self) -> None:
-        """SIGKILL to the whole process group, now."""
+        """Send SIGKILL to the whole process group, immediately."""
         if self.running:
             self._send(signal.SIGKILL)
 
     async def terminate(self, grace_s: float) -> int:
-        """SIGTERM to the worker, so that it can leave in order; SIGKILL to its group when that takes too long."""
+        """Send SIGTERM to the worker so that it can drain, then SIGKILL to its group after `grace_s` seconds."""
         try:
             if self.running and grace_s > 0:
                 self._send(signal.SIGTERM)
@@ -56,43 +58,43 @@ class Handle:
         return self._end.result()
 
     async def wait(self) -> int:
-        """Until it ends, however long that is: the exit status, or the negative number of the signal."""
+        """Wait without a time limit for the end. Returns the exit status, or the negative number of the signal."""
         return await asyncio.shield(self._end)
 
 
 Spawn = Callable[[str, Lease], Awaitable[Handle]]
-"""Starts a worker. OSError: it may work later, and is tried again. WindfallError: a person has to put it right."""
+"""Starts a worker. An OSError may be temporary, so the start is retried. A WindfallError needs a person to fix it."""
 
 
 class OnEvent(Protocol):
-    """Told what happened: `started`, `restarted`, `exited`, `refused`, `spawn_failed` or `stuck`, and its fields."""
+    """Called with an event: `started`, `restarted`, `exited`, `refused`, `spawn_failed` or `stuck`, and its fields."""
 
     def __call__(self, name: str, /, **fields: Any) -> None: ...
 
 
-def unheard(name: str, /, **fields: Any) -> None:
-    """The OnEvent of whoever does not listen."""
+def ignore_event(name: str, /, **fields: Any) -> None:
+    """An OnEvent that does nothing."""
 
 
 class Provider(Protocol):
-    """Where workers come from."""
+    """A source of workers."""
 
     name: str
 
     @property
     def started(self) -> int:
-        """Worker processes started so far."""
+        """Number of worker processes started so far."""
         ...
 
     @property
     def lost(self) -> int:
-        """Of these, the ones that ended without being asked to: they died, or were killed without notice."""
+        """Number of started workers that ended without a request: they died, or were killed without notice."""
         ...
 
     async def run(self) -> None:
-        """Until cancelled; then it ends everything it started, and waits for it."""
+        """Run until cancelled; then end every worker that was started, and wait for it."""
         ...
 
     def target(self, n: int) -> None:
-        """How many workers are wanted. A provider that cannot choose takes no notice."""
+        """Set the number of workers to run. A provider that cannot choose the number ignores it."""
         ...

@@ -1,8 +1,8 @@
-"""Workers on this machine: a wanted number of them, kept running.
+"""Workers on this machine: keeps the requested number of them running.
 
-- Slot k holds the workers `w<k>.1`, `w<k>.2`, ...: one after the other, each when the last has ended.
-- One that ends by itself is started again (`keep.py` says when), unless it ended with status 3: refused.
-- A smaller target ends the highest slots, in order: SIGTERM, then SIGKILL after `grace_s`.
+- Slot k holds the workers `w<k>.1`, `w<k>.2`, ...: one at a time, each started after the previous one has ended.
+- A worker that ends by itself is restarted (restart.py says when), unless it exits with status 3 (refused).
+- A smaller target ends the workers of the highest slots: SIGTERM, then SIGKILL after `grace_s`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 
 from windfall.errors import WindfallError
-from windfall.fleet.base import OnEvent, Spawn, unheard
-from windfall.fleet.restart import GRACE_S, Crew
+from windfall.fleet.base import OnEvent, Spawn, ignore_event
+from windfall.fleet.restart import GRACE_S, RestartingNodes
 from windfall.types import Lease
 
 RESERVED = Lease(kind="reserved")
@@ -26,37 +26,37 @@ class LocalProvider:
         count: int,
         *,
         terms: Lease = RESERVED,
-        on_event: OnEvent = unheard,
+        on_event: OnEvent = ignore_event,
         grace_s: float = GRACE_S,
         prefix: str = "w",
     ) -> None:
-        self._crew = Crew(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
+        self._nodes = RestartingNodes(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
         self.prefix, self._grace_s = prefix, grace_s
         self._changed = asyncio.Event()
         self.target(count)
 
     @property
     def started(self) -> int:
-        return self._crew.started
+        return self._nodes.started
 
     @property
     def lost(self) -> int:
-        return self._crew.lost
+        return self._nodes.lost
 
     def target(self, n: int) -> None:
         if n < 0:
-            raise WindfallError(f"{n} workers are wanted", where="fleet", fix="Ask for 0 or more.")
+            raise WindfallError(f"{n} workers were requested", where="fleet", fix="Request 0 or more.")
         self._count = n
         self._changed.set()
 
     async def run(self) -> None:
-        async with self._crew as crew:
+        async with self._nodes as nodes:
             while True:
                 self._changed.clear()
                 wanted = [f"{self.prefix}{k + 1}" for k in range(self._count)]
-                for name in crew.up:
+                for name in nodes.up:
                     if name not in wanted:
-                        crew.take_down(name, self._grace_s)
+                        nodes.take_down(name, self._grace_s)
                 for name in wanted:
-                    crew.bring_up(name)
-                await crew.until(self._changed)
+                    nodes.bring_up(name)
+                await nodes.wait_for(self._changed)

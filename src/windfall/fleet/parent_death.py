@@ -1,11 +1,11 @@
-"""A process that dies with its parent: PR_SET_PDEATHSIG, set before the program begins.
+"""A process that dies with its parent: sets PR_SET_PDEATHSIG, then runs the real program.
 
-    python -I -S guard.py PARENT_PID SIGNAL COMMAND ...
+    python -I -S parent_death.py PARENT_PID SIGNAL COMMAND ...
 
-The kernel sends SIGNAL to the process as soon as the thread that started it is gone, however that ended: also by
-SIGKILL, when no code of ours runs any more. The setting outlives exec; a fork clears it, so it does not reach
-grandchildren. It has to be made in the child: that is why this small program stands before the real one (20 ms), where
-a `preexec_fn` would run Python between fork and exec of a process with threads. Linux only.
+The kernel sends SIGNAL to the process as soon as the thread that started it is gone, no matter how that thread ended,
+even by SIGKILL, when no code of ours runs. The setting survives exec. A fork clears it, so grandchildren do not inherit
+it. It must be set in the child process, so this small program runs before the real one (20 ms). The alternative, a
+`preexec_fn`, would run Python between fork and exec of a process with threads. Linux only.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-ORPHAN = 113
-"""The exit status when the parent was gone before we could ask to die with it."""
+EXIT_ORPHANED = 113
+"""Exit status if the parent was gone before the signal was set."""
 
 
 def die_with_parent(parent: int, death: int) -> None:
-    """From now on `death` arrives when the parent ends. If it has ended already, end here."""
+    """Ask the kernel to send the signal `death` when the parent ends. Exit here if it has already ended."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(death), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
     if os.getppid() != parent:
-        os._exit(ORPHAN)
+        os._exit(EXIT_ORPHANED)
 
 
 def main() -> None:
     parent, death, *command = sys.argv[1:]
     die_with_parent(int(parent), int(death))
-    # Python ignores SIGPIPE, and an ignored signal stays ignored through exec: begin with the default.
+    # Python ignores SIGPIPE, and an ignored signal stays ignored after exec, so restore the default.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execvp(command[0], command)
 

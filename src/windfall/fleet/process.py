@@ -1,9 +1,11 @@
-"""One local worker process: started in a session of its own, ended by its pid and process group, never by name.
+"""One local worker process: started in its own session, ended by its pid and process group, never by name.
 
-- Its standard input is empty; what it prints is appended to its log. The environment is the given one and no other:
-  secrets such as the run's token go there, never on the command line, which every user of the machine can read.
-- It dies with the thread that started it, however that ends (`guard.py`). Start workers from the main thread.
-- When it ends, what is left of its process group is killed before it is reaped: until then its pid cannot be another's.
+- Its standard input is empty. Its output is appended to its log. It gets exactly the given environment variables:
+  secrets such as the run's token are passed there, never on the command line, which every user of the machine can read.
+- It dies with the thread that started it, no matter how that thread ends (parent_death.py). Start workers from the main
+  thread.
+- When it ends, the rest of its process group is killed before it is reaped. Until it is reaped, no other process can
+  get its pid.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from windfall.fleet import parent_death
 from windfall.fleet.base import Handle
 
 POLL_S = 0.05
-"""How often we look for the end of a process where the system has no pidfd."""
+"""Seconds between checks for the end of a process on systems without pidfd."""
 
 
 def age_s() -> float:
-    """How long this process has been running; 0 where the system does not say."""
+    """Seconds since this process started, or 0 on systems that do not report it."""
     try:
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
@@ -37,7 +39,7 @@ def age_s() -> float:
 
 
 async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-    """Start `argv`, which names its program first."""
+    """Start the program `argv[0]` with the arguments `argv[1:]`."""
     return launch(name=name, argv=argv, env=env, log=log)
 
 
@@ -50,10 +52,11 @@ def launch(
     channel: int | None = None,
     death: int = signal.SIGKILL,
 ) -> Handle:
-    """As `start`, without a place to be cancelled. `channel` is a file descriptor to be standard input and output."""
+    """Like `start`, but cannot be cancelled. `channel` is a file descriptor to use as standard input and output.
+    `death` is the signal that the process gets when its parent dies."""
     program = shutil.which(argv[0], path=env.get("PATH", os.defpath))
     if program is None:
-        raise WindfallError(f"there is no program '{argv[0]}'", where=f"worker {name}", fix="Give its full path.")
+        raise WindfallError(f"program '{argv[0]}' not found", where=f"worker {name}", fix="Give its full path.")
     output = open_log(log)
     try:
         child = subprocess.Popen(
@@ -66,50 +69,50 @@ def launch(
         )
     finally:
         os.close(output)
-    handle = Handle(name=name, pid=child.pid, send=lambda number: send(child.pid, number))
+    handle = Handle(name=name, pid=child.pid, send=lambda number: send_signal(child.pid, number))
     _watch(child, handle)
     return handle
 
 
-def send(pid: int, number: int) -> None:
-    """SIGKILL goes to the group, all else to the leader: it may need its children to leave in order.
+def send_signal(pid: int, number: int) -> None:
+    """Send SIGKILL to the whole group, and any other signal to its leader only, which may need its children to drain.
 
-    Only for a leader that has not been reaped yet.
+    The leader must not have been reaped yet.
     """
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
 
 def open_log(path: Path) -> int:
-    """A file descriptor to append to."""
+    """Open the log for appending and return its file descriptor."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as e:
-        fix = "A worker writes its output there: make the folder writable, or give the run another."
+        fix = "A worker writes its output there. Make the folder writable, or use another run folder."
         raise WindfallError(f"cannot open the log: {e.strerror}", where=str(path), fix=fix) from e
 
 
 def _watch(child: subprocess.Popen[bytes], handle: Handle) -> None:
-    """Tell the handle when the process has ended."""
+    """Call `handle.ended` when the process has ended."""
     loop = asyncio.get_running_loop()
     try:
         fd = os.pidfd_open(child.pid)
     except OSError:  # an old kernel or a sandbox
         fd = -1
 
-    def look() -> None:
+    def check_ended() -> None:
         if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if fd < 0:
-                loop.call_later(POLL_S, look)
+                loop.call_later(POLL_S, check_ended)
             return
-        send(child.pid, signal.SIGKILL)
+        send_signal(child.pid, signal.SIGKILL)
         if fd >= 0:
             loop.remove_reader(fd)
             os.close(fd)
         handle.ended(child.wait())
 
     if fd >= 0:
-        loop.add_reader(fd, look)
+        loop.add_reader(fd, check_ended)
     else:
-        loop.call_later(POLL_S, look)
+        loop.call_later(POLL_S, check_ended)

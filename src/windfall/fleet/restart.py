@@ -1,11 +1,11 @@
-"""Nodes, and the worker that is kept running on each while the node is up. What providers are made of.
+"""Nodes whose workers are restarted: while a node is up, one worker is kept running on it. Providers build on this.
 
-    up() ──▶ spawn ──▶ running ── died ──▶ back off ──▶ spawn ...          down(grace_s) ──▶ ended, and waited for
-                          └── exit status 3 ──▶ refused: nothing more until the next up()
+    bring_up() ──▶ spawn ──▶ running ── died ──▶ back off ──▶ spawn ...    take_down(grace_s) ──▶ ended, and waited for
+                                └── exit status 3 ──▶ refused: not restarted until the next bring_up()
 
-- At most one process per node: an `up` waits for the end of the worker that the last `down` ended.
-- A worker that died within 10 s of its start is started again after 0.2 s, then 0.4 s, ... up to 10 s; an older one at
-  once. A spawn that fails with OSError counts as such a death. Other errors end the task and are the provider's.
+- A node has at most one process: `bring_up` waits for the end of the worker that the last `take_down` ended.
+- A worker that died within 10 s of its start is restarted after 0.2 s, then 0.4 s, ... up to 10 s. An older worker is
+  restarted immediately. A spawn that fails with OSError counts as such a death. The provider raises all other errors.
 """
 
 from __future__ import annotations
@@ -16,69 +16,73 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from windfall.fleet.base import REFUSED, Handle, OnEvent, Spawn
+from windfall import backoff
+from windfall.fleet.base import EXIT_REFUSED, Handle, OnEvent, Spawn
 from windfall.types import Lease
 
 GRACE_S = 5.0
+"""Default seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Backoff:
-    """How long to wait before the next start.
+class RestartDelay:
+    """The delay before the next start of a worker.
 
-    >>> b = Backoff()
-    >>> [b.after(lived_s=1.0), b.after(lived_s=1.0), b.after(lived_s=60.0), b.after(lived_s=1.0)]
+    >>> delay = RestartDelay()
+    >>> [delay.after_death(lived_s=s) for s in (1.0, 1.0, 60.0, 1.0)]
     [0.2, 0.4, 0.0, 0.2]
     """
 
     first_s: float = 0.2
-    most_s: float = 10.0
+    limit_s: float = 10.0
     young_s: float = 10.0
+    """A worker that dies before this age (seconds) increases the delay."""
     deaths: int = 0
+    """Number of such deaths in a row."""
 
-    def after(self, *, lived_s: float) -> float:
-        """A worker died after `lived_s`."""
+    def after_death(self, *, lived_s: float) -> float:
+        """Seconds to wait after the death of a worker at the age `lived_s`."""
         if lived_s >= self.young_s:
             self.deaths = 0
             return 0.0
         self.deaths += 1
-        return min(self.most_s, self.first_s * 2.0 ** min(self.deaths - 1, 30))
+        return backoff.delay_s(self.deaths - 1, first_s=self.first_s, limit_s=self.limit_s)
 
 
-class Crew:
-    """The nodes of a provider, by name. `async with` it: on the way out all workers are ended, and waited for."""
+class RestartingNodes:
+    """The nodes of a provider, by name. Used as `async with`: the exit ends all workers and waits for them."""
 
     def __init__(self, spawn: Spawn, *, terms: Lease, on_event: OnEvent, grace_s: float) -> None:
         self.spawn, self.terms, self.on_event, self._grace_s = spawn, terms, on_event, grace_s
         self.started, self.lost = 0, 0
         self._nodes: dict[str, _Node] = {}
-        self._up: dict[str, _Stay] = {}
+        self._up: dict[str, _UpPeriod] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
 
     @property
     def up(self) -> list[str]:
-        """The nodes that are up, with or without a worker on them right now."""
+        """Names of the nodes that are up, including those without a worker at the moment."""
         return list(self._up)
 
     def bring_up(self, name: str) -> None:
         if name in self._up:
             return
         node = self._nodes.setdefault(name, _Node(name, self))
-        stay = self._up[name] = _Stay()
-        stay.task = asyncio.create_task(node.keep(stay), name=f"node {name}")
-        self._tasks.add(stay.task)
-        stay.task.add_done_callback(self._done)
+        period = self._up[name] = _UpPeriod()
+        period.task = asyncio.create_task(node.keep_running(period), name=f"node {name}")
+        self._tasks.add(period.task)
+        period.task.add_done_callback(self._task_done)
 
     def take_down(self, name: str, grace_s: float) -> None:
-        """With grace its worker may leave in order; with 0 its process group gets SIGKILL, and it counts as lost."""
-        stay = self._up.pop(name)
-        stay.grace_s, stay.over = grace_s, True
-        if stay.task:
-            stay.task.cancel()
+        """With a grace period the worker can drain. With 0, its process group gets SIGKILL and it counts as lost."""
+        period = self._up.pop(name)
+        period.grace_s, period.over = grace_s, True
+        if period.task:
+            period.task.cancel()
 
-    async def until(self, event: asyncio.Event, timeout_s: float | None = None) -> None:
-        """Until the event, or the timeout; raises what a spawn raised for a person to put right."""
+    async def wait_for(self, event: asyncio.Event, timeout_s: float | None = None) -> None:
+        """Wait for the event or the timeout. Raises the error of a spawn that a person must fix."""
         assert self._failed, "only inside `async with`"
         waiter = asyncio.create_task(event.wait())
         try:
@@ -99,9 +103,9 @@ class Crew:
             self.take_down(name, self._grace_s)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._failed and self._failed.done():
-            self._failed.exception()  # looked at, so that asyncio does not report it as forgotten
+            self._failed.exception()  # retrieve it, so that asyncio does not report it as never retrieved
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error and self._failed and not self._failed.done():
@@ -109,8 +113,8 @@ class Crew:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Stay:
-    """One time that a node is up."""
+class _UpPeriod:
+    """One period during which a node is up."""
 
     grace_s: float = 0.0
     over: bool = False
@@ -118,52 +122,52 @@ class _Stay:
 
 
 class _Node:
-    def __init__(self, name: str, crew: Crew) -> None:
+    def __init__(self, name: str, nodes: RestartingNodes) -> None:
         self.name, self.generation = name, 0
-        self._crew = crew
-        self._one = asyncio.Lock()
+        self._nodes = nodes
+        self._one_worker = asyncio.Lock()
 
-    async def keep(self, stay: _Stay) -> None:
-        """Until cancelled, or until its worker is refused."""
-        async with self._one:
-            backoff, pause_s, instead_of = Backoff(), 0.0, ""
+    async def keep_running(self, period: _UpPeriod) -> None:
+        """Restart the worker until cancelled, or until the controller refuses it."""
+        async with self._one_worker:
+            delay, pause_s, instead_of = RestartDelay(), 0.0, ""
             while True:
                 self.generation += 1
                 name, began = f"{self.name}.{self.generation}", time.monotonic()
                 try:
-                    handle = await self._crew.spawn(name, self._crew.terms)
+                    handle = await self._nodes.spawn(name, self._nodes.terms)
                 except OSError as e:
-                    self._crew.on_event("spawn_failed", worker=name, error=f"{type(e).__name__}: {e}")
+                    self._nodes.on_event("spawn_failed", worker=name, error=f"{type(e).__name__}: {e}")
                 else:
-                    self._crew.started += 1
+                    self._nodes.started += 1
                     more = {"instead_of": instead_of, "after_s": pause_s} if instead_of else {}
-                    self._crew.on_event("restarted" if instead_of else "started", worker=name, pid=handle.pid, **more)
-                    if await self._attend(handle, began, stay) == REFUSED:
-                        self._crew.on_event("refused", worker=name)
+                    self._nodes.on_event("restarted" if instead_of else "started", worker=name, pid=handle.pid, **more)
+                    if await self._wait_for_end(handle, began, period) == EXIT_REFUSED:
+                        self._nodes.on_event("refused", worker=name)
                         return
                     instead_of = name
-                pause_s = backoff.after(lived_s=time.monotonic() - began)
+                pause_s = delay.after_death(lived_s=time.monotonic() - began)
                 await asyncio.sleep(pause_s)
 
-    async def _attend(self, handle: Handle, began: float, stay: _Stay) -> int:
-        """Until the worker ends: by itself, or because the node went down."""
+    async def _wait_for_end(self, handle: Handle, began: float, period: _UpPeriod) -> int:
+        """Wait until the worker ends, either by itself or because the node went down."""
         try:
-            if stay.over:  # a spawn that uses wait_for may forget that it was cancelled (Python 3.11)
+            if period.over:  # a spawn that uses wait_for can lose its cancellation (Python 3.11)
                 raise asyncio.CancelledError
             code = await handle.wait()
         except asyncio.CancelledError:
             try:
-                code = await handle.terminate(stay.grace_s)
+                code = await handle.terminate(period.grace_s)
             except TimeoutError as e:
-                self._crew.on_event("stuck", worker=handle.name, pid=handle.pid, error=str(e))
+                self._nodes.on_event("stuck", worker=handle.name, pid=handle.pid, error=str(e))
             else:
-                killed = stay.grace_s == 0
-                self._ended(handle, began, code, by="killed" if killed else "stopped", lost=killed)
+                killed = period.grace_s == 0
+                self._record_end(handle, began, code, by="killed" if killed else "stopped", lost=killed)
             raise
-        self._ended(handle, began, code, by="itself", lost=code != REFUSED)
+        self._record_end(handle, began, code, by="itself", lost=code != EXIT_REFUSED)
         return code
 
-    def _ended(self, handle: Handle, began: float, code: int, *, by: str, lost: bool) -> None:
-        self._crew.lost += lost
+    def _record_end(self, handle: Handle, began: float, code: int, *, by: str, lost: bool) -> None:
+        self._nodes.lost += lost
         lived_s = round(time.monotonic() - began, 3)
-        self._crew.on_event("exited", worker=handle.name, pid=handle.pid, code=code, by=by, lost=lost, lived_s=lived_s)
+        self._nodes.on_event("exited", worker=handle.name, pid=handle.pid, code=code, by=by, lost=lost, lived_s=lived_s)

@@ -1,10 +1,10 @@
-"""How long it takes from asking for a worker to its first line of Python, with torch and transformers imported.
+"""Measure the time from requesting a worker to its first line of Python, with torch and transformers imported.
 
     OMP_NUM_THREADS=1 python -m windfall.fleet.start_time [REPEATS]
 
-Prints a line of JSON each for a fresh process and for one forked by the nursery: seconds, the median and the slowest,
-and the CPU time that a worker had used by then. The worker multiplies two matrices before it ends, so that a torch that
-does not survive the fork is seen.
+Prints one line of JSON for fresh processes and one for forked processes: the median and the slowest time in seconds,
+and the CPU time that a worker had used by then. The worker multiplies two matrices before it ends, to show that torch
+survives the fork.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 
 from windfall.fleet import process
 from windfall.fleet.base import Handle
-from windfall.fleet.nursery import Nursery
+from windfall.fleet.fork_client import ForkClient
 
 MODULES = ("torch", "transformers")
 WAIT_S = 120.0
 
 
 def worker() -> None:
-    """What is measured: it prints when it got here. The clock is the machine's, the same in all processes."""
+    """The measured program: prints when it got here. All processes of a machine share this clock."""
     import torch
     import transformers
 
@@ -37,12 +37,12 @@ def worker() -> None:
     print(json.dumps({"at": began, "cpu_s": cpu_s, "product": product, "version": transformers.__version__}))
 
 
-async def _measure(start: Handle, asked: float, log: Path) -> tuple[float, float]:
-    code = await asyncio.wait_for(start.wait(), WAIT_S)
-    told = json.loads(log.read_text().splitlines()[-1])
-    assert code == 0, f"the worker ended with {code}"
-    assert told["product"] == 64.0**3
-    return told["at"] - asked, told["cpu_s"]
+async def _measure(handle: Handle, requested: float, log: Path) -> tuple[float, float]:
+    code = await asyncio.wait_for(handle.wait(), WAIT_S)
+    report = json.loads(log.read_text().splitlines()[-1])
+    assert code == 0, f"the worker ended with status {code}"
+    assert report["product"] == 64.0**3
+    return report["at"] - requested, report["cpu_s"]
 
 
 def _report(how: str, times: list[tuple[float, float]], **more: float) -> None:
@@ -57,21 +57,20 @@ async def measure(repeats: int, folder: Path) -> None:
     code = "from windfall.fleet.start_time import worker; worker()"
     times: list[tuple[float, float]] = []
     for n in range(max(1, repeats // 10)):
-        asked, log = time.monotonic(), folder / f"fresh{n}.log"
+        requested, log = time.monotonic(), folder / f"fresh{n}.log"
         handle = await process.start(name=f"fresh{n}", argv=[sys.executable, "-c", code], env=env, log=log)
-        times.append(await _measure(handle, asked, log))
+        times.append(await _measure(handle, requested, log))
     _report("fresh", times)
     entry = "windfall.fleet.start_time:worker"
-    async with Nursery(entry=entry, modules=MODULES, log=folder / "nursery.log") as nursery:
+    async with ForkClient(entry=entry, modules=MODULES, log=folder / "fork_server.log") as client:
         began = time.monotonic()
-        await nursery.ready()
+        await client.ready()
         imports_s = time.monotonic() - began
         times = []
         for n in range(repeats):
-            asked, log = time.monotonic(), folder / f"forked{n}.log"
-            times.append(
-                await _measure(await nursery.start(name=f"forked{n}", argv=["worker"], env=env, log=log), asked, log)
-            )
+            requested, log = time.monotonic(), folder / f"forked{n}.log"
+            handle = await client.start(name=f"forked{n}", argv=["worker"], env=env, log=log)
+            times.append(await _measure(handle, requested, log))
     _report("forked", times, once_s=imports_s)
 
 

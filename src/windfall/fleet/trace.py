@@ -1,8 +1,8 @@
-"""Traces of availability: read, made up, cut and counted. Lists of `Change`; no clock.
+"""Availability traces, as lists of `Change`: reading, generating, cutting and summarizing them. Uses no clock.
 
-`synthetic` draws for every node, independently, how long it stays up and how long it stays away, both exponential with
-the means given. So a node that is up is lost at a rate of 3600 / mean_up_s per hour, whatever its age, and a node is up
-mean_up_s / (mean_up_s + mean_down_s) of the time, from the very start. One seed gives one trace.
+`synthetic` draws the up times and down times of every node independently from exponential distributions with the given
+means. So a node that is up is lost at a rate of 3600 / mean_up_s per hour at any age, and a node is up for the share
+mean_up_s / (mean_up_s + mean_down_s) of the time, from the start. The same seed gives the same trace.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windfall.errors import WindfallError
-from windfall.fleet.trace_formats import MOST_NODES, Change, check, parse, text
+from windfall.fleet.trace_formats import MAX_NODES, Change, check, parse
 
 __all__ = [
-    "Change", "Summary", "check", "first", "parse", "read", "resolve", "slots", "summary", "synthetic", "text",
+    "Change", "Summary", "check", "parse", "read", "resolve", "slots", "summary", "synthetic",
     "window",
 ]  # fmt: skip
 
-MOST_BYTES = 64 << 20
-MOST_CHANGES = 1_000_000
+MAX_BYTES = 64 << 20
+"""Largest trace file that is read."""
+MAX_CHANGES = 1_000_000
+"""Largest number of changes in a synthetic trace."""
 
 
 def read(path: Path) -> list[Change]:
-    """A trace file in any format of `formats.py`, recognised by its first line."""
+    """Read a trace file in any format of trace_formats.py. The first line decides which format it is."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            what = f"the trace has more than {MOST_BYTES >> 20} MiB"
-            raise WindfallError(what, where=str(path), fix="Cut out the part to be replayed.")
+        if path.stat().st_size > MAX_BYTES:
+            what = f"the trace is larger than {MAX_BYTES >> 20} MiB"
+            raise WindfallError(what, where=str(path), fix="Cut out the part to replay.")
         content = path.read_text(encoding="utf-8")
     except OSError as e:
         raise WindfallError(f"cannot read the trace: {e.strerror}", where=str(path), fix="Check the path.") from e
     except UnicodeDecodeError as e:
-        raise WindfallError(f"the trace is no text: {e}", where=str(path), fix="Use a text file.") from e
+        raise WindfallError(f"the trace is not UTF-8 text: {e}", where=str(path), fix="Use a text file.") from e
     return parse(content, str(path))
 
 
@@ -54,16 +56,17 @@ def resolve(*, nodes: int, file: Path | None, start_s: float, generate: Callable
 
 
 def synthetic(*, nodes: int, mean_up_s: float, mean_down_s: float, seconds: float, seed: int) -> list[Change]:
-    """At least one node is up at time 0: `n1`, if the draw leaves none."""
-    if not 1 <= nodes <= MOST_NODES:
-        raise WindfallError(f"{nodes} nodes", where="synthetic trace", fix=f"Use 1 to {MOST_NODES}.")
+    """Generate a trace. At least one node is up at time 0: if the draw leaves none up, `n1` is."""
+    if not 1 <= nodes <= MAX_NODES:
+        raise WindfallError(f"the number of nodes is {nodes}", where="synthetic trace", fix=f"Use 1 to {MAX_NODES}.")
     for what, value in (("mean_up_s", mean_up_s), ("mean_down_s", mean_down_s), ("seconds", seconds)):
         if not (math.isfinite(value) and value > 0):
             raise WindfallError(f"{what} is {value}", where="synthetic trace", fix="Use a number above 0.")
-    if 2 * nodes * seconds / (mean_up_s + mean_down_s) > MOST_CHANGES:
+    if 2 * nodes * seconds / (mean_up_s + mean_down_s) > MAX_CHANGES:
         raise WindfallError(
-            f"more than {MOST_CHANGES} changes", where="synthetic trace", fix="Use longer means or fewer seconds."
-        )
+            f"the trace would have more than {MAX_CHANGES} changes", where="synthetic trace",
+            fix="Use longer means or fewer seconds.",
+        )  # fmt: skip
     draws = [random.Random(f"{seed}/{k}") for k in range(nodes)]
     up_at_0 = [draw.random() < mean_up_s / (mean_up_s + mean_down_s) for draw in draws]
     if not any(up_at_0):
@@ -81,7 +84,7 @@ def synthetic(*, nodes: int, mean_up_s: float, mean_down_s: float, seconds: floa
 
 
 def window(changes: Sequence[Change], start_s: float, length_s: float) -> list[Change]:
-    """From `start_s` on, before `start_s + length_s`; what is up at the start comes up at time 0."""
+    """The changes from `start_s` up to `start_s + length_s`. Nodes that are up at the start come up at time 0."""
     up: dict[str, None] = {}
     for change in changes:
         if change.at_s > start_s:
@@ -96,17 +99,11 @@ def window(changes: Sequence[Change], start_s: float, length_s: float) -> list[C
     return [Change(at_s=0.0, node=node, up=True) for node in up] + later
 
 
-def first(changes: Sequence[Change], nodes: int) -> list[Change]:
-    """Only the first so many nodes that the trace names."""
-    names = list(dict.fromkeys(c.node for c in changes))[:nodes]
-    return [c for c in changes if c.node in set(names)]
-
-
 def slots(changes: Sequence[Change], count: int) -> list[Change]:
-    """At most `count` nodes at a time, named s1, s2, ...: for traces whose nodes never come back under their name.
+    """Map the nodes to `count` slots named s1, s2, ...: for traces whose nodes never return under the same name.
 
-    A node takes the lowest free slot when it comes up, and leaves it when it goes down; one that comes when none is
-    free is left out.
+    A node takes the lowest free slot when it comes up, and frees it when it goes down. A node that comes up while no
+    slot is free is left out.
     """
     held: dict[str, int] = {}
     free = set(range(1, count + 1))
@@ -126,26 +123,28 @@ def slots(changes: Sequence[Change], count: int) -> list[Change]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a trace amounts to over its first `seconds`."""
+    """Statistics of the first `seconds` of a trace."""
 
     seconds: float
     nodes: int
+    """Number of different nodes."""
     losses: int
     node_hours: float
     losses_per_node_hour: float
     mean_up: float
-    least_up: int
-    most_up: int
+    """Mean number of nodes that are up; `min_up` and `max_up` are the extremes."""
+    min_up: int
+    max_up: int
 
 
 def summary(changes: Sequence[Change], seconds: float) -> Summary:
     if not (math.isfinite(seconds) and seconds > 0):
-        raise WindfallError(f"a summary over {seconds} s", where="trace", fix="Use a number above 0.")
+        raise WindfallError(f"cannot summarize {seconds} s of a trace", where="trace", fix="Use a number above 0.")
     seen = [c for c in changes if c.at_s < seconds]
     up, node_s, at_s = 0, 0.0, 0.0
     counts: list[int] = []
     for moment_s, step in [*((c.at_s, 1 if c.up else -1) for c in seen), (seconds, 0)]:
-        if moment_s > at_s:  # several changes at one moment are one
+        if moment_s > at_s:  # several changes at one moment count as one
             counts.append(up)
         node_s += up * (moment_s - at_s)
         up, at_s = up + step, moment_s
@@ -157,6 +156,6 @@ def summary(changes: Sequence[Change], seconds: float) -> Summary:
         node_hours=node_s / 3600,
         losses_per_node_hour=losses * 3600 / node_s if node_s else 0.0,
         mean_up=node_s / seconds,
-        least_up=min(counts),
-        most_up=max(counts),
+        min_up=min(counts),
+        max_up=max(counts),
     )

@@ -10,6 +10,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from windfall.backoff import delay_s
 from windfall.errors import WindfallError
 
 CHECK_S = 1.0
@@ -94,7 +95,7 @@ class TrainerFailures:
         """
         self.count = 1 if newest_step > self._newest_step else self.count + 1
         self._newest_step = max(newest_step, self._newest_step)
-        return FIRST_DELAY_S * 5 ** (self.count - 1) if self.count < MAX_FAILURES else None
+        return delay_s(self.count - 1, first_s=FIRST_DELAY_S, factor=5.0) if self.count < MAX_FAILURES else None
 
     def final_error(self, error: WindfallError) -> WindfallError:
         """The last error with the number of failures, to end the run with."""

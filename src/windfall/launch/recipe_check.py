@@ -14,7 +14,7 @@ from windfall import algorithms
 from windfall import run_folder as folders
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.envs.base import EnvHost
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
@@ -45,7 +45,7 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    host, o = hosted(recipe.env, recipe.run.seed), recipe.rollout
+    host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = check_context(recipe, task)
     return f"{report}; {unchecked}" if unchecked else report
@@ -91,7 +91,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
 
 
 async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
-    async with hosted(recipe.env, recipe.run.seed) as env:
+    async with env_host(recipe.env, recipe.run.seed) as env:
         return await prompt_lengths(env, recipe, text)
 
 

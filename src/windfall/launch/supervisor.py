@@ -29,8 +29,8 @@ from windfall.errors import WindfallError, report_failure
 from windfall.events import log
 from windfall.fleet import process
 from windfall.fleet.base import Handle, Provider
+from windfall.fleet.fork_client import ForkClient
 from windfall.fleet.local import LocalProvider
-from windfall.fleet.nursery import Nursery
 from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import invitation
 from windfall.launch.autoscale import Autoscaler
@@ -85,7 +85,7 @@ class Supervisor:
         environment = {**os.environ, "WINDFALL_TOKEN": self._token}
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
-        nursery = Nursery(
+        nursery = ForkClient(
             entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:preload_run:{self.folder}"],
             log=self.folder / "nursery.log", env=environment,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Supervisor:
             raise self._error
         return bool(self._end and self._end.get("finished"))
 
-    async def _run_processes(self, nursery: Nursery, environment: dict[str, str]) -> None:
+    async def _run_processes(self, nursery: ForkClient, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.cli", "_controller", str(self.folder)]
 
         async def controller() -> Handle:
@@ -162,7 +162,7 @@ class Supervisor:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
                     raise WindfallError(what, where=str(self.folder), fix=f"Check the free memory, and see {role}.log.")
                 self._notice(f"the {role} {how}; restarting it")
-                await asyncio.sleep(min(5.0, 0.1 * 2**quick))
+                await asyncio.sleep(backoff.delay_s(quick, first_s=0.1, limit_s=5.0))
         finally:
             if handle is not None and handle.running:
                 await asyncio.shield(handle.terminate(3.0 if role == "controller" else 0.0))
@@ -208,7 +208,7 @@ class Supervisor:
             self._trainer.kill()
         path.unlink(missing_ok=True)
 
-    async def _providers(self, nursery: Nursery, environment: dict[str, str]) -> list[Provider]:
+    async def _providers(self, nursery: ForkClient, environment: dict[str, str]) -> list[Provider]:
         f, t = self.recipe.fleet, self.recipe.trace
 
         async def spawn(name: str, lease: Lease) -> Handle:
@@ -314,7 +314,7 @@ class Supervisor:
             self._console.notice(line)
 
     @contextlib.asynccontextmanager
-    async def _handling_signals(self, nursery: Nursery) -> AsyncIterator[None]:
+    async def _handling_signals(self, nursery: ForkClient) -> AsyncIterator[None]:
         """The first Ctrl-C or SIGTERM asks the run to stop and save; the second ends it at once."""
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()

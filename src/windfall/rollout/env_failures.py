@@ -38,7 +38,7 @@ class EnvFailures:
         """Count a task that could not be used. Raises WindfallError after SKIPPED_IN_A_ROW of them."""
         self.skipped += 1
         self._in_a_row += 1
-        if count := self._tasks.hear(e.cause, e.error, e.traceback):
+        if count := self._tasks.record(e.cause, e.error, e.traceback):
             self._log("task_skipped", e, count, task=index)
         if self._in_a_row >= SKIPPED_IN_A_ROW:
             raise self._fatal(f"{self._in_a_row} tasks in a row could not be used", self._tasks)
@@ -46,7 +46,7 @@ class EnvFailures:
     def miss(self, response: str, e: EnvFailed) -> None:
         """Count a response without a reward."""
         self.missing += 1
-        if count := self._rewards.hear(e.cause, e.error, e.traceback):
+        if count := self._rewards.record(e.cause, e.error, e.traceback):
             self._log("reward_missing", e, count, response=response)
 
     def no_rewards(self, what: str) -> WindfallError:

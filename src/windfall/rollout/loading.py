@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from windfall import backoff
 from windfall.cost.accounts import Accounts
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Malformed
@@ -74,5 +75,5 @@ class Loading:
         if member.failed >= LOAD_TRIES:
             self._drain(member.id, f"failed to load the weights {member.failed} times: {message.why[:MAX_CHARS]}")
         else:
-            delay_s = min(10.0, 0.25 * 2**member.failed)
+            delay_s = backoff.delay_s(member.failed, first_s=0.25, limit_s=10.0)
             asyncio.get_running_loop().call_later(delay_s, self.retry, member.id)

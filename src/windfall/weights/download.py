@@ -16,6 +16,7 @@ from typing import NoReturn, TypeVar
 
 import xxhash
 
+from windfall.backoff import delay_s
 from windfall.weights.connection import Address, Connection, ConnectionBroken, PullDamaged, PullFailed, PullGone
 
 PIECE_BYTES = 1 << 20
@@ -42,7 +43,7 @@ class Retry:
         if self.failures >= self.tries:
             raise PullFailed(f"{what}: {why}; no byte in {self.tries} attempts") from why
         self.total += 1
-        self.stop.wait(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self.failures - 1)))
+        self.stop.wait(delay_s(self.failures - 1, first_s=FIRST_WAIT_S, limit_s=LONGEST_WAIT_S))
         if self.stopped():
             raise PullFailed(f"{what}: stopped") from why
 

@@ -1,12 +1,13 @@
-"""A worker: dials the controller, shows that it may join, builds the engine, serves, dials again when the link ends.
+"""A worker: connects to the controller, authenticates, builds the engine, serves, and reconnects when the link ends.
 
-    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ session: pull the weights ──▶ Loaded, serve ──▶ dial again, or end
+    dial ──▶ Challenge ──▶ Hello ──▶ Welcome ──▶ session: pull the weights ──▶ Loaded, serve ──▶ dial again, or exit
                               │          └─ once ─▶ build the engine ──▶┘
-                              └───▶ Refused: end (or later, again)
+                              └───▶ Refused: exit (or retry later)
 
-It ends when the controller sends it away or refuses it, when its machine is about to be taken (Notice), or when no
-controller has answered for `patience_s`. Weights and engine outlive a link: after a glitch it is ready again at once,
-also when it was warned: it works until its last seconds, and tells every controller how many are left.
+A worker exits when the controller drains or refuses it, when its machine is about to be preempted (Notice), or when no
+controller has answered for `patience_s`. Weights and engine outlive a link, so after a short outage the worker is ready
+immediately. That also holds after a preemption notice: the worker runs until its last seconds, and reports to every
+controller how many seconds are left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from windfall import backoff
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.link import handshake
@@ -34,14 +36,16 @@ from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.socket import Dialer, SocketLink
 from windfall.types import Lease
-from windfall.worker import preemption as notices
+from windfall.worker import preemption
 from windfall.worker.engine_thread import EngineThread
 from windfall.worker.session import PulledWeights, Session, Stalled
 
-TELL_S = 0.5
-"""For the controller to hear why a worker refuses the run's model."""
+REFUSAL_REPORT_S = 0.5
+"""Seconds in which to report to the controller that this worker cannot run the model."""
 LEAVE_S = 10.0
-"""After a warning, the controller has so long to send it away."""
+"""Seconds that the controller has to drain this worker after a preemption notice."""
+REFUSED_FAILURES = 2
+"""A temporary refusal counts as at most this many failures, so that the next attempt comes after about 0.5 s."""
 
 
 class Agent:
@@ -61,71 +65,73 @@ class Agent:
         address: Callable[[], str] | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
-        """`build` makes (engine, slots), in the engine's thread, while the weights are pulled; `puller` is a
-        weights.pull.Puller; `boot` says how long imports and building took, once that is over; `address` says where
-        the controller listens now, if that may change."""
+        """`build` returns (engine, slots); it runs in the engine's thread while the weights are pulled. `puller` is a
+        weights.pull.Puller. `boot` returns how long imports and building took, once they are done. `address` returns
+        the current URL of the controller, if it can change."""
         self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
         self._model, self._address = model, address
         self._host: EngineThread | None = None
-        self._boot, self._told = boot, False
+        self._boot, self._boot_reported = boot, False
         self._held: tuple[int, str] = (-1, "")
         self._session: Session | None = None
         self._refused = False
-        """This worker cannot run the model: it tells the run and leaves."""
+        """True if this worker cannot run the model. It reports that to the controller and exits."""
         self._notice: m.Notice | None = None
-        """What it was warned of, with the least time left,"""
-        self._taken_s = math.inf
-        """and when that comes to pass (monotonic clock)."""
+        """The preemption notice with the least time left."""
+        self._preempted_at_s = math.inf
+        """When the machine will be preempted according to that notice (monotonic clock, seconds)."""
         self._end: asyncio.Future[int]
 
     async def run(self, clouds: Any = ()) -> int:
-        """Until it ends; the exit status: 0 sent away, 1 no controller or a broken engine, 3 refused."""
+        """Run the worker. Returns its exit status: 0 drained, 1 no controller or broken engine, 3 refused. `clouds` are
+        the metadata services to watch for preemption notices."""
         self._end = asyncio.get_running_loop().create_future()
-        watching = asyncio.create_task(notices.watch(self.warned, clouds=clouds)) if clouds else None
-        living = asyncio.create_task(self._live())
+        watching = asyncio.create_task(preemption.watch(self.warned, clouds=clouds)) if clouds else None
+        serving = asyncio.create_task(self._serve_links())
         if watching is not None:
-            watching.add_done_callback(self._watched)
+            watching.add_done_callback(self._watch_ended)
         try:
-            await asyncio.wait([living, self._end], return_when=asyncio.FIRST_COMPLETED)
-            return self._end.result() if self._end.done() else living.result()
+            await asyncio.wait([serving, self._end], return_when=asyncio.FIRST_COMPLETED)
+            return self._end.result() if self._end.done() else serving.result()
         finally:
-            for task in (living, watching):
+            for task in (serving, watching):
                 if task is not None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
             await self._dialer.close()
 
-    def _watched(self, watching: asyncio.Task[None]) -> None:
-        """No cloud is here, which is all right; or one was asked for that there is not."""
+    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """The watch ended without an error if this machine is on no cloud, and with one if a cloud name is unknown."""
         if not watching.cancelled() and (error := watching.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 
-    def warned(self, notice: notices.PreemptionNotice) -> None:
-        """The machine will be taken: tell the controller, which sends this worker away in time."""
+    def warned(self, notice: preemption.PreemptionNotice) -> None:
+        """The machine will be preempted: report it to the controller, which drains this worker in time."""
         self._say(f"warned by {notice.source}: {notice.detail}")
         if notice.advice:
             return
-        loop = asyncio.get_running_loop()
-        told, left_s = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail), notice.left_s or 0.0
+        loop, left_s = asyncio.get_running_loop(), notice.left_s or 0.0
+        message = m.Notice(source=notice.source, left_s=notice.left_s, detail=notice.detail)
         built = self._host is not None and self._host.built
         if not built or (self._session is None and left_s < LEAVE_S):
-            self._finish(0)  # nothing to hand over, or nobody to tell in time
+            self._finish(0)  # there is nothing to hand over, or no link on which to report the notice in time
             return
-        if time.monotonic() + left_s < self._taken_s:
-            self._notice, self._taken_s = told, time.monotonic() + left_s
-        if self._session is not None:  # the next session says it otherwise
-            self._session.say(told)
+        if time.monotonic() + left_s < self._preempted_at_s:
+            self._notice, self._preempted_at_s = message, time.monotonic() + left_s
+        if self._session is not None:  # otherwise the next session sends it
+            self._session.say(message)
         loop.call_later(left_s + LEAVE_S, self._finish, 0)
 
     def _finish(self, code: int) -> None:
         if not self._end.done():
             self._end.set_result(code)
 
-    async def _live(self) -> int:
-        alone_s, wait_s, said = time.monotonic(), 0.2, ""
+    async def _serve_links(self) -> int:
+        """Connect and serve, one link after another. Returns the exit status."""
+        alone_s, failures, last_line = time.monotonic(), 0, ""
         while True:
             if self._address is not None:
                 self._dialer.url = self._address()
@@ -133,9 +139,9 @@ class Agent:
                 link = await self._dialer.dial(handshake.TIMEOUT_S)
                 try:
                     welcome = await self._handshake(link)
-                    alone_s, wait_s = time.monotonic(), 0.2
-                    why = await self._attend(link, welcome)
-                    self._say(f"sent away: {why}")
+                    failures = 0
+                    why = await self._serve_link(link, welcome)
+                    self._say(f"drained: {why}")
                     return 0
                 finally:
                     alone_s = time.monotonic()
@@ -144,25 +150,26 @@ class Agent:
                 if not e.again:
                     self._say(f"refused: {e}")
                     return 3
-                if (line := f"refused for now: {e}") != said:  # the same again and again is said once
-                    said = line
+                if (line := f"refused for now: {e}") != last_line:  # print repeats once
+                    last_line = line
                     self._say(line)
-                wait_s = min(wait_s, 0.5)
+                failures = min(failures, REFUSED_FAILURES)
             except Stalled as e:
                 self._say(str(e))
                 return 1
             except LinkClosed as e:
-                if self._refused or time.monotonic() + LEAVE_S > self._taken_s:
+                if self._refused or time.monotonic() + LEAVE_S > self._preempted_at_s:
                     self._say(f"no link: {e}; leaving")
                     return 3 if self._refused else 0
-                if str(e) != said:
-                    said = str(e)
-                    self._say(f"no link: {e}; dialling again for {self._patience_s:g} s")
+                if str(e) != last_line:
+                    last_line = str(e)
+                    self._say(f"no link: {e}; reconnecting for up to {self._patience_s:g} s")
             if time.monotonic() - alone_s > self._patience_s:
                 self._say(f"waited {self._patience_s:g} s for a controller at {self._dialer.url}")
                 return 1
-            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # not all workers of a fleet at once
-            wait_s = min(5.0, wait_s * 1.6)
+            wait_s = backoff.delay_s(failures, first_s=0.2, factor=1.6, limit_s=5.0)
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # spread the retries of a fleet over time
+            failures += 1
 
     async def _handshake(self, link: SocketLink) -> m.Welcome:
         version, digest = self._held
@@ -175,15 +182,17 @@ class Agent:
         except handshake.ControllerUnverified as e:
             raise JoinRefused(str(e), again=False) from e
 
-    async def _attend(self, link: SocketLink, welcome: m.Welcome) -> str:
+    async def _serve_link(self, link: SocketLink, welcome: m.Welcome) -> str:
+        """Serve one link until it ends. Returns why the controller drained this worker."""
         host = self._host or self._make_host(welcome)
         session = self._session = Session(
-            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s, boot=self._started,
-            pulled=lambda: getattr(self._puller, "bytes_received", 0),
+            link, host, self._pull, heartbeat_s=welcome.heartbeat_s, stalled_s=welcome.stalled_s,
+            boot=self._report_boot, pulled_bytes=lambda: getattr(self._puller, "bytes_received", 0),
         )  # fmt: skip
         session.held = self._held
         if self._notice is not None:
-            session.say(msgspec.structs.replace(self._notice, left_s=max(0.0, self._taken_s - time.monotonic())))
+            left_s = max(0.0, self._preempted_at_s - time.monotonic())
+            session.say(msgspec.structs.replace(self._notice, left_s=left_s))
         self._say(f"joined as {welcome.worker}")
         try:
             return await session.serve()
@@ -191,21 +200,22 @@ class Agent:
             self._held, self._session = session.held, None
 
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
-        """Building takes a while, and goes on if the link ends. The session pulls and sends heartbeats meanwhile."""
+        """Start building the engine, which continues if the link ends. Meanwhile the session pulls and sends
+        heartbeats."""
         self._model = welcome.model
         host = self._host = EngineThread(None, make=lambda: self._build(welcome.engine))
         loop = asyncio.get_running_loop()
-        host.start(lambda: loop.call_soon_threadsafe(self._broken) and None)
+        host.start(lambda: loop.call_soon_threadsafe(self._engine_failed) and None)
         return host
 
-    def _started(self) -> m.LoadTimes:
-        """What the start of this process has cost, once."""
-        if self._told:
+    def _report_boot(self) -> m.LoadTimes:
+        """How long the start of this process took. Only the first call reports it."""
+        if self._boot_reported:
             return m.LoadTimes()
-        self._told = True
+        self._boot_reported = True
         return msgspec.structs.replace(self._boot(), age_s=process.age_s())
 
-    def _broken(self) -> None:
+    def _engine_failed(self) -> None:
         assert self._host is not None
         error = self._host.failed
         if self._host.built:
@@ -214,23 +224,24 @@ class Agent:
         elif isinstance(error, WindfallError):
             self._say(f"refused: {error}")
             self._refused = True
-            if self._session is not None:  # the run must hear of it: nobody reads the log of a worker that is gone
+            if self._session is not None:  # report it to the run, because the log of a lost worker is rarely read
                 self._session.say(m.Left(why=str(error), refused=True))
-            asyncio.get_running_loop().call_later(TELL_S, self._finish, 3)
+            asyncio.get_running_loop().call_later(REFUSAL_REPORT_S, self._finish, 3)
         elif error is not None and not self._end.done():
-            self._end.set_exception(error)  # nobody expected it
+            self._end.set_exception(error)  # an unexpected error
 
     def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
-        """In a thread. The tensors are views on the puller's buffer, taken over by the engine before the next pull."""
+        """Runs in a thread. The tensors are views of the puller's buffer; the engine copies them before the next
+        pull."""
         before = self._puller.bytes_received
         session = self._session
-        held = session is not None and session.held[1] == load.digest  # by the engine, not only by the puller
-        manifest = self._puller.pull(self._reach(load.url), load.version, load.digest, stop=give_up)
-        moved = self._puller.bytes_received - before
-        return PulledWeights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=moved)
+        held = session is not None and session.held[1] == load.digest  # held by the engine, not only by the puller
+        manifest = self._puller.pull(self._weights_url(load.url), load.version, load.digest, stop=give_up)
+        received = self._puller.bytes_received - before
+        return PulledWeights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=received)
 
-    def _reach(self, url: str) -> str:
-        """`_` stands for the controller's host, as it was dialled."""
+    def _weights_url(self, url: str) -> str:
+        """Replace the host `_` by the host at which this worker reached the controller."""
         parts = urlsplit(url)
         if parts.hostname != "_":
             return url

@@ -1,8 +1,9 @@
-"""From what the controller says to an engine. The model is built from its configuration; its weights are pulled.
+"""Builds the engine that the controller's EngineSpec describes. The model is built from its configuration; its weights
+are pulled later.
 
-On a GPU, models that `windfall.engine.cuda` knows are run by `GraphEngine`; all others, and everything on a CPU, by
-`TorchEngine`. A worker's `GraphEngine` needs no transformers, which takes seconds to import: where the configuration
-says all there is to know, nothing here imports it.
+On a GPU, `GraphEngine` runs the models that `windfall.engine.cuda` supports. `TorchEngine` runs all other models, and
+everything on a CPU. A worker's `GraphEngine` does not need transformers, which takes seconds to import: if the
+configuration is sufficient, nothing here imports it.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from windfall.models import load
 from windfall.selftest import shrink, verdict
 
 
-def model_for(spec: EngineSpec, device: str) -> Any:
-    """A module with weights that mean nothing yet: for a GPU, if that is enough, their places alone."""
+def build_model(spec: EngineSpec, device: str) -> Any:
+    """Build a module without meaningful weights. If `GraphEngine` will run it, only the weight skeleton is built."""
     import torch
 
     fields = json.loads(spec.model_config)
-    if device.startswith("cuda") and unwanted(spec) is None:
+    if device.startswith("cuda") and cuda_engine_disabled(spec) is None:
         from windfall.engine.cuda import skeleton
 
         why = skeleton.unsupported_reason(fields)
         if why is None:
             return skeleton.ModelSkeleton(fields, dtype=getattr(torch, spec.dtype), device=device)
-        print(f"transformers builds the model, which takes a while: {why}", file=sys.stderr, flush=True)
-    return whole(fields, spec.dtype, device)
+        print(f"building the model with transformers, which takes longer: {why}", file=sys.stderr, flush=True)
+    return build_full_model(fields, spec.dtype, device)
 
 
-def whole(fields: dict[str, Any], dtype: str, device: str) -> Any:
-    """The transformers module."""
+def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
+    """Build the transformers module."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,20 +47,21 @@ def whole(fields: dict[str, Any], dtype: str, device: str) -> Any:
     how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention.NAME}
     try:
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        model = hollow(config, device, **how)
+        model = build_uninitialized(config, device, **how)
         if model is None:
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, **how)
     except ValueError as e:
-        raise WindfallError(f"the run's model cannot be built here: {e}", fix="Install the run's transformers.") from e
-    except Exception as e:  # fault boundary: model code of any kind
+        fix = "Install the transformers version of the run."
+        raise WindfallError(f"the run's model cannot be built here: {e}", fix=fix) from e
+    except Exception as e:  # fault boundary: model code may raise anything
         raise load.unsupported(e, "model.path") from e
     return model.to(device).eval()
 
 
-def hollow(config: Any, device: str, **how: Any) -> Any:
-    """The module without the time it takes to give it random weights; None if it computes anything but the rotary
-    frequencies when it is made, since that would be lost, too."""
+def build_uninitialized(config: Any, device: str, **how: Any) -> Any:
+    """Build the module without spending time on random weights. None if the module computes other buffers than the
+    rotary frequencies when it is created, because those would be lost."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -70,14 +72,14 @@ def hollow(config: Any, device: str, **how: Any) -> Any:
     if {name for name, _ in model.named_buffers()} != known:
         return None
     model.to_empty(device=device)
-    model.tie_weights()  # each of the tied ones got memory of its own
+    model.tie_weights()  # each of the tied weights got its own memory
     if rotary is not None:
         model.model.rotary_emb = type(rotary)(config=model.config).to(device)
     return model
 
 
 def token_bytes(model: Any) -> int:
-    """What the KV cache holds of one token."""
+    """Bytes of KV cache per token."""
     from windfall.engine.cuda import skeleton
 
     config = model.config
@@ -88,8 +90,9 @@ def token_bytes(model: Any) -> int:
     return sum(s.elements for s in cache_shapes(model)) * model.dtype.itemsize
 
 
-def sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
-    """(responses at once, tokens in the KV cache), from what was asked for or from this machine's memory."""
+def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
+    """(responses decoded at once, tokens in the KV cache), as the spec says or as fits into the memory of this machine.
+    `share` is the share of the free memory that the KV cache may use."""
     running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
     if spec.kv_tokens:
         return running, spec.kv_tokens
@@ -97,45 +100,46 @@ def sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tupl
     fits = min(max(2, running) * spec.longest, int(free * share) // token_bytes)
     if fits < spec.longest:
         raise WindfallError(
-            f"the KV cache may have {share:.0%} of the {free / 2**30:.1f} GiB that are free on {device}, which is room "
+            f"the KV cache may use {share:.0%} of the {free / 2**30:.1f} GiB that are free on {device}, which is room "
             f"for {fits} tokens; one response may have {spec.longest}", where="fleet.worker_memory",
             fix="Raise it, run fewer workers on this machine, or lower rollout.max_tokens.",
         )  # fmt: skip
     return running, fits
 
 
-def engine_for(
+def build_engine(
     spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int]:
-    """An engine on this device that takes at most `share` of its free memory, and how many responses it runs at once.
-    `model`: use this one. Nobody else may use it meanwhile: a GPU engine lays its weights out anew."""
-    return timed(spec, device, model=model, share=share, version=version)[:2]
+    """Build an engine on this device that uses at most `share` of its free memory. Returns the engine and the number of
+    responses that it decodes at once. If `model` is given, the engine uses it; no other code may use it meanwhile,
+    because a GPU engine changes the layout of its weights."""
+    return build_engine_timed(spec, device, model=model, share=share, version=version)[:2]
 
 
-def timed(
+def build_engine_timed(
     spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int, LoadTimes]:
-    """The same, and how long its parts took."""
+    """Like `build_engine`, but also returns how long the parts took."""
     import torch
 
     try:
-        return _timed(spec, device, model, share, version)
+        return _build_engine(spec, device, model, share, version)
     except torch.OutOfMemoryError as e:
-        said = str(e).partition(". ")[0]
+        why = str(e).partition(". ")[0]
         fix = "Run fewer workers on this GPU, or lower fleet.worker_memory or engine.kv_tokens."
-        raise WindfallError(f"not enough memory for the engine: {said}", where=device, fix=fix) from e
+        raise WindfallError(f"not enough memory for the engine: {why}", where=device, fix=fix) from e
 
 
-def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
+def _build_engine(spec: EngineSpec, device: str, given: Any, share: float, version: int) -> tuple[Any, int, LoadTimes]:
     began_s = time.monotonic()
-    model = model_for(spec, device) if given is None else given
-    check(spec, device, model)
-    why = "it is not a GPU" if not device.startswith("cuda") else unfit(spec, model)
+    model = build_model(spec, device) if given is None else given
+    self_test(spec, device, model)
+    why = "it is not a GPU" if not device.startswith("cuda") else cuda_engine_refusal(spec, model)
     if device == "cpu":
         choose_matmul_library(model, deterministic=spec.deterministic)
-    # One at a time looks how much is free, and takes its part of it.
+    # Only one process at a time may measure the free memory and allocate its share.
     with gpu_memory_lock(device):
-        running, kv_tokens = sizes(spec, token_bytes(model), device, share)
+        running, kv_tokens = engine_sizes(spec, token_bytes(model), device, share)
         how: dict[str, Any] = {
             "kv_tokens": kv_tokens, "page_size": spec.page_size, "max_running": running, "max_rows": spec.max_rows,
             "version": version,
@@ -143,28 +147,29 @@ def _timed(spec: EngineSpec, device: str, given: Any, share: float, version: int
         engine = _graph_engine(spec, model, how) if why is None else None
     if engine is not None:
         built_s = time.monotonic()
-        why = _warmed(engine, running, spec.longest)
+        why = _warm_up(engine, running, spec.longest)
         if why is None:
             return engine, running, LoadTimes(build_s=built_s - began_s, warm_s=time.monotonic() - built_s)
         engine.sleep()
         del engine
-        model = whole(json.loads(spec.model_config), spec.dtype, device) if given is None else given
+        model = build_full_model(json.loads(spec.model_config), spec.dtype, device) if given is None else given
     from windfall.engine.torch.engine import TorchEngine
 
     if device.startswith("cuda"):
-        print(f"the slower engine runs this model: {why}", file=sys.stderr, flush=True)
-    slower = TorchEngine(model, **how, deterministic=spec.deterministic)
-    # What was tested holds up to there; a later prompt may be longer than those that the run has seen.
-    slower.limit = min(slower.limit, shrink.fixed_rope_tokens(json.loads(spec.model_config)) or slower.limit)
-    return slower, running, LoadTimes(build_s=time.monotonic() - began_s)
+        print(f"using the slower engine for this model: {why}", file=sys.stderr, flush=True)
+    torch_engine = TorchEngine(model, **how, deterministic=spec.deterministic)
+    # The self-test is valid up to this length; a later prompt may be longer than those that the run has seen.
+    limit = shrink.fixed_rope_tokens(json.loads(spec.model_config))
+    torch_engine.limit = min(torch_engine.limit, limit or torch_engine.limit)
+    return torch_engine, running, LoadTimes(build_s=time.monotonic() - began_s)
 
 
-def check(spec: EngineSpec, device: str, model: Any) -> str:
-    """Raise WindfallError unless the engine that runs this model here computes what transformers computes: see
-    selftest. Returns what to tell workers, who need not find it out again where they have the same code and device."""
+def self_test(spec: EngineSpec, device: str, model: Any) -> str:
+    """Raise WindfallError unless the engine for this model and device computes the same as transformers (see selftest).
+    Returns a record for the workers: those with the same code and device need not repeat the test."""
 
     def make(small: Any, **how: Any) -> Any:
-        if device.startswith("cuda") and unfit(spec, small) is None:
+        if device.startswith("cuda") and cuda_engine_refusal(spec, small) is None:
             from windfall.engine.cuda.engine import GraphEngine
 
             return GraphEngine(small, **how)
@@ -181,13 +186,13 @@ def check(spec: EngineSpec, device: str, model: Any) -> str:
 def _graph_engine(spec: EngineSpec, model: Any, how: dict[str, Any]) -> Any:
     from windfall.engine.cuda.engine import GraphEngine
 
-    # What is known of the longest is from the first tasks; the tables have room for whatever cache and model do.
+    # `spec.longest` is only known from the first tasks, so the tables have room for what the cache and the model allow.
     positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
     return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
 
 
-def _warmed(engine: Any, running: int, longest: int) -> str | None:
-    """None; or why its kernels cannot run here."""
+def _warm_up(engine: Any, running: int, longest: int) -> str | None:
+    """Compile the kernels and capture the graphs. Returns why the kernels cannot run here, or None."""
     from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
 
     try:
@@ -197,17 +202,17 @@ def _warmed(engine: Any, running: int, longest: int) -> str | None:
     return None
 
 
-def unfit(spec: EngineSpec, model: Any) -> str | None:
-    """Why the GPU engine cannot run it; None: it can."""
+def cuda_engine_refusal(spec: EngineSpec, model: Any) -> str | None:
+    """Why the GPU engine cannot run this model, or None if it can."""
     from windfall.engine.cuda.decoder import unsupported_reason
 
-    return unwanted(spec) or unsupported_reason(model)
+    return cuda_engine_disabled(spec) or unsupported_reason(model)
 
 
-def unwanted(spec: EngineSpec) -> str | None:
-    """Why the GPU engine is not to run this, whatever the model."""
+def cuda_engine_disabled(spec: EngineSpec) -> str | None:
+    """Why the GPU engine must not run any model with this spec, or None if it may."""
     if spec.deterministic:
-        return "run.deterministic asks for the same bits"
+        return "run.deterministic is set"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     return None

@@ -2,8 +2,9 @@
 
     orders (a queue) ──▶ [ orders │ step │ frame ] ──▶ emit(message)
 
-The thread alone touches the engine, and makes it, if it is not there yet; orders wait meanwhile. When there is nothing
-to make, it waits for orders; and in `emit` when nobody takes its frames: no more tokens are made than can be sent.
+Only this thread touches the engine. It also builds the engine if needed; orders wait until that is done. It waits for
+orders when there is nothing to generate, and in `emit` when frames are not sent fast enough: no more tokens are
+generated than can be sent.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from typing import Any
 
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
-from windfall.link.messages import Rejected, Released, Stats, Work
-from windfall.types import Request
-from windfall.worker.frame import frame
+from windfall.link.messages import Rejected, Released, Stats, Tokens, Work
+from windfall.types import Chunk, Request
 
 Emit = Callable[[object], None]
 Make = Callable[[], tuple[Engine, int]]
-"""An engine, and how many responses it runs at once."""
+"""Returns an engine, and the number of responses that it decodes at once."""
 
 
 class EngineThread:
     def __init__(self, engine: Engine | None, slots: int = 0, *, make: Make | None = None) -> None:
-        """`make`, where there is no engine yet, is called in the engine's thread."""
-        assert (engine is None) == (make is not None), "an engine, or a way to make one"
+        """Takes an engine, or `make`, which builds it in the engine's thread."""
+        assert (engine is None) == (make is not None), "give an engine, or a function that makes one"
         self._engine, self.slots, self._make = engine, slots, make
         self.failed: BaseException | None = None
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._emit: Emit = lambda message: None
         self._running: set[int] = set()
         self._paused = False
-        self._made = self._steps = 0
+        self._generated = self._steps = 0
         self._stepped_s = time.monotonic()
+        """When the last step ended, or when the engine last got something to do."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._on_failure: Callable[[], None] = lambda: None
 
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
-        """`on_failure` is called, in the engine's thread, if the engine raises: this host is then of no more use."""
+        """`on_failure` is called in the engine's thread if the engine raises. This object is useless after that."""
         self._on_failure = on_failure
         self._thread.start()
 
@@ -52,32 +53,32 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None, "orders wait until the engine is there"
+        assert self._engine is not None, "orders wait until the engine is built"
         return self._engine
 
     @property
     def longest(self) -> int:
-        """The most tokens of one response, its prompt included, that the engine has room for; 0: it does not say."""
+        """Maximum number of tokens of one response, including its prompt, that fit into the engine; 0 if unknown."""
         return getattr(self._engine, "limit", 0)
 
     @property
-    def excused(self) -> bool:
-        """The engine waits for whoever shares its weights, which may take any time."""
+    def waiting_for_trainer(self) -> bool:
+        """Whether the engine waits for the trainer that shares its weights. This may take any length of time."""
         return bool(getattr(self._engine, "waiting", False))
 
-    # orders; each takes effect between two steps
+    # Orders. Each takes effect between two steps.
 
     def attach(self, emit: Emit) -> None:
-        """A new link: whatever was running is forgotten, and frames go to `emit` from now on."""
+        """Begin a new link: drop all running responses, and send frames to `emit` from now on."""
 
         def order() -> None:
-            self._forget()
+            self._drop_all()
             self._emit, self._paused = emit, False
 
         self._orders.put(order)
 
     def detach(self) -> None:
-        self._orders.put(self._forget)
+        self._orders.put(self._drop_all)
 
     def add(self, work: Iterable[Work]) -> None:
         def order() -> None:
@@ -90,7 +91,7 @@ class EngineThread:
         self._orders.put(lambda: self._drop(handles))
 
     def release(self, handles: tuple[int, ...]) -> None:
-        """Give up these. Their tokens have been emitted; that is confirmed after them."""
+        """Give up these responses. All their tokens are emitted before the confirmation."""
 
         def order() -> None:
             self._drop(handles)
@@ -104,7 +105,7 @@ class EngineThread:
         def order() -> None:
             try:
                 self.engine.swap(version, weights)
-            except (WindfallError, RuntimeError) as e:  # the weights do not fit this model
+            except (WindfallError, RuntimeError) as e:  # the weights do not match this model
                 done(e)
             else:
                 done(None)
@@ -119,10 +120,10 @@ class EngineThread:
         self._orders.put(order)
 
     def finish(self, done: Callable[[], None]) -> None:
-        """Make no more tokens; `done` after the last frame."""
+        """Stop generating. `done` is called after the last frame."""
 
         def order() -> None:
-            self._forget()
+            self._drop_all()
             done()
 
         self._orders.put(order)
@@ -132,25 +133,25 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def stats(self) -> Stats:
-        """Safe from any thread; the numbers may be a step old."""
+        """Can be called from any thread. The numbers may be one step old."""
         engine = self._engine
         running = 0 if engine is None else len(engine)
-        waits = running > 0 and not self._paused and not self.excused
+        step_due = running > 0 and not self._paused and not self.waiting_for_trainer
         counters = getattr(engine, "counters", None)
         return Stats(
-            running=running, made=self._made, steps=self._steps,
-            idle_s=time.monotonic() - self._stepped_s if waits else 0.0,
+            running=running, made=self._generated, steps=self._steps,
+            idle_s=time.monotonic() - self._stepped_s if step_due else 0.0,
             preemptions=getattr(counters, "preemptions", 0), waiting=getattr(counters, "waiting", 0),
             reused_tokens=getattr(counters, "reused_tokens", 0),
         )  # fmt: skip
 
-    # in the thread
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         try:
             if self._make is not None:
                 engine, self.slots = self._make()
-                self._engine, self._make = engine, None  # last: from now on it is `built`
+                self._engine, self._make = engine, None  # last, because `built` is true from now on
             while True:
                 idle = self._paused or len(self.engine) == 0
                 try:
@@ -163,7 +164,7 @@ class EngineThread:
                 except queue.Empty:
                     pass
                 self._step()
-        except BaseException as e:  # fault boundary: the worker must learn of it, and nobody else would tell
+        except BaseException as e:  # fault boundary: this is the only way in which the worker learns of the error
             self.failed = e
             self._on_failure()
 
@@ -172,9 +173,9 @@ class EngineThread:
         self._stepped_s = time.monotonic()
         self._steps += 1
         if chunks:
-            self._made += sum(len(c.tokens) for c in chunks)
+            self._generated += sum(len(c.tokens) for c in chunks)
             self._running -= {int(c.id) for c in chunks if c.finish}
-            self._emit(frame(chunks))
+            self._emit(tokens_frame(chunks))
 
     def _add(self, work: Work) -> None:
         if len(self.engine) == 0:
@@ -195,6 +196,24 @@ class EngineThread:
             self.engine.cancel(str(handle))
             self._running.discard(handle)
 
-    def _forget(self) -> None:
+    def _drop_all(self) -> None:
         self._drop(list(self._running))
         self._emit = lambda message: None
+
+
+def tokens_frame(chunks: list[Chunk]) -> Tokens:
+    """The message with the tokens of one engine step, in columns.
+
+    >>> tokens_frame([Chunk(id="7", position=3, tokens=(5,), logprobs=(-0.5,), version=2, finish="stop")]).finished
+    {0: 'stop'}
+    """
+    single = all(len(c.tokens) == 1 for c in chunks)
+    return Tokens(
+        version=chunks[0].version,
+        handles=tuple(int(c.id) for c in chunks),
+        positions=tuple(c.position for c in chunks),
+        counts=() if single else tuple(len(c.tokens) for c in chunks),
+        tokens=array("I", (t for c in chunks for t in c.tokens)).tobytes(),
+        logprobs=array("f", (x for c in chunks for x in c.logprobs)).tobytes(),
+        finished={i: c.finish for i, c in enumerate(chunks) if c.finish},
+    )

@@ -1,4 +1,4 @@
-"""A worker within the same process: the same session and the same engine thread, over a link in memory."""
+"""A worker in the process of the controller: the usual session and engine thread, over a link in memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from windfall.worker.engine_thread import EngineThread
 from windfall.worker.session import Pull, PulledWeights, Session
 
 
-def has_it(load: m.Load, stop: object) -> PulledWeights:
-    """The Pull of an engine that shares its weights with whoever changes them."""
+def weights_already_loaded(load: m.Load, stop: object) -> PulledWeights:
+    """A Pull for an engine that already has the weights, because it shares them with the code that changes them."""
     del stop
     return PulledWeights(digest=load.digest, tensors=None)
 
 
 @contextlib.asynccontextmanager
-async def inside(
-    dispatch: Dispatch, engine: Engine, slots: int, *, name: str = "local", pull: Pull = has_it,
+async def in_process_worker(
+    dispatch: Dispatch, engine: Engine, slots: int, *, name: str = "local", pull: Pull = weights_already_loaded,
     heartbeat_s: float = 0.5, on_failure: Callable[[BaseException | None], None] = lambda error: None,
 ) -> AsyncIterator[Session]:  # fmt: skip
-    """While this is open, `engine` works for `dispatch`."""
+    """While this context is open, `engine` generates for `dispatch`."""
     ours, theirs = pair("controller", name)
     loop, host = asyncio.get_running_loop(), EngineThread(engine, slots)
     host.start(lambda: loop.call_soon_threadsafe(on_failure, host.failed) and None)

@@ -1,12 +1,13 @@
-"""The warning that this worker's machine will be taken: from the metadata service of AWS, GCP or Azure, or by SIGTERM.
+"""Preemption notices: warnings that this worker's machine will be taken away. They come from the metadata service of
+AWS, GCP or Azure, or as SIGTERM.
 
-    - Every event is told once, however often the service repeats it.
-    - A service that is away, slow, broken or hostile costs a poll, never the watch: it is asked again after a wait that
-      doubles up to five polls, and disturbs no other service.
-    - No body over 64 KiB is read, no redirect followed, no proxy asked; every request has a timeout.
+    - Every event is reported once, no matter how often the service repeats it.
+    - A service that is unreachable, slow, broken or hostile costs a poll, but never ends the watch: it is retried after
+      a delay that doubles up to five poll intervals. It does not affect the other services.
+    - No body over 64 KiB is read, redirects are not followed, no proxy is used, and every request has a timeout.
 
-All three answer on the same link-local address, so no name is looked up: a lookup can hang for longer than the 30 s
-that some of them grant. Which cloud it is shows in how it answers.
+All three services use the same link-local address, so no name is resolved: a lookup can hang for longer than the 30 s
+of warning that some services give. The answer shows which cloud it is.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ from typing import ClassVar, Literal
 import aiohttp
 import msgspec
 
+from windfall.backoff import delay_s
 from windfall.errors import WindfallError, nearest
 
 ADDRESS = "http://169.254.169.254"
 BODY_LIMIT_BYTES = 64 * 1024
-MAX_WAIT_POLLS = 5  # between tries of a service that fails
-AWS_TOKEN_S = 21600  # the longest it grants
-GCP_WAIT_S = 10  # one long poll: if its connection dies unseen, some of the 30 s of warning are left
-AZURE_FIRST_S = 125.0  # the first request switches Scheduled Events on, and may take two minutes
+MAX_WAIT_POLLS = 5  # longest delay before a failed service is retried, in poll intervals
+AWS_TOKEN_S = 21600  # the longest lifetime that AWS allows
+GCP_WAIT_S = 10  # length of a long poll: if its connection breaks unnoticed, part of the 30 s of warning is left
+AZURE_FIRST_S = 125.0  # the first request enables Scheduled Events, and may take two minutes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionNotice:
-    """`left_s`: time until the machine is taken, where that is said. `advice`: it is at risk, nothing is decided."""
-
-    source: str  # "aws", "gcp", "azure" or "sigterm"
+    source: str
+    """"aws", "gcp", "azure", "sigterm" or "ctrl-c"."""
     left_s: float | None
+    """Seconds until the machine is taken, or None if unknown."""
     detail: str
     advice: bool = False
+    """True if the machine is only at risk, and its preemption is not decided."""
 
 
 async def watch(
@@ -52,56 +55,56 @@ async def watch(
     poll_s: float = 2.0,
     timeout_s: float = 1.0,
 ) -> None:
-    """Until cancelled. With "auto", one probe finds the services that are there; where none is, it returns."""
+    """Watch until cancelled. With "auto", one probe finds the services that exist; if there are none, it returns."""
     names = list(SERVICES) if clouds == "auto" else list(dict.fromkeys(clouds))
     for name in names:
         if name not in SERVICES:
-            raise WindfallError(f"no cloud {name!r}", where="spot warnings", fix=nearest(name, SERVICES))
+            raise WindfallError(f"unknown cloud {name!r}", where="spot warnings", fix=nearest(name, SERVICES))
     async with aiohttp.ClientSession(
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,  # a small body must not become a large one
         headers={"Accept-Encoding": "identity"},
     ) as session:
-        found = [SERVICES[n](session, (base_urls or {}).get(n, ADDRESS).rstrip("/"), timeout_s) for n in names]
+        services = [SERVICES[n](session, (base_urls or {}).get(n, ADDRESS).rstrip("/"), timeout_s) for n in names]
         if clouds == "auto":
-            here = await asyncio.gather(*(service.is_here() for service in found))
-            found = [service for service, yes in zip(found, here, strict=True) if yes]
+            present = await asyncio.gather(*(service.is_present() for service in services))
+            services = [service for service, yes in zip(services, present, strict=True) if yes]
         async with asyncio.TaskGroup() as group:
-            for service in found:
-                group.create_task(_follow(service, on_notice, poll_s), name=f"spot warnings of {service.source}")
+            for service in services:
+                group.create_task(_watch_service(service, on_notice, poll_s), name=f"spot warnings of {service.source}")
 
 
 def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: Callable[[PreemptionNotice], None]) -> None:
-    """SIGTERM becomes a notice instead of the end. Repeats are ignored: launchers often send it twice."""
-    told = False
+    """Turn SIGTERM into a notice instead of an exit. Repeats are ignored, because launchers often send it twice."""
+    reported = False
 
-    def tell() -> None:
-        nonlocal told
-        if not told:
-            told = True
+    def report() -> None:
+        nonlocal reported
+        if not reported:
+            reported = True
             on_notice(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
 
-    loop.add_signal_handler(signal.SIGTERM, tell)
+    loop.add_signal_handler(signal.SIGTERM, report)
 
 
-async def _follow(service: _Service, on_notice: Callable[[PreemptionNotice], None], poll_s: float) -> None:
+async def _watch_service(service: _Service, on_notice: Callable[[PreemptionNotice], None], poll_s: float) -> None:
     loop, failures = asyncio.get_running_loop(), 0
-    told: deque[str] = deque(maxlen=256)  # bounded, should a service invent events without end
+    reported: deque[str] = deque(maxlen=256)  # bounded, in case a service invents events without end
     while True:
         began_s = loop.time()
         try:
             events = await service.poll()
             failures = 0
-        except Exception:  # whatever a foreign service answers is a failed poll, never the end of the watch
+        except Exception:  # any error of a foreign service is a failed poll, never the end of the watch
             service.reset()
             events, failures = [], failures + 1
         for event, notice in events:
-            if event not in told:
-                told.append(event)
+            if event not in reported:
+                reported.append(event)
                 on_notice(notice)
-        # Time spent in the request counts: a long poll that has waited is followed by the next at once.
+        # The time of the request counts: after a long poll that has waited, the next poll follows immediately.
         spent_s = 0.0 if failures else loop.time() - began_s
-        await asyncio.sleep(max(0.0, poll_s * min(2.0 ** min(failures, 10), MAX_WAIT_POLLS) - spent_s))
+        await asyncio.sleep(max(0.0, delay_s(failures, first_s=poll_s, limit_s=MAX_WAIT_POLLS * poll_s) - spent_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +119,7 @@ class _Answer:
         return self.body
 
     def word(self) -> str:
-        """A body that is one short word: a token, a name, a truth value."""
+        """The body, if it is one short word: a token, a name, TRUE or FALSE."""
         text = self.ok().decode("ascii").strip()
         if not text.isprintable() or not 0 < len(text) <= 1024 or " " in text:
             raise ValueError("not a word")
@@ -124,7 +127,7 @@ class _Answer:
 
 
 class _Service:
-    """One cloud's metadata service. `poll` returns (what makes an event distinct, notice); it may raise anything."""
+    """The metadata service of one cloud."""
 
     source: ClassVar[str]
 
@@ -132,23 +135,24 @@ class _Service:
         self._session, self._base_url, self._timeout_s = session, base_url, timeout_s
 
     async def probe(self) -> None:
-        """Raises unless this cloud's service answers."""
+        """Raise unless the service of this cloud answers."""
         raise NotImplementedError
 
     async def poll(self) -> list[tuple[str, PreemptionNotice]]:
+        """Return the current events, each as (key that identifies the event, notice). May raise anything."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """After a failure: forget what the next request must not build on."""
+        """After a failure: discard the state that the next request must not rely on."""
 
-    async def is_here(self) -> bool:
+    async def is_present(self) -> bool:
         try:
             await self.probe()
-        except Exception:  # any answer but the right one means: not this cloud
+        except Exception:  # any other answer means that this is not the cloud
             return False
         return True
 
-    async def _ask(self, path: str, *, method: str = "GET", timeout_s: float = 0.0, **headers: str) -> _Answer:
+    async def _request(self, path: str, *, method: str = "GET", timeout_s: float = 0.0, **headers: str) -> _Answer:
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self._session.request(
@@ -173,7 +177,7 @@ class _AwsAdvice(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class _Aws(_Service):
-    """IMDSv2: a token first, good for six hours. 404 means that nothing is planned."""
+    """IMDSv2: needs a token, which is valid for six hours. 404 means that no event is planned."""
 
     source = "aws"
     _token = ""
@@ -185,10 +189,10 @@ class _Aws(_Service):
     async def poll(self) -> list[tuple[str, PreemptionNotice]]:
         events: list[tuple[str, PreemptionNotice]] = []
         if body := await self._get("/latest/meta-data/spot/instance-action"):
-            said = msgspec.json.decode(body, type=_AwsAction)
-            detail = f"spot instance-action {said.action[:40]} at {said.time[:40]}"
-            events.append((detail, PreemptionNotice(source="aws", left_s=left_s(said.time), detail=detail)))
-        with suppress(Exception):  # advice that cannot be had must not hold up the warning
+            action = msgspec.json.decode(body, type=_AwsAction)
+            detail = f"spot instance-action {action.action[:40]} at {action.time[:40]}"
+            events.append((detail, PreemptionNotice(source="aws", left_s=left_s(action.time), detail=detail)))
+        with suppress(Exception):  # a failure to get the advice must not delay the notice
             if body := await self._get("/latest/meta-data/events/recommendations/rebalance"):
                 at = msgspec.json.decode(body, type=_AwsAdvice).notice_time
                 detail = f"rebalance recommended at {at[:40]}"
@@ -198,14 +202,14 @@ class _Aws(_Service):
     async def _get(self, path: str) -> bytes | None:
         if asyncio.get_running_loop().time() >= self._renew_at_s:
             await self._renew()
-        answer = await self._ask(path, X_aws_ec2_metadata_token=self._token)
-        if answer.status == 401:  # expired before its time: the machine slept, or the service was restarted
+        answer = await self._request(path, X_aws_ec2_metadata_token=self._token)
+        if answer.status == 401:  # expired early: the machine was suspended, or the service was restarted
             await self._renew()
-            answer = await self._ask(path, X_aws_ec2_metadata_token=self._token)
+            answer = await self._request(path, X_aws_ec2_metadata_token=self._token)
         return None if answer.status == 404 else answer.ok()
 
     async def _renew(self) -> None:
-        answer = await self._ask(
+        answer = await self._request(
             "/latest/api/token", method="PUT", X_aws_ec2_metadata_token_ttl_seconds=str(AWS_TOKEN_S)
         )
         self._token = answer.word()
@@ -216,7 +220,7 @@ class _Aws(_Service):
 
 
 class _Gcp(_Service):
-    """`preempted` turns TRUE. Asked plainly once, then by long polls that name the state already seen."""
+    """`preempted` becomes TRUE. The first request is plain; later ones are long polls that name the last state seen."""
 
     source = "gcp"
     _etag = ""
@@ -229,10 +233,10 @@ class _Gcp(_Service):
         if self._etag:
             path += f"?wait_for_change=true&timeout_sec={GCP_WAIT_S}&last_etag={self._etag}"
             timeout_s += GCP_WAIT_S
-        answer = await self._ask(path, timeout_s=timeout_s, Metadata_Flavor="Google")
+        answer = await self._request(path, timeout_s=timeout_s, Metadata_Flavor="Google")
         preempted = answer.word()
         if answer.headers.get("Metadata-Flavor") != "Google" or preempted not in ("TRUE", "FALSE"):
-            raise ValueError("not the metadata service of GCP")
+            raise ValueError("this is not the metadata service of GCP")
         etag = answer.headers.get("ETag", "")
         self._etag = etag if etag.isalnum() else ""
         if preempted == "FALSE":
@@ -256,8 +260,9 @@ class _AzureEvents(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
 
 
 class _Azure(_Service):
-    """Scheduled Events. A scale set tells every machine the events of all, so an event must name us. While our name
-    cannot be had, each is taken as ours: a move too many costs a prefill, a warning missed costs more."""
+    """Scheduled Events. In a scale set every machine gets the events of all machines, so an event must name this one.
+    While the name of this machine is unknown, every event counts: an unnecessary move costs one prefill, a missed
+    notice costs more."""
 
     source = "azure"
     _name = ""
@@ -265,12 +270,12 @@ class _Azure(_Service):
 
     async def probe(self) -> None:
         path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-        self._name = (await self._ask(path, Metadata="true")).word()
+        self._name = (await self._request(path, Metadata="true")).word()
 
     async def poll(self) -> list[tuple[str, PreemptionNotice]]:
         if not self._name:
-            await self.is_here()
-        answer = await self._ask(
+            await self.is_present()
+        answer = await self._request(
             "/metadata/scheduledevents?api-version=2020-07-01",
             timeout_s=self._timeout_s if self._answered else max(AZURE_FIRST_S, self._timeout_s),
             Metadata="true",
@@ -290,7 +295,7 @@ class _Azure(_Service):
 
 
 def left_s(when: str) -> float | None:
-    """Seconds until a time as the services write it: ISO 8601, or as in HTTP headers. None if it is neither.
+    """Seconds until a time given in ISO 8601 or in the format of HTTP headers. None if it is in neither format.
 
     >>> left_s("2017-09-18T08:22:00Z"), left_s("Mon, 19 Sep 2016 18:29:47 GMT"), left_s("soon")
     (0.0, 0.0, None)

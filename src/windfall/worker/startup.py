@@ -1,11 +1,11 @@
-"""The start of a worker's process: what takes seconds goes on in a thread while a controller is dialled.
+"""The start of a worker process: the slow parts run in a thread while the worker connects to the controller.
 
-    main thread    find the device (`glance`) ──▶ dial ──▶ Welcome ──▶ pull ───────────┐
+    main thread    find the device (`detect_device`) ──▶ dial ──▶ Welcome ──▶ pull ───────────┐
     `Boot`         import torch and the engine ──▶ (Welcome) ──▶ build, warm ──▶ READY ◀┘
 
 Rules:
-- nothing here imports torch but `prepare`, which runs in the thread;
-- what a `glance` cannot tell for sure it leaves to torch (None): a lease must not name a device that is not used.
+- Only `prepare`, which runs in the thread, imports torch.
+- If `detect_device` is not sure, it returns None and torch decides: a lease must not name a device that is not used.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from windfall.link.messages import LoadTimes
 from windfall.worker.engine_thread import EngineThread
 
 BUILD_S = 900.0
-"""For the engine to be built, kernels compiled and graphs captured, after the weights are here."""
-LOOK_S = 0.01
+"""Time limit (seconds) for building the engine, compiling kernels and capturing graphs, after the weights arrived."""
+BUILD_CHECK_S = 0.01
+"""Seconds between checks of whether the engine is built."""
 
 
-class Boot:
-    """`prepare`, in a thread from now on."""
+class StartupThread:
+    """Runs `prepare` in a thread, which starts immediately."""
 
     def __init__(self, device: str, threads: int) -> None:
         self._device, self._threads = device, threads
-        self._found: str | None = None
+        self._chosen_device: str | None = None
         self._failed: BaseException | None = None
         self.took = LoadTimes()
-        """What is known so far of how long things took. Whoever builds the engine adds to it."""
-        self._thread = threading.Thread(target=self._run, name="boot", daemon=True)
+        """How long the parts of the start took, as far as known. The code that builds the engine adds to it."""
+        self._thread = threading.Thread(target=self._run, name="startup", daemon=True)
         self._thread.start()
 
-    def found(self) -> str:
-        """Waits. The device to be used; or raises what the preparations raised."""
+    def chosen_device(self) -> str:
+        """Wait for the thread and return the device to use, or raise the error of `prepare`."""
         self._thread.join()
         if self._failed is not None:
             raise self._failed
-        assert self._found is not None
-        return self._found
+        assert self._chosen_device is not None
+        return self._chosen_device
 
-    def over(self) -> None:
-        """Waits. A process that ends while a thread imports may crash."""
+    def join(self) -> None:
+        """Wait for the thread. A process that exits while a thread imports may crash."""
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            self._found = prepare(self._device, self._threads)
+            self._chosen_device = prepare(self._device, self._threads)
             self.took = LoadTimes(import_s=process.age_s())
-        except BaseException as e:  # fault boundary: whoever needs the result is told, and nobody else would be
+        except BaseException as e:  # fault boundary: `chosen_device` raises it
             self._failed = e
 
 
 def prepare(device: str, threads: int) -> str:
-    """Everything that can be had before the model is known. The device, "cuda" or "cpu"."""
+    """Do everything that is possible before the model is known. Returns the device, "cuda" or "cpu"."""
     from windfall import devices
 
     found, _ = devices.resolve(device, "auto", threads)
@@ -82,18 +83,18 @@ def prepare(device: str, threads: int) -> str:
     return found
 
 
-async def built(host: EngineThread, give_up: threading.Event) -> None:
-    """Until the engine is there, or nobody needs it. Not an order to the host: that could not be taken back, and the
-    tensors of a swap are in a buffer that the next pull writes to."""
-    until_s = time.monotonic() + BUILD_S
+async def wait_until_built(host: EngineThread, give_up: threading.Event) -> None:
+    """Wait until the engine is built, or `give_up` is set. The swap is not queued as an order to the host meanwhile: it
+    could not be canceled, and its tensors are in a buffer that the next pull overwrites."""
+    deadline_s = time.monotonic() + BUILD_S
     while not host.built and not give_up.is_set():
-        if time.monotonic() > until_s:
+        if time.monotonic() > deadline_s:
             raise TimeoutError(f"waited {BUILD_S:g} s for the engine to be built")
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(BUILD_CHECK_S)
 
 
-def glance(device: str) -> tuple[str, str] | None:
-    """("cuda" or "cpu", its name) as torch would say, without torch. None: torch must be asked."""
+def detect_device(device: str) -> tuple[str, str] | None:
+    """("cuda" or "cpu", device name) as torch would report it, without importing torch. None if only torch can tell."""
     if device == "cpu":
         return "cpu", "cpu"
     spec = importlib.util.find_spec("torch")
@@ -102,28 +103,28 @@ def glance(device: str) -> tuple[str, str] | None:
         return None
     if not any(libraries.glob("*torch_cuda*")):
         return ("cpu", "cpu") if device == "auto" and not any(libraries.glob("*torch_hip*")) else None
-    name = card()
+    name = cuda_device_name()
     return None if name is None else ("cuda", name)
 
 
-def card(driver: str = "libcuda.so.1") -> str | None:
-    """The name of the first device that CUDA would use here, from its driver; None if there is none."""
+def cuda_device_name(driver: str = "libcuda.so.1") -> str | None:
+    """The name of the first CUDA device according to the driver, or None if there is no device."""
     try:
         cuda = ctypes.CDLL(driver)
-        found, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(found), 0):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
             return None
-        if cuda.cuDeviceGetName(name, len(name), found):
+        if cuda.cuDeviceGetName(name, len(name), device):
             return None
     except (OSError, AttributeError):
         return None
     return name.value.decode(errors="replace")
 
 
-def agree(glanced: tuple[str, str], found: str) -> None:
-    """Raise if torch does not use what the lease says."""
-    if glanced[0] != found:
+def check_device(detected: tuple[str, str], chosen: str) -> None:
+    """Raise unless torch uses the detected device, which the lease names."""
+    if detected[0] != chosen:
         raise WindfallError(
-            f"the driver shows {glanced[1]}, but torch cannot use it", where="--device",
-            fix="Install a torch that fits the driver, or give --device cpu.",
+            f"the driver reports {detected[1]}, but torch cannot use it", where="--device",
+            fix="Install a torch that matches the driver, or use --device cpu.",
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""The worker called `local`: the trainer's own engine. It shares the trainer's module and its device, so new weights
-cost nothing, and at any moment either the engine steps or the trainer works, never both.
+"""The trainer's own engine, used by the worker named `local`. It shares the trainer's module and device, so new weights
+cost nothing. At any moment either the engine steps or the trainer works, never both.
 
-They may share the device's memory, too: then whoever is about to train calls `make_room`, while holding the lock, and
-the engine gives up its KV cache until its next step. Orders to the engine come from one thread and `make_room` from
-another, so a second lock, held for moments only, keeps those apart.
+They may also share the device's memory. Then the trainer calls `make_room` before it trains, while it holds the lock,
+and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called from different
+threads, so a second lock, held only for short moments, keeps them apart.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from windfall.engine.base import Counters, Engine
 from windfall.types import Chunk, Request
 
 
-class Shared:
-    """An engine on a module that somebody else changes, while holding `lock`."""
+class TrainerEngine:
+    """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
     def __init__(self, engine: Engine, lock: threading.Lock, *, share_memory: bool = False) -> None:
-        self._engine, self._lock, self._door = engine, lock, threading.Lock()
+        self._engine, self._lock, self._orders_lock = engine, lock, threading.Lock()
         self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
-        """For the trainer to be done: that is no fault of the engine's."""
+        """Whether the engine waits for the trainer. That is not a fault of the engine."""
 
     @property
     def version(self) -> int:
@@ -45,11 +45,11 @@ class Shared:
         return len(self._engine)
 
     def add(self, request: Request) -> None:
-        with self._door:
+        with self._orders_lock:
             self._engine.add(request)
 
     def cancel(self, id: str) -> None:
-        with self._door:
+        with self._orders_lock:
             self._engine.cancel(id)
 
     def step(self) -> list[Chunk]:
@@ -59,21 +59,21 @@ class Shared:
             return self._engine.step()
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        assert weights is None, "the weights are the trainer's"
+        assert weights is None, "the engine uses the weights of the trainer"
         self.waiting = True
         with self._lock:
             self.waiting = False
             self._engine.swap(version)
 
     def make_room(self) -> None:
-        """For training: what the engine can do without is free. Only for whoever holds `lock`."""
+        """Free the memory that the engine does not need during training. The caller must hold `lock`."""
         if self._sleep is not None:
-            with self._door:
+            with self._orders_lock:
                 self._sleep()
 
 
-class HasThem:
-    """Stands where other workers have a Puller: the weights are here, if they are the version that was published."""
+class TrainerWeights:
+    """Takes the place of a Puller: the weights are already here if they are the published version."""
 
     bytes_received = 0
 

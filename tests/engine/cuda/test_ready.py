@@ -208,23 +208,23 @@ def test_skeleton_is_built_only_for_the_graph_engine(
 ) -> None:
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(skeleton, "ModelSkeleton", lambda fields, **how: ("bare", how["device"]))
-    monkeypatch.setattr(engine_factory, "whole", lambda fields, dtype, device: ("whole", device))
+    monkeypatch.setattr(engine_factory, "build_full_model", lambda fields, dtype, device: ("whole", device))
     fields = sent_fields(configuration("qwen3"))
-    assert engine_factory.model_for(spec(fields), "cuda") == ("bare", "cuda")
-    assert engine_factory.model_for(spec(fields), "cpu") == ("whole", "cpu")
-    assert engine_factory.model_for(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
+    assert engine_factory.build_model(spec(fields), "cuda") == ("bare", "cuda")
+    assert engine_factory.build_model(spec(fields), "cpu") == ("whole", "cpu")
+    assert engine_factory.build_model(spec(fields, deterministic=True), "cuda") == ("whole", "cuda")
     assert not capsys.readouterr().err
-    assert engine_factory.model_for(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
+    assert engine_factory.build_model(spec({**fields, "hidden_act": "gelu"}), "cuda") == ("whole", "cuda")
     assert "gelu" in capsys.readouterr().err
     monkeypatch.setattr(engine_factory.importlib.util, "find_spec", lambda name: None)
-    assert engine_factory.model_for(spec(fields), "cuda") == ("whole", "cuda")
+    assert engine_factory.build_model(spec(fields), "cuda") == ("whole", "cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("name", MODELS)
 def test_skeleton_generates_the_same_as_transformers_module_on_a_gpu(name: str) -> None:
     theirs, asked = whole(name), requests(4, temperature=0.0)
-    engine, _ = engine_factory.engine_for(spec(sent_fields(theirs.config)), "cuda")
+    engine, _ = engine_factory.build_engine(spec(sent_fields(theirs.config)), "cuda")
     assert isinstance(engine.model, skeleton.ModelSkeleton)
     engine.swap(1, theirs.state_dict())
     other = GraphEngine(theirs.to("cuda"), kv_tokens=512, max_running=4, max_rows=64, version=1)

@@ -16,7 +16,7 @@ from windfall.engine.cuda.engine import GraphEngine
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
 from windfall.weights.publish import Publisher
-from windfall.worker.engine_factory import engine_for, hollow, model_for
+from windfall.worker.engine_factory import build_engine, build_model, build_uninitialized
 
 PLACES = pytest.mark.parametrize(
     "device",
@@ -121,7 +121,7 @@ def spec(model: Any, **options: Any) -> EngineSpec:
 @pytest.mark.parametrize("name", MODELS)
 def test_module_without_weights_has_everything_else(name: str) -> None:
     model = build(name)
-    made = hollow(copy.deepcopy(model.config), "cpu", dtype=torch.float32, attn_implementation="windfall")
+    made = build_uninitialized(copy.deepcopy(model.config), "cpu", dtype=torch.float32, attn_implementation="windfall")
     wanted = dict(model.named_buffers())
     assert {n: b.tolist() for n, b in made.named_buffers()} == {n: b.tolist() for n, b in wanted.items()}
     assert [(n, p.shape) for n, p in made.named_parameters()] == [(n, p.shape) for n, p in model.named_parameters()]
@@ -131,13 +131,13 @@ def test_module_without_weights_has_everything_else(name: str) -> None:
 
 def test_fastest_supported_engine_is_built() -> None:
     model = build("llama")
-    engine, running = engine_for(spec(model), "cpu")
+    engine, running = build_engine(spec(model), "cpu")
     assert (type(engine).__name__, running) == ("TorchEngine", 8)
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    engine, running = engine_for(spec(model), "cuda")
+    engine, running = build_engine(spec(model), "cuda")
     assert (type(engine).__name__, running) == ("GraphEngine", 8)
-    assert type(engine_for(spec(model, deterministic=True), "cuda")[0]).__name__ == "TorchEngine"
-    built = model_for(spec(model), "cuda")
+    assert type(build_engine(spec(model, deterministic=True), "cuda")[0]).__name__ == "TorchEngine"
+    built = build_model(spec(model), "cuda")
     built.load_state_dict(model.state_dict())
     assert torch.equal(built.model.rotary_emb.inv_freq.cpu(), model.model.rotary_emb.inv_freq)

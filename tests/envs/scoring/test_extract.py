@@ -37,11 +37,11 @@ from windfall.envs.scoring.extract import extract, last_number, marked, same_num
         ("100000", "1e5", "100000"),  # may be a hexadecimal: not taken for a number
     ],
 )
-def test_extract(text: str, gold: str | None, answer: str) -> None:
+def test_answer_is_extracted(text: str, gold: str | None, answer: str) -> None:
     assert extract(text, gold) == answer
 
 
-def test_numbers() -> None:
+def test_numbers_are_recognized() -> None:
     assert last_number("1.5e3 and (2)-3") == "3"
     assert last_number("5.") == "5"
     assert not same_number("5 or 6", "6")
@@ -51,7 +51,7 @@ def test_numbers() -> None:
 @pytest.mark.parametrize(
     "text", ["\\boxed{" * 20_000, "<answer>" * 20_000, "{" * 100_000, "1," * 50_000, "-" * 100_000]
 )
-def test_hostile_text_takes_no_time(text: str) -> None:
+def test_hostile_text_is_parsed_quickly(text: str) -> None:
     start = time.process_time()
     marked(text)
     extract(text, "1")

@@ -28,7 +28,7 @@ def test_generated_trace_depends_only_on_its_seed(kind: str) -> None:
     first, again, other = (generate(kind, RATES, seconds=4 * DAY_S, seed=n) for n in (3, 3, 4))
     check(first)
     assert first == again != other
-    assert trace.summary(first, 4 * DAY_S).most_up <= 40
+    assert trace.summary(first, 4 * DAY_S).max_up <= 40
 
 
 def test_generated_traces_have_the_given_rates() -> None:

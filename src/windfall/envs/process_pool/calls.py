@@ -1,4 +1,4 @@
-"""One call of an environment that is to be made in a child process, and what its parent knows of such a child."""
+"""A call of an environment in a child process, and what the parent knows about such a child."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from windfall.types import Feedback, Task
 class Call:
     number: int
     what: str
+    """The method: "task" or "feedback"."""
     args: tuple[Any, ...]
     limit_s: float
     name: str
+    """The call in messages."""
     future: asyncio.Future[Any]
     verdict: Feedback | None = None
-    """What it is worth if the kernel ends its child for using too much CPU time."""
+    """The result if the kernel ends the child because the call used too much CPU time."""
     late_s: float | None = None
-    """When its child cancelled it for being over its limit."""
+    """When the child canceled the call because it was over its limit (monotonic clock, seconds)."""
     stack: str = ""
-    """Where it stood then."""
+    """The stack of the call at that moment."""
     moves: int = 0
-    """Children that ended under it without any sign whose fault it was."""
+    """Number of children that ended during this call for an unknown reason."""
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -45,33 +47,36 @@ class PoolChild:
     ready: bool = False
     sent: dict[int, Call] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
-    """Calls of an `async def` that let others begin."""
-    heard_s: float = 0.0
-    board: tuple[int, float] = (0, 0.0)
-    """As it was seen last."""
+    """Numbers of the calls that wait in an `async def`, so that other calls can begin."""
+    last_message_s: float = 0.0
+    """When the last message arrived (monotonic clock, seconds)."""
+    running_call: tuple[int, float] = (0, 0.0)
+    """The last observed value of ChildProcess.running_call."""
 
     @property
     def queued(self) -> int:
+        """Number of calls that are running or have not begun."""
         return len(self.sent) - len(self.waiting)
 
 
-def answer(what: str, of: str, said: list[Any]) -> Task | Feedback | EnvFailed:
-    """What a child said of a call of `task` or `feedback`. Raises ValueError or TypeError where that is no answer."""
+def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | EnvFailed:
+    """Parse a child's answer to a call of the method `of`. Raises ValueError or TypeError if it is not an answer."""
     if what == "failed":
-        error, cause, traceback = map(str, said)
+        error, cause, traceback = map(str, fields)
         return EnvFailed(error, cause, traceback)
     if what != "value":
-        raise ValueError(f"{what!r} is no answer")
-    first, second = said
+        raise ValueError(f"{what!r} is not an answer")
+    first, second = fields
     value = Task(id=first, prompt=second) if of == "task" else Feedback(reward=first, observation=second)
     if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):
         raise ValueError(fault)
     return value
 
 
-def exited(code: int) -> str:
-    """
-    >>> exited(3), exited(-9)
+def describe_exit(code: int) -> str:
+    """Describe an exit status.
+
+    >>> describe_exit(3), describe_exit(-9)
     ('ended with status 3', 'was killed by SIGKILL')
     """
     if code >= 0:

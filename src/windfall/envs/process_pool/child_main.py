@@ -1,13 +1,13 @@
-"""The program of a child process that holds one environment and answers its parent's calls (`process`, `pool`).
+"""The program of a child process that holds one environment and answers its parent's calls (child_process.py, pool.py).
 
     socket ──▶ read ──▶ one asyncio task per call ──▶ environment ──▶ socket
 
-Calls begin in the order in which they arrive. A plain function blocks this process until it returns; an `async def`
-that waits lets the next call begin, and the parent is told so. Whose code is running stands on the board (`board`),
-which the parent reads.
+Calls begin in the order in which they arrive. A plain function blocks this process until it returns. An `async def`
+that waits lets the next call begin, and the parent gets a message. The parent can read which call is running
+(running_call.py).
 
-The environment sees an empty standard input, and prints to the log of the process that started us. This is not a
-sandbox: an environment may do what its user may do.
+The environment has an empty standard input, and prints to the log of the parent process. This is not a sandbox: an
+environment may do everything that its user may do.
 """
 
 from __future__ import annotations
@@ -26,53 +26,62 @@ import zlib
 from typing import Any
 
 from windfall import envs
-from windfall.envs.failures import EnvFailed, feedback_fault, garbage, raised, task_fault, waited
+from windfall.envs.failures import (
+    EnvFailed,
+    exception_failure,
+    feedback_fault,
+    invalid_value,
+    task_fault,
+    timeout_failure,
+)
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.board import LAYOUT, Board, Stepped
+from windfall.envs.process_pool.running_call import LAYOUT, RunningCall, TrackedCoroutine
 from windfall.errors import WindfallError
 from windfall.fleet.parent_death import die_with_parent
 from windfall.types import Feedback, Prompt, Task, Turn, prompt_key
 
 TASKS_KEPT = 4096
+"""Number of recent tasks that are kept, so that their feedback need not build them again."""
 
 
 def main() -> None:
-    parent, link, board, trace = map(int, sys.argv[1:5])
-    if sys.platform == "linux":  # elsewhere the end of the link has to do
+    parent, link, record, trace = map(int, sys.argv[1:5])
+    if sys.platform == "linux":  # on other systems the child ends when the link closes
         die_with_parent(parent, signal.SIGKILL)
-        leave_nothing_behind(link, board, trace)
-    os.dup2(2, 1)  # what the environment prints goes to the log
+        start_group_killer(link, record, trace)
+    os.dup2(2, 1)  # the output of the environment goes to the log
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    # On this signal, and when it crashes, the process writes its stack, even while C code holds the interpreter's lock.
+    # On this signal and in a crash, the process writes its stack, even while C code holds the interpreter's lock.
     faulthandler.register(signal.SIGUSR1, file=trace, all_threads=True)
     faulthandler.enable(file=trace)
-    asyncio.run(ChildProgram(socket.socket(fileno=link), Board(mmap.mmap(board, LAYOUT.size))).run())
+    asyncio.run(ChildProgram(socket.socket(fileno=link), RunningCall(mmap.mmap(record, LAYOUT.size))).run())
 
 
-def leave_nothing_behind(*held: int) -> None:
-    """A process of its own that waits for our end, however it comes, and then kills our group: all that the environment
-    started. It is nobody's child, so that an environment that waits for its children does not meet it."""
+def start_group_killer(*held: int) -> None:
+    """Start a process that waits for the end of this one, however it comes, and then kills its process group, with all
+    processes that the environment started. It is not a child of this process, so an environment that waits for its
+    children does not see it. `held` are file descriptors that it must close."""
     try:
-        us = os.pidfd_open(os.getpid())
+        self_fd = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # a kernel before 5.3: the parent kills the group, unless it is killed itself
         return
     if middle := os.fork():
         os.waitpid(middle, 0)
-        os.close(us)
+        os.close(self_fd)
         return
     if os.fork() == 0:
         for fd in held:
-            os.close(fd)  # above all the link, whose end would not be seen
+            os.close(fd)  # most of all the link: otherwise the parent would not see it close
         end = select.poll()
-        end.register(us, select.POLLIN)
+        end.register(self_fd, select.POLLIN)
         end.poll()
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 class ChildProgram:
-    def __init__(self, link: socket.socket, board: Board) -> None:
-        self._link, self._board, self._read = link, board, b""
+    def __init__(self, link: socket.socket, running_call: RunningCall) -> None:
+        self._link, self._running_call, self._partial_line = link, running_call, b""
         self._env: Any = None
         self._name = ""
         self._tasks: dict[int, Task] = {}
@@ -86,8 +95,8 @@ class ChildProgram:
     def _readable(self) -> None:
         data = self._link.recv(1 << 18)
         if not data:
-            os._exit(0)  # nobody is left to answer
-        *lines, self._read = (self._read + data).split(b"\n")
+            os._exit(0)  # the parent is gone
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             number, what, *args = json.loads(line)
             if what == "build":
@@ -97,13 +106,11 @@ class ChildProgram:
             elif what != "cancel":
                 self._begin(number, what, args)
 
-    def tell(self, *message: Any) -> None:
+    def send(self, *message: Any) -> None:
         self._link.sendall(json.dumps(message).encode() + b"\n")
 
     def _announce(self, verdict: Feedback) -> None:
-        self.tell(self._board.number, "verdict", verdict.reward)
-
-    # the environment
+        self.send(self._running_call.number, "verdict", verdict.reward)
 
     def _build(self, section: dict[str, Any], seed: int, strict: bool) -> None:
         if strict:
@@ -111,64 +118,64 @@ class ChildProgram:
         try:
             self._env = envs.build(section, seed)
         except WindfallError as e:
-            self.tell(0, "refused", e.what, e.where, e.fix)
+            self.send(0, "refused", e.what, e.where, e.fix)
             return
         self._name = type(self._env).__name__
-        self.tell(0, "ready", self._name)
+        self.send(0, "ready", self._name)
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()
-        step = Stepped(number, limit_s, self._board, self.tell)
+        step = TrackedCoroutine(number, limit_s, self._running_call, self.send)
         step.inner = self._answer(step, what, args)
         step.task = self._running[number] = loop.create_task(step)
         step.task.add_done_callback(lambda _: self._over(step))
 
-    def _over(self, step: Stepped) -> None:
+    def _over(self, step: TrackedCoroutine) -> None:
         del self._running[step.number]
-        if not step.answered:  # it was cancelled before it began
-            self.tell(step.number, "failed", 0.0, 0.0, "cancelled", "cancelled", "")
+        if not step.answered:  # it was canceled before it began
+            self.send(step.number, "failed", 0.0, 0.0, "cancelled", "cancelled", "")
 
-    async def _answer(self, step: Stepped, what: str, args: list[Any]) -> None:
+    async def _answer(self, step: TrackedCoroutine, what: str, args: list[Any]) -> None:
         name = f"{self._name}.task({args[0]})" if what == "task" else f"{self._name}.feedback of task '{args[1]}'"
         failed = None
         try:
             value = await (self._task(args[0]) if what == "task" else self._feedback(name, *args))
-            self.tell(step.number, "value", *step.used(), *value)
+            self.send(step.number, "value", *step.used(), *value)
         except asyncio.CancelledError as e:
-            failed = raised(name, e)
-            failed = waited(name, step.limit_s, failed.traceback) if step.late else failed
+            failed = exception_failure(name, e)
+            failed = timeout_failure(name, step.limit_s, failed.traceback) if step.late else failed
         except EnvFailed as e:
             failed = e
-        except (Exception, SystemExit, KeyboardInterrupt) as e:  # fault boundary: an environment is anybody's code
-            failed = raised(name, e)
+        except (Exception, SystemExit, KeyboardInterrupt) as e:  # fault boundary: an environment is foreign code
+            failed = exception_failure(name, e)
         step.answered = True
         if failed is not None:
-            self.tell(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback)
+            self.send(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback)
 
     async def _task(self, index: int) -> tuple[str, Prompt]:
-        made = self._env.task(index)
-        if inspect.isawaitable(made):
-            made = await made
-        if fault := task_fault(made):
-            raise garbage(f"{self._name}.task({index})", fault)
+        task = self._env.task(index)
+        if inspect.isawaitable(task):
+            task = await task
+        if fault := task_fault(task):
+            raise invalid_value(f"{self._name}.task({index})", fault)
         while len(self._tasks) >= TASKS_KEPT:
             del self._tasks[next(iter(self._tasks))]
-        self._tasks[index] = made
-        return made.id, made.prompt
+        self._tasks[index] = task
+        return task.id, task.prompt
 
-    async def _feedback(self, name: str, index: int, id: str, prompt: int, turns: list[Any]) -> tuple[Any, Any]:
-        if index not in self._tasks:  # another process made it, or this one long ago: the same number, the same task
+    async def _feedback(self, name: str, index: int, id: str, prompt_crc: int, turns: list[Any]) -> tuple[Any, Any]:
+        if index not in self._tasks:  # built by another process, or by this one long ago: build it again
             await self._task(index)
         task = self._tasks[index]
-        if zlib.crc32(prompt_key(task.prompt)) != prompt:
-            raise garbage(
+        if zlib.crc32(prompt_key(task.prompt)) != prompt_crc:
+            raise invalid_value(
                 f"{self._name}.task({index})",
-                f"its prompt was another one when it was made first, so '{id}' cannot be judged; "
+                f"its prompt differs from the first time, so '{id}' cannot be judged; "
                 "the same number must always give the same task",
             )
-        said = self._env.feedback(task, [Turn(text=text, observation=observation) for text, observation in turns])
-        if inspect.isawaitable(said):
-            said = await said
-        if fault := feedback_fault(said):
-            raise garbage(name, fault)
-        return None if said.reward is None else float(said.reward), said.observation
+        feedback = self._env.feedback(task, [Turn(text=text, observation=observation) for text, observation in turns])
+        if inspect.isawaitable(feedback):
+            feedback = await feedback
+        if fault := feedback_fault(feedback):
+            raise invalid_value(name, fault)
+        return None if feedback.reward is None else float(feedback.reward), feedback.observation

@@ -1,11 +1,11 @@
-"""Limits inside a child process, for graders that evaluate what the policy wrote.
+"""Limits inside a child process, for graders that evaluate text of the policy.
 
 One answer of `9**9**9` keeps the interpreter busy for hours without releasing its lock. Under `cpu_limit` the kernel
-ends the process instead; no Python code has to run for that. It limits CPU time, not time on the clock, so a verdict
-does not depend on how busy the machine is.
+ends the process instead, without running any Python code. It limits CPU time, not wall time, so a verdict does not
+depend on how busy the machine is.
 
-The limit is a timer (ITIMER_PROF), not RLIMIT_CPU: that one is absolute, and the kernel holds it against a count that
-drifts away from what a process can read of its CPU time. In a process that has graded for a minute, it ended calls
+The limit is a timer (ITIMER_PROF), not RLIMIT_CPU: that limit is absolute, and the kernel compares it with a counter
+that drifts away from the CPU time that a process can read. In a process that had graded for a minute, it ended calls
 that had taken a tenth of a second.
 """
 
@@ -20,15 +20,15 @@ from windfall.types import Feedback
 
 MEMORY_BYTES = 4 << 30
 OVER = signal.SIGPROF
-"""What ends a process that is over its limit of CPU time."""
+"""The signal that ends a process over its CPU time limit."""
 
 announce: Callable[[Feedback], None] = lambda verdict: None  # noqa: E731
-"""Tells the parent what the current call is worth if the kernel ends this process; set by `child`."""
+"""Sends the parent the result of the current call in case the kernel ends this process; set by child_main.py."""
 
 
 @contextlib.contextmanager
 def cpu_limit(cpu_s: float, verdict: Feedback) -> Iterator[None]:
-    """Over the limit the process ends by OVER, and the call under way gets `verdict`."""
+    """Over the limit, the process ends by the signal OVER, and the result of the current call is `verdict`."""
     announce(verdict)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
@@ -38,7 +38,7 @@ def cpu_limit(cpu_s: float, verdict: Feedback) -> Iterator[None]:
 
 
 def limit_memory() -> None:
-    """No core dumps, and a MemoryError beyond MEMORY_BYTES."""
+    """Disable core dumps, and raise MemoryError beyond MEMORY_BYTES."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has the name but not the limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))

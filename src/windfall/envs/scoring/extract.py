@@ -1,11 +1,11 @@
-"""The answer, taken out of what the policy wrote around it."""
+"""Extracts the answer from the text of the policy."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-# A minus right after a digit, letter or bracket is a subtraction; commas count only where they group thousands.
+# A minus right after a digit, letter or bracket is a subtraction. Commas count only if they group thousands.
 NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -13,8 +13,8 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 def extract(text: str, gold: str | None) -> str:
-    """What stands in the last <answer>...</answer> or \\boxed{...}; else, where the gold answer is a number, the last
-    number; else the last line. A number equal to the gold one is given back in the gold one's spelling.
+    """The content of the last <answer>...</answer> or \\boxed{...}. Without these, the last number if the gold answer
+    is a number, and the last line otherwise. A number equal to the gold answer is returned in the gold spelling.
 
     >>> extract("3 + 4 = 7, so <answer>7.0</answer>", "7"), extract("3 + 4 = 7.", "7"), extract("Hm.\\n\\nYes\\n", "No")
     ('7', '7', 'Yes')
@@ -29,7 +29,7 @@ def extract(text: str, gold: str | None) -> str:
 
 
 def marked(text: str) -> str | None:
-    """The inside of the last <answer>...</answer> or \\boxed{...}, whichever opens later; None where there is none."""
+    """The content of the last <answer>...</answer> or \\boxed{...}, whichever opens later, or None."""
     tags = list(_TAG.finditer(text))
     box = _last_box(text)
     if tags and (box is None or tags[-1].start() > box[0]):
@@ -48,7 +48,7 @@ def is_number(gold: str | None) -> bool:
 
 
 def same_number(answer: str, gold: str) -> bool:
-    """Whether both are numbers, and the same one: '$1,200.0' is 1200."""
+    """Whether both are the same number: '$1,200.0' is 1200."""
     bare = answer.replace("\N{MINUS SIGN}", "-").strip(" $\\().")
     if not is_number(gold) or not NUMBER.fullmatch(bare):
         return False
@@ -56,7 +56,7 @@ def same_number(answer: str, gold: str) -> bool:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """Where the last closed \\boxed{...} starts, and its inside. Braces nest: one pass, with a stack of those open."""
+    """The start and the content of the last closed \\boxed{...}. Braces nest: one pass uses a stack of open braces."""
     opened: list[re.Match[str]] = []
     last = None
     for brace in _BRACE.finditer(text):

@@ -1,8 +1,8 @@
-"""Whether the right answers of a JSONL file can be scored as mathematics: checked before a run begins.
+"""Checks before a run begins whether the gold answers of a JSONL file can be scored as mathematics.
 
-An answer that math-verify cannot compare with anything would make every response to its task wrong. math-verify runs in
-a child process, because one answer may keep it busy for hours: the kernel ends the child, and the next one goes on
-after the answer that did it.
+If math-verify could not compare an answer with anything, every response to its task would be wrong. math-verify runs in
+a child process, because one answer may keep it busy for hours: the kernel ends the child, and the next child continues
+after that answer.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from windfall.envs.process_pool.child_process import variables
+from windfall.envs.process_pool.child_process import child_environment
 from windfall.envs.process_pool.limits import OVER
 from windfall.envs.rows import DataRow, read
 from windfall.envs.scoring.extract import is_number
 from windfall.errors import WindfallError
 
 CHECK_S = 20.0
-"""Right answers are checked at the start of a run for at most this long. Each of them takes milliseconds."""
-NAMED = 5
+"""Time limit (seconds) for checking gold answers at the start of a run. Each answer takes milliseconds."""
+SHOWN = 5
+"""Number of bad answers that the error lists."""
 
 
 def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) -> int:
-    """Refuse right answers that math-verify cannot compare with anything: every response to them would be wrong.
+    """Raise if math-verify cannot compare a gold answer with anything: every response to it would be wrong.
 
-    `section` is a JSONL section of windfall.config. Distinct answers are checked for up to `limit_s`; what is left is
-    checked when it is scored, where it is an error, never a zero. Returns how many were checked.
+    `section` is a JSONL section of windfall.config. Distinct answers are checked for up to `limit_s`. The others are
+    checked when they are scored; a bad one is an error then, never a zero. Returns the number of checked answers.
     """
     if section.scoring != "math":
         return 0
@@ -40,25 +41,29 @@ def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) ->
         for row in read(path, section.prompt_field, section.answer_field):
             if not is_number(row.answer):
                 places.setdefault(row.answer, (path, row))
-    # In the order of a hash: where time does not suffice, a fair sample.
+    # Sorted by hash: if there is not enough time for all, the checked ones are a fair sample.
     golds = sorted(places, key=lambda gold: hashlib.blake2b(gold.encode(), digest_size=8).digest())
     reasons, began = list[str](), time.monotonic()
     while len(reasons) < len(golds) and (left_s := limit_s - (time.monotonic() - began)) > 0:
         reasons += _reasons(golds[len(reasons) :], cpu_s, left_s)
     if any(reasons):
-        raise _refusal({gold: why for gold, why in zip(golds, reasons, strict=False) if why}, places, len(reasons))
+        raise _error({gold: why for gold, why in zip(golds, reasons, strict=False) if why}, places, len(reasons))
     return len(reasons)
 
 
 def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
-    """Why each of the first of these cannot be scored, or '': as far as one child came."""
+    """For as many answers as one child could check, in order: why the answer cannot be scored, or ''."""
     command = [sys.executable, "-W", "ignore", "-c", "from windfall.envs.scoring.math_answer import check; check()"]
-    asked = json.dumps({"golds": golds, "cpu_s": cpu_s}).encode()
+    request = json.dumps({"golds": golds, "cpu_s": cpu_s}).encode()
     child = subprocess.Popen(
-        command, env=variables(strict=True), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        env=child_environment(strict=True),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     try:
-        out, err = child.communicate(asked, timeout=timeout_s)
+        out, err = child.communicate(request, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         child.kill()
         out, err = child.communicate()
@@ -67,19 +72,19 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
     if child.returncode == -OVER:
         return [*reasons, f"comparing it takes more than {cpu_s:g} s of CPU time"]
     if child.returncode:
-        told = err.decode(errors="replace").strip().splitlines()[-3:]
-        at = f" at {golds[len(reasons)]!r}" if len(reasons) < len(golds) else " after the last of them"
-        what = f"the check of right answers ended with status {child.returncode}{at}"
-        raise WindfallError(what, where="env.scoring", fix="\n".join(told))
+        output = err.decode(errors="replace").strip().splitlines()[-3:]
+        at = f" at {golds[len(reasons)]!r}" if len(reasons) < len(golds) else " after the last answer"
+        what = f"the check of the right answers ended with status {child.returncode}{at}"
+        raise WindfallError(what, where="env.scoring", fix="\n".join(output))
     return reasons
 
 
-def _refusal(bad: dict[str, str], places: dict[str, tuple[Path, DataRow]], checked: int) -> WindfallError:
-    found = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0][0]), b[0][1].line))
-    named = [f"{path}:{row.line}: {gold[:60]!r}: {why}" for (path, row), gold, why in found[:NAMED]]
-    more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
+def _error(bad: dict[str, str], places: dict[str, tuple[Path, DataRow]], checked: int) -> WindfallError:
+    rows = sorted(((places[gold], gold, why) for gold, why in bad.items()), key=lambda b: (str(b[0][0]), b[0][1].line))
+    shown = [f"{path}:{row.line}: {gold[:60]!r}: {why}" for (path, row), gold, why in rows[:SHOWN]]
+    more = [f"and {len(rows) - SHOWN} more"] if len(rows) > SHOWN else []
     return WindfallError(
-        "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *named, *more]),
+        "\n  ".join([f"{len(bad)} of {checked} right answers cannot be scored as mathematics:", *shown, *more]),
         where="env.scoring",
         fix='Set env.scoring = "exact" to compare text, or correct or remove these lines.',
     )

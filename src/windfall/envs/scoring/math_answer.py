@@ -1,7 +1,7 @@
-"""Whether two answers mean the same: runs in a child process, where math-verify is imported.
+"""Compares two answers by their meaning. Runs in a child process, which imports math-verify.
 
 math-verify's own timeouts are signals handled in Python, so they cannot stop one long multiplication, and they fail
-outside the main thread. They are switched off (0); the child's limit on CPU time takes their place.
+outside the main thread. They are disabled (0); the CPU time limit of the child replaces them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 _WORD, _MATHEMATICS = re.compile(r"[^\W\d_]{3,}"), re.compile(r"[\d\\$=+*/^<>{}()\[\]|_]")
 
 
-def same(gold: str, text: str, cpu_s: float) -> bool:
-    """Whether the answer in the text (what it marks as such, else what math-verify finds) means the same as `gold`."""
+def means_the_same(gold: str, text: str, cpu_s: float) -> bool:
+    """Whether the answer in the text (as marked there, or else as math-verify finds it) means the same as `gold`."""
     with cpu_limit(cpu_s, Feedback(reward=0.0)):
-        want, why = _read(gold)
+        want, why = _parse_gold(gold)
         if why:
             raise ValueError(f"the right answer {gold!r} cannot be scored as mathematics: {why}: use scoring 'exact'")
         answer = marked(text)
@@ -35,27 +35,27 @@ def same(gold: str, text: str, cpu_s: float) -> bool:
 
 
 def check() -> None:
-    """In a child: for every right answer on stdin, a line that says why it cannot be scored, or ''."""
-    asked = json.load(sys.stdin)
-    for gold in asked["golds"]:
-        with cpu_limit(asked["cpu_s"], Feedback(reward=0.0)):
-            want, why = _read(gold)
+    """The program of a child: for every gold answer on stdin, print a line with why it cannot be scored, or ''."""
+    request = json.load(sys.stdin)
+    for gold in request["golds"]:
+        with cpu_limit(request["cpu_s"], Feedback(reward=0.0)):
+            want, why = _parse_gold(gold)
             if not why and not math_verify.verify(want, _parse(gold), timeout_seconds=0):
-                why = "math-verify does not take it as equal to itself"
+                why = "math-verify does not consider it equal to itself"
         print(json.dumps(why), flush=True)
 
 
-def _read(gold: str) -> tuple[list, str]:
-    """As math-verify has it; and why that is of no use, or ''."""
+def _parse_gold(gold: str) -> tuple[list, str]:
+    """The parsed answer, and why it cannot be scored, or ''."""
     if _WORD.search(gold) and not _MATHEMATICS.search(gold):
-        # It would be the product of its letters, and equal to any other order of them.
+        # math-verify would read the product of its letters, which is equal for any order of the letters.
         return [], "it is words, not mathematics"
     want = _parse(gold)
     return want, "" if want else "math-verify cannot read it"
 
 
 def _parse(answer: str) -> list:
-    """An answer on its own is mathematics from end to end, which math-verify takes only between dollar signs: it would
-    read 2 out of a bare '2x+5'."""
+    """A single answer is all mathematics. math-verify assumes that only between dollar signs: from a plain '2x+5' it
+    would read 2."""
     enclosed = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     return math_verify.parse(enclosed, parsing_timeout=0) or math_verify.parse(answer, parsing_timeout=0)

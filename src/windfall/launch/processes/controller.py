@@ -33,7 +33,7 @@ from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
 from windfall.launch import tls
@@ -125,7 +125,7 @@ class ControllerProcess:
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
 
     async def _run_steps(self) -> None:
-        async with hosted(self.recipe.env, self.recipe.run.seed) as env:
+        async with env_host(self.recipe.env, self.recipe.run.seed) as env:
             await self.life.unless_stopped(env.ready())
             reached = await self.life.steps(env, self._text)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}

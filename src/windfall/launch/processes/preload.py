@@ -52,5 +52,5 @@ def preload_run(folder: str) -> None:
 
 def build_empty(where: Path) -> None:
     """Build the model in this folder without its weights, and load its tokenizer."""
-    engine_factory.whole(json.loads((where / "config.json").read_text()), "float32", "meta")
+    engine_factory.build_full_model(json.loads((where / "config.json").read_text()), "float32", "meta")
     load.load_tokenizer(str(where))

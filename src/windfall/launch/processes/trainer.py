@@ -20,7 +20,7 @@ import xxhash
 from windfall import algorithms, config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.envs.hosting import hosted
+from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
@@ -38,8 +38,8 @@ from windfall.train.checkpoint import CheckpointState
 from windfall.types import LOCAL, Lease
 from windfall.worker import engine_factory as build
 from windfall.worker.agent import Agent
-from windfall.worker.engine_factory import engine_for
-from windfall.worker.trainer_engine import HasThem, Shared
+from windfall.worker.engine_factory import build_engine
+from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
 DAMAGE_NOTE = "damaged.txt"
 """File in a checkpoint that was set aside: it says what is wrong with the checkpoint."""
@@ -96,7 +96,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with hosted(recipe.env, recipe.run.seed) as env:
+    async with env_host(recipe.env, recipe.run.seed) as env:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
@@ -218,11 +218,11 @@ async def _run_local_engine(
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # the engine for GPUs changes the layout of the module's weights
-                built, slots = engine_for(engine, device, model=model, share=0.3)
+                built, slots = build_engine(engine, device, model=model, share=0.3)
         except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = Shared(built, host.lock, share_memory=device == "cuda")
+        shared = TrainerEngine(built, host.lock, share_memory=device == "cuda")
         host.make_room = shared.make_room
         return shared, slots
 
@@ -230,7 +230,7 @@ async def _run_local_engine(
     while True:
         await host.connected.wait()
         agent = Agent(
-            address, secret, name=LOCAL, lease=lease, build=build, puller=HasThem(lambda: host.manifest),
+            address, secret, name=LOCAL, lease=lease, build=build, puller=TrainerWeights(lambda: host.manifest),
             ssl=tls.client_context(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
         )  # fmt: skip
         code = await agent.run()
@@ -276,7 +276,7 @@ def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
     for a model that the engine or the trainer would compute differently from transformers, before any worker starts."""
     fields = json.loads(engine.model_config)
     verdict.check_trainer(fields, device=device, longest=engine.longest, names=model.state_dict())
-    found = build.check(engine, device, model)
+    found = build.self_test(engine, device, model)
     verdict.check_weights(model)
     return msgspec.structs.replace(engine, checked=(found,))
 

@@ -23,7 +23,7 @@ from windfall.types import Lease
 from windfall.weights.pull import Puller
 from windfall.worker import engine_factory, preemption
 from windfall.worker.agent import Agent
-from windfall.worker.startup import Boot, agree, glance
+from windfall.worker.startup import StartupThread, check_device, detect_device
 
 
 def _is_address(url: str) -> bool:
@@ -46,16 +46,16 @@ def main(
     pinned = os.environ.get("WINDFALL_TLS_PIN")
     context = tls.client_context(url, ca=ca, pinned=Path(pinned) if pinned else None)
     token = invitation.token(token, patience_s)
-    start = Boot(device, threads)  # takes seconds, so the arguments are checked before
-    glanced = glance(device)
-    lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.found()), region=region,
+    start = StartupThread(device, threads)  # takes seconds, so the arguments are checked before
+    glanced = detect_device(device)
+    lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.chosen_device()), region=region,
                   price_usd_per_h=price_usd_per_h)  # fmt: skip
 
     def build_engine(spec: m.EngineSpec) -> tuple[Any, int]:
-        found = start.found()
+        found = start.chosen_device()
         if glanced is not None:
-            agree(glanced, found)
-        engine, slots, took = engine_factory.timed(spec, found, share=share)
+            check_device(glanced, found)
+        engine, slots, took = engine_factory.build_engine_timed(spec, found, share=share)
         start.took = msgspec.structs.replace(start.took, build_s=took.build_s, warm_s=took.warm_s)
         return engine, slots
 
@@ -88,5 +88,5 @@ def main(
     try:
         asyncio.run(run_and_exit())
     except BaseException:  # raised again once the background import has ended
-        start.over()
+        start.join()
         raise

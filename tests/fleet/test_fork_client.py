@@ -1,7 +1,7 @@
-"""The nursery: forked workers are like fresh ones, and nobody is left behind, whoever dies.
+"""The fork server: forked workers are like fresh processes, and no process is left behind when another one dies.
 
-The workers here run small pieces of code, but for the last test, which is a real run. Torch in a forked worker is what
-`python -m windfall.fleet.start_time` shows.
+The workers here run small pieces of code, except in the test with a real run. `python -m windfall.fleet.start_time`
+tests torch in a forked worker.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from windfall.errors import WindfallError
-from windfall.fleet import nursery as nurseries
+from windfall.fleet import fork_client
 from windfall.fleet.base import Handle
-from windfall.fleet.nursery import Nursery, NurseryLost
+from windfall.fleet.fork_client import ForkClient, ForkServerLost
 
 SLEEP = "import time; print('up'); time.sleep(60)"
 FAMILY = (
@@ -31,7 +31,7 @@ FAMILY = (
 )
 ABOUT = """
 import json, os, signal, sys, threading
-told = {
+report = {
     "ids": [os.getpid(), os.getsid(0), os.getpgid(0)],
     "env": dict(os.environ),
     "argv": sys.argv[2:],
@@ -44,7 +44,7 @@ told = {
     "comm": open("/proc/self/comm").read().strip(),
     "loaded": "colorsys" in sys.modules,
 }
-print(json.dumps(told))
+print(json.dumps(report))
 print("and this", file=sys.stderr)
 """
 Start = Callable[..., Awaitable[Handle]]
@@ -52,28 +52,30 @@ Start = Callable[..., Awaitable[Handle]]
 
 @pytest.fixture
 def within(tmp_path: Path, toy_env: dict[str, str]) -> Callable[..., None]:
-    """Runs a test's coroutine with a nursery of toys: `test(nursery, start)`."""
+    """Runs the coroutine `test(client, start)` of a test with a fork server for `toy:main`."""
 
-    def run(test: Callable[[Nursery, Start], Awaitable[None]], *modules: str, entry: str = "toy:main") -> None:
-        async def go() -> None:
-            async with Nursery(entry=entry, modules=modules, log=tmp_path / "nursery.log", env=toy_env) as nursery:
+    def run(test: Callable[[ForkClient, Start], Awaitable[None]], *modules: str, entry: str = "toy:main") -> None:
+        async def main() -> None:
+            async with ForkClient(
+                entry=entry, modules=modules, log=tmp_path / "fork_server.log", env=toy_env
+            ) as client:
 
                 async def start(name: str, code: str, *args: str, env: dict[str, str] | None = None) -> Handle:
-                    return await nursery.start(
+                    return await client.start(
                         name=name, argv=["windfall", code, *args], env=env or {}, log=tmp_path / f"{name}.log"
                     )
 
-                await asyncio.wait_for(test(nursery, start), 20)
+                await asyncio.wait_for(test(client, start), 20)
 
-        asyncio.run(go())
+        asyncio.run(main())
 
     return run
 
 
-def test_a_forked_worker_is_like_a_fresh_one(within: Callable[..., None], tmp_path: Path) -> None:
+def test_forked_worker_is_like_a_fresh_process(within: Callable[..., None], tmp_path: Path) -> None:
     pids: list[int] = []
 
-    async def test(nursery: Nursery, start: Start) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         for name in ("w1", "w2"):
             worker = await start(name, ABOUT, "--join", "somewhere", env={"TOKEN": name})
             pids.append(worker.pid)
@@ -84,9 +86,9 @@ def test_a_forked_worker_is_like_a_fresh_one(within: Callable[..., None], tmp_pa
     for pid, name in zip(pids, ("w1", "w2"), strict=True):
         first, second = (tmp_path / f"{name}.log").read_text().splitlines()
         assert second == "and this"
-        told = json.loads(first)
-        assert told.pop("ids") == [pid, pid, pid]
-        assert told == {
+        report = json.loads(first)
+        assert report.pop("ids") == [pid, pid, pid]
+        assert report == {
             "env": {"TOKEN": name},
             "argv": ["--join", "somewhere"],
             "fds": [0, 1, 2],
@@ -100,8 +102,8 @@ def test_a_forked_worker_is_like_a_fresh_one(within: Callable[..., None], tmp_pa
         }
 
 
-def test_how_a_worker_ended_is_told(within: Callable[..., None], tmp_path: Path) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
+def test_exit_status_of_a_worker_is_reported(within: Callable[..., None], tmp_path: Path) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         assert await (await start("three", "import sys; sys.exit(3)")).wait() == 3
         assert await (await start("wrong", "1 / 0")).wait() == 1
         worker = await start("self", "import os; os.kill(os.getpid(), 11)")
@@ -112,13 +114,13 @@ def test_how_a_worker_ended_is_told(within: Callable[..., None], tmp_path: Path)
     within(test)
     assert "ZeroDivisionError" in (tmp_path / "wrong.log").read_text()
     assert (tmp_path / "at-exit.log").read_text() == "last word\n"
-    assert (tmp_path / "nursery.log").read_text() == ""
+    assert (tmp_path / "fork_server.log").read_text() == ""
 
 
-def test_kill_terminate_and_a_leader_that_ends_leave_nothing(
+def test_no_process_is_left_after_kill_terminate_or_exit(
     within: Callable[..., None], tmp_path: Path, gone: Callable[..., bool], read_when: Callable[..., str]
 ) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         worker = await start("kill", FAMILY + "time.sleep(60)")
         read_when(tmp_path / "kill.log")
         worker.kill()
@@ -130,95 +132,95 @@ def test_kill_terminate_and_a_leader_that_ends_leave_nothing(
         worker = await start("deaf", "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)
         read_when(tmp_path / "deaf.log")
         assert await worker.terminate(0.1) == -signal.SIGKILL
-        worker = await start("at once", SLEEP)  # no handler of the nursery's may swallow it
+        worker = await start("at once", SLEEP)  # no handler of the fork server may catch the signal
         assert await worker.terminate(10.0) == -signal.SIGTERM
 
     within(test)
     assert gone([int((tmp_path / f"{name}.log").read_text().split()[0]) for name in ("kill", "leave")])
 
 
-def test_killing_the_nursery_ends_its_workers_and_the_next_request_starts_another(
+def test_killed_fork_server_ends_its_workers_and_the_next_request_starts_another(
     within: Callable[..., None], tmp_path: Path, gone: Callable[..., bool], read_when: Callable[..., str]
 ) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         workers = [await start("a", FAMILY + "time.sleep(60)"), await start("b", SLEEP)]
         child = int(read_when(tmp_path / "a.log").split()[0])
-        first = nursery.pid
+        first = client.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
         assert [await w.wait() for w in workers] == [-signal.SIGKILL] * 2
         assert gone([first, child, *(w.pid for w in workers)])
         again = await start("c", "print('hello')")
         assert await again.wait() == 0
-        assert nursery.pid not in (None, first)
+        assert client.pid not in (None, first)
 
     within(test)
     assert (tmp_path / "c.log").read_text() == "hello\n"
 
 
-def test_a_request_under_way_when_the_nursery_dies_fails(within: Callable[..., None]) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
-        await nursery.ready()
-        assert nursery.pid is not None
-        os.kill(nursery.pid, signal.SIGSTOP)
+def test_pending_request_fails_when_the_fork_server_dies(within: Callable[..., None]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
+        await client.ready()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
         request = asyncio.ensure_future(start("a", SLEEP))
         await asyncio.sleep(0.1)
-        os.kill(nursery.pid, signal.SIGKILL)
-        with pytest.raises(NurseryLost):
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(ForkServerLost):
             await request
 
     within(test)
 
 
-def test_a_request_that_is_cancelled_leaves_no_worker(within: Callable[..., None]) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
-        await nursery.ready()
-        assert nursery.pid is not None
-        os.kill(nursery.pid, signal.SIGSTOP)
+def test_canceled_request_leaves_no_worker(within: Callable[..., None]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
+        await client.ready()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
         request = asyncio.ensure_future(start("a", SLEEP))
         await asyncio.sleep(0.1)
         request.cancel()
-        os.kill(nursery.pid, signal.SIGCONT)
-        assert await (await start("b", "pass")).wait() == 0  # so the request before it was answered
-        children = Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children")
+        os.kill(client.pid, signal.SIGCONT)
+        assert await (await start("b", "pass")).wait() == 0  # so the earlier request was answered
+        children = Path(f"/proc/{client.pid}/task/{client.pid}/children")
         while children.read_text():
             await asyncio.sleep(0.01)
 
     within(test)
 
 
-def test_a_request_cancelled_as_its_answer_comes_leaves_no_worker(within: Callable[..., None]) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
-        await nursery.ready()
-        children = Path(f"/proc/{nursery.pid}/task/{nursery.pid}/children")
+def test_request_canceled_while_its_answer_arrives_leaves_no_worker(within: Callable[..., None]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
+        await client.ready()
+        children = Path(f"/proc/{client.pid}/task/{client.pid}/children")
         request = asyncio.ensure_future(start("a", SLEEP))
         await asyncio.sleep(0)
-        while not children.read_text():  # without letting the loop run
+        while not children.read_text():  # without running the event loop
             pass
-        time.sleep(0.1)  # now the answer lies in the socket
+        time.sleep(0.1)  # now the answer is in the socket
         loop = asyncio.get_running_loop()
         loop.call_later(0, lambda: loop.call_soon(request.cancel))
         with contextlib.suppress(asyncio.CancelledError):
-            (await request).kill()  # the answer was quicker than the cancel: then it is whoever asked that has it
+            (await request).kill()  # the answer came before the cancellation: then the caller has the worker
         while children.read_text():
             await asyncio.sleep(0.01)
 
     within(test)
 
 
-def test_closing_ends_all(within: Callable[..., None], gone: Callable[..., bool]) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
+def test_close_ends_all_processes(within: Callable[..., None], gone: Callable[..., bool]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         workers = [await start(str(n), "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP) for n in range(5)]
-        pids = [w.pid for w in workers] + [nursery.pid]
-        await nursery.close()
+        pids = [w.pid for w in workers] + [client.pid]
+        await client.close()
         assert [await w.wait() for w in workers] == [-signal.SIGKILL] * 5
         assert gone(pids)
 
     within(test)
 
 
-def test_what_cannot_be_imported_is_said(within: Callable[..., None], tmp_path: Path) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
+def test_failed_import_is_reported(within: Callable[..., None], tmp_path: Path) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         await start("w1", "pass")
 
     (tmp_path / "broken.py").write_text("print('noise')\nraise ValueError('not today')")
@@ -235,10 +237,10 @@ def test_what_cannot_be_imported_is_said(within: Callable[..., None], tmp_path: 
         within(test, "threaded")
 
 
-def test_a_call_that_leaves_a_thread_is_left_out(within: Callable[..., None], tmp_path: Path) -> None:
-    """What is called before the fork is for speed: it may not keep a run from starting."""
+def test_preload_call_that_leaves_a_thread_is_skipped(within: Callable[..., None], tmp_path: Path) -> None:
+    """Calls before the fork only save time: they must not prevent a run from starting."""
 
-    async def test(nursery: Nursery, start: Start) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         assert await (await start("w1", "import eager; print(eager.called, end='')")).wait() == 0
 
     (tmp_path / "eager.py").write_text(
@@ -250,75 +252,77 @@ def test_a_call_that_leaves_a_thread_is_left_out(within: Callable[..., None], tm
     )
     within(test, "eager:call:a:b c")
     assert (tmp_path / "w1.log").read_text() == "['a:b c']"
-    assert (tmp_path / "nursery.log").read_text() == ""
+    assert (tmp_path / "fork_server.log").read_text() == ""
     (tmp_path / "w1.log").unlink()
     within(test, "eager:start:x")
     assert (tmp_path / "w1.log").read_text() == "[]"
-    assert "there are 2 threads" in (tmp_path / "nursery.log").read_text()
+    assert "there are 2 threads" in (tmp_path / "fork_server.log").read_text()
     (tmp_path / "w1.log").unlink()
-    within(test, "eager:harmless:x")  # its library knows about forks
+    within(test, "eager:harmless:x")  # this thread's library handles forks
     assert (tmp_path / "w1.log").read_text() == "['x']"
 
 
-def test_an_import_that_never_ends_is_given_up(toy_env: dict[str, str], tmp_path: Path) -> None:
+def test_import_that_never_ends_times_out(toy_env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text("import time; time.sleep(60)")
 
-    async def go() -> None:
-        log = tmp_path / "nursery.log"
-        nursery = Nursery(entry="toy:main", modules=["stuck"], log=log, env=toy_env, import_timeout_s=0.3)
+    async def main() -> None:
+        log = tmp_path / "fork_server.log"
+        client = ForkClient(entry="toy:main", modules=["stuck"], log=log, env=toy_env, import_timeout_s=0.3)
         with pytest.raises(WindfallError, match=r"waited 0.3 s for the imports"):
-            await nursery.ready()
-        assert nursery.pid is None
-        await nursery.close()
+            await client.ready()
+        assert client.pid is None
+        await client.close()
 
-    asyncio.run(go())
+    asyncio.run(main())
 
 
-def test_a_name_is_used_by_one_worker_at_a_time(within: Callable[..., None]) -> None:
-    async def test(nursery: Nursery, start: Start) -> None:
+def test_name_is_used_by_one_worker_at_a_time(within: Callable[..., None]) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         await start("w1", SLEEP)
-        with pytest.raises(WindfallError, match="there is a worker 'w1' already"):
+        with pytest.raises(WindfallError, match="there is already a worker 'w1'"):
             await start("w1", SLEEP)
 
     within(test)
 
 
-def test_nonsense_does_not_end_the_nursery(toy_env: dict[str, str], tmp_path: Path) -> None:
-    """The process by itself, spoken to over pipes, as its description says."""
-    (tmp_path / "noisy.py").write_text("print('this must not get between the answers')")
-    argv = [sys.executable, "-m", "windfall.fleet.forker", "toy:main", "noisy"]
-    nursery = subprocess.Popen(
+def test_invalid_requests_do_not_end_the_fork_server(toy_env: dict[str, str], tmp_path: Path) -> None:
+    """Talks to the process over pipes, in the format of its docstring."""
+    (tmp_path / "noisy.py").write_text("print('this must not be mixed with the answers')")
+    argv = [sys.executable, "-m", "windfall.fleet.fork_server", "toy:main", "noisy"]
+    server = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=toy_env
     )
     good = {"name": "w", "argv": ["x", "import sys; sys.exit(6)"], "env": {}, "log": str(tmp_path / "w.log")}
-    nonsense = ["{", "[]", "7", "{}", '{"signal": 9}', '{"signal": 9, "pid": 1}', json.dumps({**good, "argv": [1]})]
-    out, _ = nursery.communicate("\n".join([*nonsense, json.dumps(good)]) + "\n", timeout=20)
+    invalid = ["{", "[]", "7", "{}", '{"signal": 9}', '{"signal": 9, "pid": 1}', json.dumps({**good, "argv": [1]})]
+    out, _ = server.communicate("\n".join([*invalid, json.dumps(good)]) + "\n", timeout=20)
     answers = [json.loads(line) for line in out.splitlines()]
     assert "ready" in answers[0]
-    assert sum("no such request" in a.get("error", "") for a in answers) == len(nonsense) - 1  # pid 1 is no worker
+    # The request with pid 1 gets no answer: it is valid, but pid 1 is not a worker.
+    assert sum("invalid request" in a.get("error", "") for a in answers) == len(invalid) - 1
     assert [a for a in answers if "pid" in a and "exit" not in a]
-    assert answers[-1]["exit"] in (6, -signal.SIGKILL)  # input closed at once: it may not have come to its end
+    # The input closed immediately, so the worker may have been killed.
+    assert answers[-1]["exit"] in (6, -signal.SIGKILL)
 
 
 SUPERVISOR = """
 import asyncio, os, sys
 from pathlib import Path
-from windfall.fleet.nursery import Nursery
+from windfall.fleet.fork_client import ForkClient
 
 async def main():
-    nursery = Nursery(entry="toy:main", modules=[], log=Path("nursery.log"))
+    client = ForkClient(entry="toy:main", modules=[], log=Path("fork_server.log"))
     workers = [
-        await nursery.start(name=f"w{n}", argv=["x", sys.argv[1]], env=dict(os.environ), log=Path(f"w{n}.log"))
+        await client.start(name=f"w{n}", argv=["x", sys.argv[1]], env=dict(os.environ), log=Path(f"w{n}.log"))
         for n in range(3)
     ]
-    print(nursery.pid, *(w.pid for w in workers), flush=True)
+    print(client.pid, *(w.pid for w in workers), flush=True)
     await asyncio.sleep(60)
 
 asyncio.run(main())
 """
 
 
-def test_killing_the_supervisor_ends_the_nursery_its_workers_and_their_children(
+def test_killed_supervisor_ends_the_fork_server_its_workers_and_their_children(
     tmp_path: Path, toy_env: dict[str, str], gone: Callable[..., bool], read_when: Callable[..., str]
 ) -> None:
     argv = [sys.executable, "-c", SUPERVISOR, FAMILY + "time.sleep(60)"]
@@ -333,31 +337,31 @@ def test_killing_the_supervisor_ends_the_nursery_its_workers_and_their_children(
     assert gone(pids)
 
 
-def test_killing_supervisor_and_nursery_at_once_ends_the_workers(
+def test_workers_end_when_supervisor_and_fork_server_are_killed_together(
     tmp_path: Path, toy_env: dict[str, str], gone: Callable[..., bool]
 ) -> None:
-    """By PR_SET_PDEATHSIG alone."""
+    """Only PR_SET_PDEATHSIG can do it."""
     argv = [sys.executable, "-c", SUPERVISOR, SLEEP]
     supervisor = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=toy_env)
     assert supervisor.stdout is not None
     with supervisor.stdout as out:
-        nursery, *workers = [int(word) for word in out.readline().split()]
-    supervisor.send_signal(signal.SIGSTOP)  # it must not help
-    os.kill(nursery, signal.SIGKILL)
-    assert gone([nursery, *workers])
+        server, *workers = [int(word) for word in out.readline().split()]
+    supervisor.send_signal(signal.SIGSTOP)  # the supervisor must not help
+    os.kill(server, signal.SIGKILL)
+    assert gone([server, *workers])
     supervisor.kill()
     supervisor.wait()
 
 
-def test_a_nursery_that_stands_still_is_killed_and_started_again(
+def test_stopped_fork_server_is_killed_and_restarted(
     within: Callable[..., None], monkeypatch: pytest.MonkeyPatch, gone: Callable[..., bool]
 ) -> None:
-    monkeypatch.setattr("windfall.fleet.nursery.PING_S", 0.05)
+    monkeypatch.setattr("windfall.fleet.fork_client.PING_S", 0.05)
 
-    async def test(nursery: Nursery, start: Start) -> None:
+    async def test(client: ForkClient, start: Start) -> None:
         worker = await start("a", SLEEP)
-        await asyncio.sleep(0.6)  # more pings than may stay without an answer
-        first = nursery.pid
+        await asyncio.sleep(0.6)  # longer than it takes to reach the limit of unanswered pings
+        first = client.pid
         assert first is not None
         assert worker.running
         os.kill(first, signal.SIGSTOP)
@@ -368,43 +372,43 @@ def test_a_nursery_that_stands_still_is_killed_and_started_again(
     within(test)
 
 
-def test_a_fork_that_takes_too_long_is_an_oserror_and_can_be_asked_for_again(
+def test_slow_fork_raises_oserror_and_can_be_retried(
     within: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windfall.fleet.nursery.FORK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("windfall.fleet.fork_client.FORK_TIMEOUT_S", 0.2)
 
-    async def test(nursery: Nursery, start: Start) -> None:
-        await nursery.ready()
-        assert nursery.pid is not None
-        os.kill(nursery.pid, signal.SIGSTOP)
+    async def test(client: ForkClient, start: Start) -> None:
+        await client.ready()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
         with pytest.raises(OSError, match="to fork a"):
             await start("a", SLEEP)
-        monkeypatch.setattr("windfall.fleet.nursery.FORK_TIMEOUT_S", 10.0)
-        while nursery.pid is not None:
+        monkeypatch.setattr("windfall.fleet.fork_client.FORK_TIMEOUT_S", 10.0)
+        while client.pid is not None:
             await asyncio.sleep(0.01)
         assert await (await start("a", "pass")).wait() == 0
 
     within(test)
 
 
-TELL_IMPORTS = """
+REPORT_IMPORTS = """
 import os, sys
 
-class Tell:
+class Report:
     def find_spec(self, name, path=None, target=None):
         os.write(2, f"imports {name}\\n".encode())
 
-os.register_at_fork(after_in_child=lambda: sys.meta_path.insert(0, Tell()))
+os.register_at_fork(after_in_child=lambda: sys.meta_path.insert(0, Report()))
 """
 ROOT = Path(__file__).parent.parent.parent
-MOST_IMPORTS = 20
-"""The command line's parser, codecs of an address, and packages that are looked for and not installed: about ten."""
+MAX_IMPORTS = 20
+"""About ten are expected: the command line parser, codecs for an address, and optional packages not installed."""
 
 
 @pytest.mark.timeout(180)
-def test_a_real_worker_and_a_real_trainer_import_next_to_nothing_after_the_fork(tmp_path: Path) -> None:
-    """Every process of a real run says what it looks for on the disk after it was forked, from its start to its end."""
-    (tmp_path / "sitecustomize.py").write_text(TELL_IMPORTS)
+def test_real_worker_and_trainer_import_almost_nothing_after_the_fork(tmp_path: Path) -> None:
+    """Every process of a real run logs each module that it looks for on the disk after the fork."""
+    (tmp_path / "sitecustomize.py").write_text(REPORT_IMPORTS)
     changes = ["run.steps=1", "rollout.groups=2", "rollout.group_size=2", "rollout.max_tokens=8", "eval.tasks=0",
                "trace.nodes=0", "fleet.workers=1", f"run.folder={tmp_path}"]  # fmt: skip
     command = [sys.executable, "-m", "windfall.cli", "train", str(ROOT / "recipes" / "demo.toml")]
@@ -417,13 +421,13 @@ def test_a_real_worker_and_a_real_trainer_import_next_to_nothing_after_the_fork(
     workers = sorted((tmp_path / "demo" / "workers").iterdir())
     for log in (workers[0], tmp_path / "demo" / "trainer.log"):
         imported = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("imports ")]
-        assert imported, "the process told nothing: is the hook of this test in place?"
-        assert len(imported) <= MOST_IMPORTS, f"{log.name}: {len(imported)} modules: {imported}"
+        assert imported, "the process logged no imports: is the hook of this test installed?"
+        assert len(imported) <= MAX_IMPORTS, f"{log.name}: {len(imported)} modules: {imported}"
 
 
-def test_a_process_that_outlives_sigkill_is_only_logged(
+def test_process_that_survives_sigkill_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nurseries, "KILL_TIMEOUT_S", 0.05)
-    asyncio.run(nurseries._gone(os.getpid()))
+    monkeypatch.setattr(fork_client, "KILL_TIMEOUT_S", 0.05)
+    asyncio.run(fork_client._wait_for_end(os.getpid()))
     assert f"worker process {os.getpid()} to end by SIGKILL" in caplog.text

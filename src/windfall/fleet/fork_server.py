@@ -1,19 +1,20 @@
-"""The nursery process: imports once what workers need, then forks a worker for every request.
+"""The fork server process: imports the modules that workers need once, then forks a worker for every request.
 
-    python -m windfall.fleet.forker ENTRY MODULE ...        ENTRY is module:function, called as a command would be;
+    python -m windfall.fleet.fork_server ENTRY MODULE ...   ENTRY is module:function, called like a command;
                                                             MODULE may be module:function:argument, called once
 
-    in    {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} signals one, {"ping"}: a line of JSON each
-    out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"}; {"name", "pid", "exit"} when one ends;
-          {"pong"} for every ping
+    in    one line of JSON per request: {"name", "argv", "env", "log"} forks a worker, {"pid", "signal"} sends a signal
+          to a worker, {"ping"} asks for a pong
+    out   {"ready"} or {"failed"} once; {"name", "pid"} or {"name", "error"} per fork; {"name", "pid", "exit"} when a
+          worker ends; {"pong"} for every ping
 
-- It has one thread whenever it forks, or it refuses: a thread of the parent's would be missing in the child, with its
-  locks held for ever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1. Threads that their library
-  starts again in a forked process do not count.
-- When its input closes, or on SIGTERM, it kills the process groups of all workers, waits for them, and ends.
-- A worker asks the kernel to be killed when this process dies (PR_SET_PDEATHSIG), so `kill -9` here leaves none behind.
-- A worker has its own session and environment, default signal handlers, and no file descriptor of this process. What a
-  module read from the environment when it was imported stays as it was here.
+- It forks only while it has one thread. Other threads would not exist in the child, but their locks would stay held
+  forever. Importing numpy starts threads unless OPENBLAS_NUM_THREADS is 1. Threads that their library restarts in a
+  forked process do not count.
+- When its input closes, or on SIGTERM, it kills the process groups of all workers, waits for them, and exits.
+- A worker asks the kernel to kill it when this process dies (PR_SET_PDEATHSIG), so `kill -9` here leaves no worker.
+- A worker has its own session and environment variables, default signal handlers, and no file descriptor of this
+  process. Values that a module read from the environment during its import stay as they were here.
 """
 
 from __future__ import annotations
@@ -37,57 +38,59 @@ from windfall.fleet.parent_death import die_with_parent
 Request = dict[str, Any]
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)
 FORK_SAFE = ("jemalloc_bg_thd",)
-"""Threads by name. jemalloc, which pyarrow brings, stops its own before a fork and starts it again after."""
+"""Names of threads that do not prevent a fork. jemalloc, a part of pyarrow, stops its thread before a fork and restarts
+it afterwards."""
 
 
-class Forker:
+class ForkServer:
     def __init__(self, requests: int, answers: int) -> None:
         self._in, self._out = requests, answers
         self._pid = os.getpid()
         self._workers: dict[int, str] = {}
-        self._text = b""
+        self._partial_line = b""
         self._stopping = False
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._woken, False)
-        os.set_blocking(self._wake, False)
-        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to be woken
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_read, False)
+        os.set_blocking(self._wakeup_write, False)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # handled only to wake up the select
         signal.signal(signal.SIGTERM, self._stop)
 
     def serve(self) -> Request | None:
-        """Until the input closes. In a forked worker it returns at once, with the request the worker is to run."""
+        """Serve requests until the input closes. In a forked worker, return its request immediately."""
         while not self._stopping:
-            ready, _, _ = select.select([self._in, self._woken], [], [])
-            if self._woken in ready:
-                os.read(self._woken, 4096)
+            ready, _, _ = select.select([self._in, self._wakeup_read], [], [])
+            if self._wakeup_read in ready:
+                os.read(self._wakeup_read, 4096)
                 self._reap(os.WNOHANG)
             if self._in in ready:
-                for line in self._lines():
-                    if (request := self._obey(line)) is not None:
+                for line in self._read_lines():
+                    if (request := self._handle(line)) is not None:
                         return request
         for pid in self._workers:
-            process.send(pid, signal.SIGKILL)
+            process.send_signal(pid, signal.SIGKILL)
         while self._workers:
             self._reap(0)
         return None
 
     def answer(self, **fields: Any) -> None:
         try:
-            _answer(self._out, **fields)
+            _write_answer(self._out, **fields)
         except ConnectionError:
-            self._stopping = True  # nobody is left to fork for
+            self._stopping = True  # the client is gone
 
     def _stop(self, *_: Any) -> None:
         self._stopping = True
 
-    def _lines(self) -> list[bytes]:
+    def _read_lines(self) -> list[bytes]:
         data = os.read(self._in, 1 << 16)
         if not data:
             self._stopping = True
-        *lines, self._text = (self._text + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         return lines
 
-    def _obey(self, line: bytes) -> Request | None:
+    def _handle(self, line: bytes) -> Request | None:
+        """Carry out a request. Returns the request in a forked worker, None here."""
         try:
             request = json.loads(line)
             if "ping" in request:
@@ -99,23 +102,23 @@ class Forker:
                 pid, number = 0, 0
                 _check(request)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            self.answer(name=None, error=f"no such request: {type(e).__name__}: {e}")
+            self.answer(name=None, error=f"invalid request: {type(e).__name__}: {e}")
             return None
         if not number:
             return self._fork(request)
-        if pid in self._workers:  # not reaped yet, so the pid is still the worker's
-            process.send(pid, number)
+        if pid in self._workers:  # not reaped yet, so the pid still belongs to the worker
+            process.send_signal(pid, number)
         return None
 
     def _fork(self, request: Request) -> Request | None:
-        """The request in the worker, None here."""
-        if (threads := _threads()) != 1:
-            self.answer(name=request["name"], error=f"the nursery has {threads} threads, and forks only with one")
+        """Fork a worker. Returns the request in the worker, None here."""
+        if (threads := _count_threads()) != 1:
+            self.answer(name=request["name"], error=f"the fork server has {threads} threads; it can only fork with one")
             return None
         sys.stdout.flush()
         sys.stderr.flush()
-        settled, settling = os.pipe()
-        # No signal may find the worker with the handlers of the nursery.
+        set_up_read, set_up_write = os.pipe()
+        # Block signals, so that none arrives while the worker still has the handlers of the fork server.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             pid = os.fork()
@@ -125,20 +128,20 @@ class Forker:
         if pid == 0:
             try:
                 self._become_worker(request)
-                os.close(settled)
-                os.close(settling)
-            except BaseException:  # fault boundary: half a worker must not go on as a second nursery
+                os.close(set_up_read)
+                os.close(set_up_write)
+            except BaseException:  # fault boundary: a half set up worker must not continue as a second fork server
                 traceback.print_exc()
                 os._exit(1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
         if pid == 0:
             return request
-        os.close(settling)
+        os.close(set_up_write)
         if pid > 0:
             self._workers[pid] = request["name"]
-            os.read(settled, 1)  # ends when the worker has a session of its own: only then may it be signalled
+            os.read(set_up_read, 1)  # returns when the worker has its own session: only then may it get signals
             self.answer(name=request["name"], pid=pid)
-        os.close(settled)
+        os.close(set_up_read)
         return None
 
     def _become_worker(self, request: Request) -> None:
@@ -151,44 +154,46 @@ class Forker:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(request["env"])
-        Path("/proc/self/comm").write_text(request["name"][:15])  # what ps and top show
+        Path("/proc/self/comm").write_text(request["name"][:15])  # ps and top show this name
         nothing, log = os.open(os.devnull, os.O_RDONLY), process.open_log(Path(request["log"]))
         for fd, to in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(fd, to)
-        # By number, not all above 2: a library may have opened one at import that it still needs.
-        for fd in (nothing, log, self._in, self._out, self._woken, self._wake):
+        # Close these, not all above 2: a library may still need a descriptor that it opened during its import.
+        for fd in (nothing, log, self._in, self._out, self._wakeup_read, self._wakeup_write):
             os.close(fd)
 
     def _reap(self, options: int) -> None:
-        """Take the workers that ended, and kill what is left of their groups first, while the pid is still theirs."""
+        """Reap the workers that ended. First kill the rest of their groups, while the pids still belong to them."""
         while self._workers:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | options)
             if ended is None:
                 return
             name = self._workers.pop(ended.si_pid, None)
             if name is not None:
-                process.send(ended.si_pid, signal.SIGKILL)
+                process.send_signal(ended.si_pid, signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
-            if name is not None:  # else a child that an import started
+            if name is not None:  # otherwise it was a child that an import started
                 self.answer(name=name, pid=ended.si_pid, exit=os.waitstatus_to_exitcode(status))
 
 
-def _answer(fd: int, **fields: Any) -> None:
+def _write_answer(fd: int, **fields: Any) -> None:
     os.write(fd, json.dumps(fields).encode() + b"\n")
 
 
 def _check(request: Request) -> None:
     texts = [request["name"], request["log"], *request["argv"], *request["env"], *request["env"].values()]
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError("name, log, argv and env are text")
+        raise TypeError("name, log, argv and env must be text")
 
 
-def _threads() -> int:
+def _count_threads() -> int:
+    """Number of threads of this process that prevent a fork, including the main thread."""
     names = [Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")]
     return sum(name not in FORK_SAFE for name in names)
 
 
-def _load(entry: str, modules: list[str]) -> Callable[[], Any]:
+def _import(entry: str, modules: list[str]) -> Callable[[], Any]:
+    """Import the modules, make their calls, and return the entry function."""
     module, _, function = entry.partition(":")
     for step in [*modules, module]:
         name, _, call = step.partition(":")
@@ -197,7 +202,7 @@ def _load(entry: str, modules: list[str]) -> Callable[[], Any]:
             if call:
                 called, _, argument = call.partition(":")
                 getattr(imported, called)(argument)
-        except Exception as e:  # fault boundary: whatever an import raises is told to the one who asked for it
+        except Exception as e:  # fault boundary: any error of an import is reported to the client
             raise ImportError(f"cannot import {name}: {type(e).__name__}: {e}") from e
     called = getattr(sys.modules[module], function or "main", None)
     if not callable(called):
@@ -208,31 +213,31 @@ def _load(entry: str, modules: list[str]) -> Callable[[], Any]:
 def main() -> None:
     began = time.monotonic()
     entry, *modules = sys.argv[1:]
-    # What an import prints must not get between the answers.
+    # Output of an import must not be mixed with the answers.
     answers = os.dup(1)
     os.dup2(2, 1)
     requests = os.dup(0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     try:
-        run = _load(entry, modules)
-        if (threads := _threads()) != 1:
+        run = _import(entry, modules)
+        if (threads := _count_threads()) != 1:
             raise ImportError(f"after importing {', '.join(modules)} there are {threads} threads; forking needs one")
     except ImportError as e:
-        _answer(answers, failed=str(e))
+        _write_answer(answers, failed=str(e))
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # so that a worker's collections do not write to, and so copy, every page it shares with us
-    _answer(answers, ready=time.monotonic() - began)
-    # Only now are signals handled: until here SIGTERM, which also says that our parent died, ends us at once.
-    request = Forker(requests, answers).serve()
+    gc.freeze()  # otherwise a worker's garbage collections would write to every shared page, and so copy it
+    _write_answer(answers, ready=time.monotonic() - began)
+    # Signals are handled only from here on. Before, SIGTERM, which is also sent when our parent dies, ends us at once.
+    request = ForkServer(requests, answers).serve()
     if request is None:
         return
     sys.argv = list(request["argv"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # else every worker draws the same; random and torch see to it themselves
+        sys.modules["numpy.random"].seed()  # otherwise all workers draw the same; random and torch reseed by themselves
     sys.exit(run())
 
 

@@ -129,8 +129,8 @@ class Hand:
         """Like SIGKILL: nothing more is generated or sent, and the link closes. `lossy`: frames on the way are lost."""
         for task in self.work:
             task.cancel()
-        self._theirs._wire.why = "killed"
-        self._theirs._wire.cut.set()
+        self._theirs._shared.why = "killed"
+        self._theirs._shared.closed.set()
         while lossy and not self._ours._inbox.empty():
             self._ours._inbox.get_nowait()
 

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from windfall import backoff
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.errors import WindfallError, report_failure

@@ -172,8 +172,8 @@ def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     async def ask(self: RemoteTrainer, message: object, expected: type[Any]) -> Any:
         while True:
             while self._link is None:
-                await self._here.wait()
-            self._asked = self._link
+                await self._present.wait()
+            self._current = self._link
             with contextlib.suppress(TrainerLost):
                 return await real(self, message, expected)
 

@@ -98,7 +98,7 @@ class FleetReport:
         }
 
     def _speeds(self) -> dict[str, list[list[float]]]:
-        """StepMeasurement speeds by kind of worker, as rows of [batch, seconds per engine step, windows], for `windfall sim
+        """Measured speeds by kind of worker, as rows of [batch, seconds per engine step, windows], for `windfall sim
         calibrate`."""
         sums: dict[str, dict[int, list[float]]] = {}
         for member in self._dispatch.members.here():
@@ -132,7 +132,8 @@ class FleetReport:
                 "device": w.lease.device, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
-                "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s, "why": w.why,
+                "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,
+                "why": w.why,
             }
             for w in members
             if w.state is not WorkerState.GONE or w.id in gone_shown

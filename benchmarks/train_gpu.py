@@ -54,7 +54,7 @@ def samples_of(lengths: list[int]) -> list[Sample]:
     rng = np.random.default_rng(0)
     ids = [tuple(rng.integers(3, 150_000, n).tolist()) for n in lengths]
     return [
-        Sample(ids=x, targets=tuple(range(1, len(x))), behaviour=np.full(len(x) - 1, -12.0), advantage=a, limit=4096)
+        Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.full(len(x) - 1, -12.0), advantage=a, limit=4096)
         for x, a in zip(ids, rng.normal(size=len(ids)).tolist(), strict=True)
     ]
 

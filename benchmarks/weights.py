@@ -225,7 +225,7 @@ def samples(model: Any, count: int, tokens: int) -> list[Any]:
     return [
         Sample(
             ids=(*prompts[i], *(t for t, _ in said[i])), targets=tuple(range(16, 16 + len(said[i]))),
-            behaviour=np.array([lp for _, lp in said[i]]), advantage=float(n % 2 * 2 - 1), limit=tokens,
+            behavior=np.array([lp for _, lp in said[i]]), advantage=float(n % 2 * 2 - 1), limit=tokens,
         )
         for n, i in enumerate(prompts)
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Finish = Literal["stop", "length"]
-Terms = Literal["reserved", "spot", "borrowed"]
+LeaseKind = Literal["reserved", "spot", "borrowed"]
 Prompt = str | Sequence[Mapping[str, str]]
 """Text, or a conversation: messages with "role" and "content" for the model's chat template."""
 LOCAL = "local"
@@ -23,7 +23,7 @@ LOCAL = "local"
 class Lease:
     """The terms on which the run holds a worker."""
 
-    kind: Terms = "spot"
+    kind: LeaseKind = "spot"
     device: str = "cpu"
     region: str = ""
     price_usd_per_h: float = 0.0

@@ -80,9 +80,9 @@ def samples(count: int = 6, seed: int = 0, longest: int = 60, vocabulary: int = 
     for _ in range(count):
         length, prompt = int(rng.integers(4, longest)), int(rng.integers(1, 4))
         targets = tuple(t for t in range(prompt, length) if t == prompt or rng.random() < 0.9)
-        behaviour = -rng.random(len(targets))
+        behavior = -rng.random(len(targets))
         ids = tuple(rng.integers(0, vocabulary, length).tolist())
-        out.append(Sample(ids=ids, targets=targets, behaviour=behaviour, advantage=rng.normal(), limit=longest))
+        out.append(Sample(ids=ids, targets=targets, behavior=behavior, advantage=rng.normal(), limit=longest))
     return out
 
 
@@ -371,7 +371,7 @@ def test_failing_kernel_falls_back_to_autograd(monkeypatch: pytest.MonkeyPatch) 
 def test_bfloat16_steps_raise_logprobs() -> None:
     """Log-probs of samples with a positive advantage rise, and the state of Adam survives a restart."""
     model, made = model_of("qwen3").cuda().bfloat16(), samples(16, longest=100)
-    made = [Sample(ids=s.ids, targets=s.targets, behaviour=s.behaviour, advantage=1.0, limit=s.limit) for s in made]
+    made = [Sample(ids=s.ids, targets=s.targets, behavior=s.behavior, advantage=1.0, limit=s.limit) for s in made]
     recipe = config.parse({"train": {"lr": 1e-3, "engine_gap_limit": 99.0}}, where="test")
     t = TorchTrainer(model, algorithms.make("dr_grpo"), recipe, micro_tokens=500)
     before = t.learner.score(made, 1.0)[0].mean()

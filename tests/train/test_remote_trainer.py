@@ -122,7 +122,7 @@ def test_trainer_lost_during_a_request() -> None:
 def sample(tokens: int, mark: float = 0.0) -> Sample:
     ids = tuple(range(200_000, 200_000 + tokens))
     return Sample(
-        ids=ids, targets=tuple(range(1, tokens)), behaviour=np.full(tokens - 1, -0.5), advantage=mark, limit=9,
+        ids=ids, targets=tuple(range(1, tokens)), behavior=np.full(tokens - 1, -0.5), advantage=mark, limit=9,
         old=np.full(tokens - 1, -0.5),
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
         Sample(
             ids=(*r.prompt, *(t for t, _ in generated[r.id])),
             targets=tuple(range(len(r.prompt), len(r.prompt) + len(generated[r.id]))),
-            behaviour=np.array([lp for _, lp in generated[r.id]]),
+            behavior=np.array([lp for _, lp in generated[r.id]]),
             advantage=rng.uniform(-1, 1),
             limit=50,
         )
@@ -68,7 +68,7 @@ def gradients(t: TorchTrainer) -> torch.Tensor:
 
 def test_engine_that_computes_another_model_is_detected_before_the_update(model: Any) -> None:
     """Such a run, with log-probs 1.2 nats apart on average, once ended with status 0."""
-    made = [replace(s, behaviour=s.behaviour - 1.2) for s in samples(model, 4)]
+    made = [replace(s, behavior=s.behavior - 1.2) for s in samples(model, 4)]
     t = trainer(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     t.accumulate(made)
@@ -86,7 +86,7 @@ def test_logprobs_equal_those_of_the_engine_to_1e_5(model: Any) -> None:
     for pack in packs(made, 300):
         logp, _ = logprobs.Learner(model).score(pack, 1.0)
         # Relative for very unlikely tokens: float32 has a precision of only 1e-6 at a log-prob of -10.
-        ours, theirs = logp.detach().numpy(), np.concatenate([s.behaviour for s in pack])
+        ours, theirs = logp.detach().numpy(), np.concatenate([s.behavior for s in pack])
         assert np.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
         assert np.abs(ours - theirs).mean() < 1e-6
 
@@ -140,7 +140,7 @@ def test_gradient_equals_that_of_the_textbook_loss(model: Any) -> None:
         logits = model(torch.tensor([s.ids])).logits[0]
         logp = torch.log_softmax(logits, -1)[[i - 1 for i in s.targets], [s.ids[i] for i in s.targets]]
         ratio = (logp - logp.detach()).exp()
-        weight = (logp.detach() - torch.from_numpy(s.behaviour).float()).exp()
+        weight = (logp.detach() - torch.from_numpy(s.behavior).float()).exp()
         losses.append(-(weight * ratio * s.advantage).mean())
     torch.stack(losses).mean().backward()
     oracle = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -157,7 +157,7 @@ def test_gradient_equals_the_formulas_in_the_docs(model: Any, name: str) -> None
         replace(s, targets=tuple(t for n, t in enumerate(s.targets) if n % 5 != 3 or n == 0)) for s in samples(model, 6)
     ]
     made = [
-        replace(s, behaviour=(old := _plain(model, s).detach().double().numpy()) + rng.normal(0, 0.05, len(old)),
+        replace(s, behavior=(old := _plain(model, s).detach().double().numpy()) + rng.normal(0, 0.05, len(old)),
                 old=old + rng.normal(0, 0.03, len(old)))
         for s in made
     ]  # fmt: skip
@@ -194,8 +194,8 @@ def _textbook(
     name: str, options: dict[str, float], s: Sample, logp: torch.Tensor, ref: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over the sampled tokens of a response: of the surrogate loss, and of k3."""
-    old, behaviour, advantage = torch.tensor(s.old).float(), torch.tensor(s.behaviour).float(), s.advantage
-    trust = (old - behaviour).exp().clamp(max=cap)
+    old, behavior, advantage = torch.tensor(s.old).float(), torch.tensor(s.behavior).float(), s.advantage
+    trust = (old - behavior).exp().clamp(max=cap)
     ratio = (logp - old).exp()
     low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}.get(name, (0.2, 0.2))
     high = options.get("clip_high", high)
@@ -267,7 +267,7 @@ def test_several_updates_use_the_policy_at_the_start_of_the_step(model: Any) -> 
     made = samples(model, 8)
     t = trainer(model, train={"lr": 5e-3})
     prepared = t.prepare(made)
-    assert all(np.allclose(p.old, p.behaviour, atol=1e-5, rtol=1e-5) for p in prepared if p.old is not None)
+    assert all(np.allclose(p.old, p.behavior, atol=1e-5, rtol=1e-5) for p in prepared if p.old is not None)
     t.accumulate(prepared)
     first = t.finish()
     t.accumulate(prepared)
@@ -298,7 +298,7 @@ def test_kl_pulls_the_policy_to_the_reference(model: Any) -> None:
 def test_non_finite_logprobs_exceed_any_limit(model: Any, value: float) -> None:
     made = samples(model, 4)
     t = trainer(model, train={"engine_gap_limit": 1e6})
-    t.accumulate([replace(made[0], behaviour=np.full_like(made[0].behaviour, value)), *made[1:]])
+    t.accumulate([replace(made[0], behavior=np.full_like(made[0].behavior, value)), *made[1:]])
     with pytest.raises(WindfallError, match="cannot be compared, because some are not finite"):
         t.finish()
 
@@ -393,7 +393,7 @@ def test_credit_skips_responses_without_reward_and_trains_only_on_sampled_tokens
     assert [s.advantage for s in made] == [0.5, -0.5]
     assert [(o.length, o.observed) for o in outcomes(group, 10)] == [(2, 1)] * 2
     assert made[0].targets == (2, 4)
-    assert made[0].behaviour.tolist() == [-1.0, -2.0]
+    assert made[0].behavior.tolist() == [-1.0, -2.0]
 
 
 def test_packs_contain_every_sample_once_within_the_budget(model: Any) -> None:

@@ -42,7 +42,7 @@ class Outcome:
     limit: int
     """Maximum number of tokens of a response (rollout.max_tokens), including those of the environment."""
     observed: int = 0
-    """Tokens of the environment within the response. They are not trained on, but count towards the limit."""
+    """Tokens of the environment within the response. They are not trained on, but count toward the limit."""
 
 
 class Algorithm(Protocol):

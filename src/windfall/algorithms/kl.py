@@ -1,4 +1,4 @@
-"""A KL penalty towards a reference policy, added to the weights of any algorithm.
+"""A KL penalty toward a reference policy, added to the weights of any algorithm.
 
 The estimator is k3 ("Approximating KL Divergence", J. Schulman, 2020; used by GRPO, arXiv 2402.03300). It is
 computed per sampled token, is never negative, and its mean is KL(pi || ref) if the token was sampled from pi. (The mean

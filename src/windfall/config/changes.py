@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from windfall.config.sections import Recipe
 
-Verdict = Literal["fixed", "noted", "free"]
+ChangeRule = Literal["fixed", "noted", "free"]
 
-RULES: dict[str, tuple[Verdict, str]] = {
+RULES: dict[str, tuple[ChangeRule, str]] = {
     "run.name": ("fixed", "Processes identify the run by this name, and its figures are labeled with it."),
     "run.folder": ("fixed", "A run continues in its own folder. To move a run, move that folder."),
     "run.seed": ("fixed", "The seed determines the tasks, including the held-out tasks."),
@@ -47,7 +47,7 @@ class KeyChange:
     key: str
     old: Any
     new: Any
-    verdict: Verdict
+    verdict: ChangeRule
     why: str
 
     def __str__(self) -> str:
@@ -92,5 +92,5 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _rule(section: str, key: str) -> tuple[Verdict, str]:
+def _rule(section: str, key: str) -> tuple[ChangeRule, str]:
     return RULES.get(f"{section}.{key}") or RULES.get(section) or ("free", "")

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from windfall.cost.bill import Account, Bucket, Holder, Totals, add, priced
-from windfall.types import Terms
+from windfall.types import LeaseKind
 
 SAME_START_S = 1.0
 """Workers of one name whose processes started less than this many seconds apart are one process: it reported its age
@@ -150,7 +150,7 @@ class Accounts:
         """The time until which the last gone worker of a name was billed, by name."""
 
     def join(
-        self, now_s: float, worker: str, *, kind: Terms, usd_per_h: float | None, trainer: bool = False,
+        self, now_s: float, worker: str, *, kind: LeaseKind, usd_per_h: float | None, trainer: bool = False,
         started_s: float | None = None, name: str = "",
     ) -> None:  # fmt: skip
         """A worker has joined. `usd_per_h`: None if not known. `started_s`: when its process started, by the same

@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import get_args
 
 from windfall.errors import WindfallError, nearest
-from windfall.types import Lease, Terms
+from windfall.types import Lease, LeaseKind
 
 DATE = "2026-08-22"
 SOURCE = "skypilot-org/skypilot-catalog"
@@ -93,7 +93,7 @@ def kind(lease: Lease) -> str:
 UNKNOWN = Price(usd_per_h=0.0, source="unknown", known=False)
 
 
-def lookup(device: str, *, kind: Terms, where: str = "") -> Price | None:
+def lookup(device: str, *, kind: LeaseKind, where: str = "") -> Price | None:
     """The table's price of a device named as in torch; a prefix "8x" means eight of them. `where`: a cloud or a region;
     only this cloud is used if it is in the table, as in "aws" or "aws/us-east-1". None: not in the table.
 
@@ -103,8 +103,8 @@ def lookup(device: str, *, kind: Terms, where: str = "") -> Price | None:
     58.88
     >>> lookup("NVIDIA GeForce RTX 4090", kind="spot")
     """
-    if kind not in get_args(Terms):
-        raise WindfallError(f"unknown terms {kind!r}", where="lease.kind", fix=nearest(kind, get_args(Terms)))
+    if kind not in get_args(LeaseKind):
+        raise WindfallError(f"unknown terms {kind!r}", where="lease.kind", fix=nearest(kind, get_args(LeaseKind)))
     if kind == "borrowed":
         return Price(usd_per_h=0.0, source="borrowed: the lender pays")
     count, gpu = _gpu(device)

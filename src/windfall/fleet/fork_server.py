@@ -39,7 +39,7 @@ Request = dict[str, Any]
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)
 FORK_SAFE = ("jemalloc_bg_thd",)
 """Names of threads that do not prevent a fork. jemalloc, a part of pyarrow, stops its thread before a fork and restarts
-it afterwards."""
+it afterward."""
 
 
 class ForkServer:

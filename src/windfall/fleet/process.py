@@ -52,8 +52,8 @@ def launch(
     channel: int | None = None,
     death: int = signal.SIGKILL,
 ) -> Handle:
-    """Like `start`, but cannot be cancelled. `channel` is a file descriptor to use as standard input and output.
-    `death` is the signal that the process gets when its parent dies."""
+    """Like `start`, but synchronous, so it cannot be cancelled. `channel` is a file descriptor to use as standard input
+    and output. `death` is the signal that the process gets when its parent dies."""
     program = shutil.which(argv[0], path=env.get("PATH", os.defpath))
     if program is None:
         raise WindfallError(f"program '{argv[0]}' not found", where=f"worker {name}", fix="Give its full path.")

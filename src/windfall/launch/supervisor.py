@@ -1,7 +1,7 @@
 """`windfall train`: starts the processes of a run, restarts killed ones, and shows what happens. Keeps no state.
 
     supervisor ─┬─ controller                              killed: restarted, continues from its journal
-                └─ nursery (has torch imported) ─┬─ trainer    killed or failed: restarted from the last checkpoint
+                └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
 
 All of them end with the supervisor, however it ends (see fleet/parent_death.py). What it shows, it reads from the event
@@ -86,18 +86,18 @@ class Supervisor:
         environment = {**os.environ, "WINDFALL_TOKEN": self._token}
         if self.recipe.fleet.tls_cert:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
-        nursery = ForkClient(
+        fork_client = ForkClient(
             entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:preload_run:{self.folder}"],
             log=self.folder / "nursery.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with self._handling_signals(nursery), nursery, self._showing_events():
-            await self._run_processes(nursery, environment)
+        async with self._handling_signals(fork_client), fork_client, self._showing_events():
+            await self._run_processes(fork_client, environment)
         if self._error is not None:
             raise self._error
         return bool(self._end and self._end.get("finished"))
 
-    async def _run_processes(self, nursery: ForkClient, environment: dict[str, str]) -> None:
+    async def _run_processes(self, fork_client: ForkClient, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.cli", "_controller", str(self.folder)]
 
         async def controller() -> Handle:
@@ -107,7 +107,7 @@ class Supervisor:
             return self._controller
 
         async def trainer() -> Handle:
-            self._trainer = await nursery.start(
+            self._trainer = await fork_client.start(
                 name="trainer", argv=["windfall", "_trainer", str(self.folder)], env=environment,
                 log=self.folder / "trainer.log",
             )  # fmt: skip
@@ -116,7 +116,7 @@ class Supervisor:
         tasks = [
             asyncio.create_task(self._keep_running("trainer", trainer)),
             asyncio.create_task(self._watch()),
-            *(asyncio.create_task(p.run()) for p in await self._providers(nursery, environment)),
+            *(asyncio.create_task(p.run()) for p in await self._providers(fork_client, environment)),
         ]
         main = asyncio.create_task(self._keep_running("controller", controller))
         try:
@@ -144,7 +144,7 @@ class Supervisor:
                     handle = await start()
                     code = await handle.wait()
                     how = describe_exit(code)
-                except OSError as e:  # the nursery died together with its children, or it took too long
+                except OSError as e:  # the fork server died together with its children, or it took too long
                     code, how = -signal.SIGKILL, f"could not be started: {e}"
                 if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
                     return
@@ -209,7 +209,7 @@ class Supervisor:
             self._trainer.kill()
         path.unlink(missing_ok=True)
 
-    async def _providers(self, nursery: ForkClient, environment: dict[str, str]) -> list[Provider]:
+    async def _providers(self, fork_client: ForkClient, environment: dict[str, str]) -> list[Provider]:
         f, t = self.recipe.fleet, self.recipe.trace
 
         async def spawn(name: str, lease: Lease) -> Handle:
@@ -218,7 +218,7 @@ class Supervisor:
                 "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
                 "--device", self.recipe.run.device, "--memory", str(f.worker_memory),
             ]  # fmt: skip
-            handle = await nursery.start(
+            handle = await fork_client.start(
                 name=name, argv=argv, env=environment, log=self.folder / "workers" / f"{name}.log"
             )
             self._workers[name] = handle
@@ -315,14 +315,14 @@ class Supervisor:
             self._console.notice(line)
 
     @contextlib.asynccontextmanager
-    async def _handling_signals(self, nursery: ForkClient) -> AsyncIterator[None]:
+    async def _handling_signals(self, fork_client: ForkClient) -> AsyncIterator[None]:
         """The first Ctrl-C or SIGTERM asks the run to stop and save; the second ends it at once."""
         loop = asyncio.get_running_loop()
         current = asyncio.current_task()
 
         def on_signal() -> None:
             if self._stopping:
-                nursery.kill()  # kills the trainer and all workers, too
+                fork_client.kill()  # kills the trainer and all workers, too
                 if self._controller is not None:
                     self._controller.kill()
                 if current is not None:

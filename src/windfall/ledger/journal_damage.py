@@ -18,7 +18,15 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from windfall.ledger.journal_format import HEAD, MAX_RECORD_BYTES, Accepted, Assigned, Record, Started, TurnGraded
+from windfall.ledger.journal_format import (
+    HEAD,
+    MAX_RECORD_BYTES,
+    Accepted,
+    Assigned,
+    JournalRecord,
+    Started,
+    TurnGraded,
+)
 
 UNKNOWN = "?"
 """Stands for responses whose tokens can be read, but not their ids."""
@@ -61,7 +69,7 @@ def find_damage(path: Path, valid_bytes: int, handles: dict[int, str], settings:
     return Damage(file=path.name, why=why, bytes=rest, tokens=tokens or {})
 
 
-def _count_tokens(records: Iterator[Record], handles: dict[int, str], settings: str) -> dict[str, int] | None:
+def _count_tokens(records: Iterator[JournalRecord], handles: dict[int, str], settings: str) -> dict[str, int] | None:
     """Tokens by response in these records. None if there are no records."""
     tokens: dict[str, int] | None = None
     handles, ours = dict(handles), True
@@ -81,9 +89,9 @@ def _count_tokens(records: Iterator[Record], handles: dict[int, str], settings: 
     return tokens
 
 
-def _salvaged_records(data: mmap.mmap, at: int) -> Iterator[Record]:
+def _salvaged_records(data: mmap.mmap, at: int) -> Iterator[JournalRecord]:
     """Intact records after a damaged one, wherever they begin."""
-    decode = msgspec.msgpack.Decoder(Record).decode
+    decode = msgspec.msgpack.Decoder(JournalRecord).decode
     while (payload := _next_payload(data, at)) is not None:
         start, at = payload
         try:

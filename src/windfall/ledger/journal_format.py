@@ -50,7 +50,7 @@ class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     error: str
 
 
-Record = Started | Assigned | Accepted | TurnGraded
+JournalRecord = Started | Assigned | Accepted | TurnGraded
 
 
 def encode_record(payload: bytes) -> bytes:
@@ -58,9 +58,9 @@ def encode_record(payload: bytes) -> bytes:
     return HEAD.pack(len(payload), xxhash.xxh32_intdigest(payload)) + payload
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Record]]:
+def read_records(path: Path) -> Iterator[tuple[int, JournalRecord]]:
     """The intact records up to the first torn or damaged one, each with the offset at which it ends."""
-    decode = msgspec.msgpack.Decoder(Record).decode
+    decode = msgspec.msgpack.Decoder(JournalRecord).decode
     with path.open("rb") as file:
         end = 0
         while len(head := file.read(HEAD.size)) == HEAD.size:

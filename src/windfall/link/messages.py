@@ -286,7 +286,7 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
-    behaviour: bytes
+    behavior: bytes
     advantage: float
     limit: int
     old: bytes | None = None

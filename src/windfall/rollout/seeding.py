@@ -54,7 +54,7 @@ WITHOUT_LIMIT = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="")
 
 
 def seeding_policy(name: str, *, first_s: float = 150.0) -> SeedingPolicy:
-    """The policy that `techniques.seeding` names.
+    """The policy for this value of `fleet.offload`; "never" if `techniques.seeding` is off.
 
     >>> seeding_policy("predict").plan(None, RemoteFleet(workers=0, tok_per_s=0)).seed_s
     inf
@@ -100,13 +100,13 @@ class _Step:
     trainable: bool = False
     """Something can be trained on."""
     seeding: Phase = Phase.GENERATING
-    """GENERATING, or DUE once the step has been there: the phase to which TRAINING can return."""
+    """The phase to which TRAINING returns: GENERATING, or DUE if the step has reached it."""
     generating_since_s: float | None = None
     """When the trainer's engine began to generate (loop time, seconds); None while it does not."""
     seeded_s: float = 0.0
     """Seconds for which the trainer's engine generated before `generating_since_s`."""
     worker_seconds: float = 0.0
-    """Other workers times seconds, from which their mean number is computed."""
+    """Number of other workers, summed over time (worker-seconds). Divided by the step time, it is their mean number."""
     trainable_tokens: int = 0
     """Tokens in groups that are complete."""
     progress: list[Progress] = field(default_factory=list)
@@ -239,7 +239,8 @@ class Seeding:
             self._resume(local)
 
     def _replan(self, now: float) -> None:
-        """While GENERATING: plans T_seed again if the fleet has changed, or if its speed is better known."""
+        """While GENERATING: plan T_seed again if the fleet has changed, or if its measured speed has changed by more than
+        SPEED_CHANGE."""
         step, before, fleet = self._step, self._step.plan, self._step.fleet
         if self._phase is not Phase.GENERATING or fleet is None or step.generating_since_s is None:
             return
@@ -342,7 +343,8 @@ class Seeding:
         return Progress(now - step.began_s, generated, step.trainable_tokens, len(ledger), context)
 
     def _speeds(self) -> tuple[tuple[float, FleetSpeed], ...]:
-        """The speed of the workers of each time of the step, by what is known now; empty if one is unknown."""
+        """For each period of the step, the combined speed of its workers, from current measurements. Empty if any
+        speed is unknown."""
         members, out = self._dispatch.members.all, list[tuple[float, FleetSpeed]]()
         for at_s, ids in self._step.generators:
             speed = self._dispatch.placement.fleet_speed(members[id] for id in ids if id in members)

@@ -2,8 +2,8 @@
 
     step time = level * (fixed + each * batch + per_context_token * (tokens in the context of the whole batch))
 
-Over the batch size alone, a worker with long responses looks slow and one that has just begun looks fast, because
-reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of every worker of a
+If only the batch size were considered, a worker with long responses would look slow and one that has just begun would
+look fast, because reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of every worker of a
 device: in relative error, with older measurements slowly forgotten, and with no coefficient below 0. A worker has one
 value of its own, its level. Levels within EQUAL of the usual one count as equal; otherwise noise would give one of two
 equal workers twice as many responses as the other. A change of level is believed after three windows. Workers that do
@@ -34,7 +34,7 @@ DEVIATION, MAX_DEVIATION = math.log(1.3), math.log(4)
 MIN_RATIO = 1 / 4096
 """Minimum of fixed / each and of each / fixed."""
 MIN_TOKENS = 2
-"""Tokens of every response that make a window; fewer are mostly noise."""
+"""Minimum tokens per response in a window; shorter windows are mostly noise."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ Rules:
   The gain is the shorter steps for the rest of the response and for the responses it leaves behind, minus the longer
   steps of those it joins.
 - The target's step, with the response, is shorter than the source's step was. So every move makes the sum of all steps
-  smaller, and moving comes to an end.
+  smaller, and moves always stop.
 - Measurements are never exact. A busy worker must be faster by the factor MAX_STEP_RATIO to be worth joining, and a
   response that has moved before must gain twice as much each time.
 """

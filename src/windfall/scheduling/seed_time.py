@@ -5,7 +5,7 @@
 
 "Local" is the trainer's own engine. If T_seed is too short, the trainer waits for groups. If it is too long, the other
 workers have nothing left to do while the trainer still trains. Without other workers T_seed must be unbounded: the step
-then generates everything and trains afterwards.
+then generates everything and trains afterward.
 
 Policies with one interface:
 

@@ -152,7 +152,7 @@ def _gradient_difference(small: SmallModel) -> Difference:
 def random_sample(rng: Any, vocabulary: int, length: int, first: int) -> Sample:
     """Random tokens, trained from index `first` on."""
     ids = tuple(int(t) for t in rng.integers(3, vocabulary, length))
-    return Sample(ids=ids, targets=tuple(range(first, length)), behaviour=np.zeros(0), advantage=0.0, limit=0)
+    return Sample(ids=ids, targets=tuple(range(first, length)), behavior=np.zeros(0), advantage=0.0, limit=0)
 
 
 @torch.no_grad()

@@ -126,7 +126,7 @@ def compare(llama: LlamaBody, module: Autograd) -> None:
     model, gradients = module.model, llama.gradients
     size = model.config.vocab_size
     ids = [tuple((7 * i + 3) % size for i in range(n)) for n in (40, 25)]
-    samples = [Sample(ids=x, targets=tuple(range(1, len(x))), behaviour=np.zeros(0), advantage=0, limit=0) for x in ids]
+    samples = [Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.zeros(0), advantage=0, limit=0) for x in ids]
     rows, _ = pack_rows(samples, model.device)
     theirs, graph = module.forward(rows, learning=gradients is not None)
     ours, tape = llama.forward(rows, learning=gradients is not None)

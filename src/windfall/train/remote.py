@@ -131,19 +131,19 @@ def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
 def pack(sample: Sample) -> m.SampleMessage:
     s = sample
     return m.SampleMessage(
-        ids=s.ids, targets=s.targets, behaviour=np.asarray(s.behaviour, np.float64).tobytes(), advantage=s.advantage,
+        ids=s.ids, targets=s.targets, behavior=np.asarray(s.behavior, np.float64).tobytes(), advantage=s.advantage,
         limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
     )  # fmt: skip
 
 
 def unpack(sample: m.SampleMessage) -> Sample:
     """
-    >>> s = Sample(ids=(1, 2), targets=(1,), behaviour=np.array([-0.1]), advantage=0.5, limit=9)
-    >>> unpack(pack(s)).behaviour.tolist()
+    >>> s = Sample(ids=(1, 2), targets=(1,), behavior=np.array([-0.1]), advantage=0.5, limit=9)
+    >>> unpack(pack(s)).behavior.tolist()
     [-0.1]
     """
     s = sample
     return Sample(
-        ids=s.ids, targets=s.targets, behaviour=np.frombuffer(s.behaviour), advantage=s.advantage, limit=s.limit,
+        ids=s.ids, targets=s.targets, behavior=np.frombuffer(s.behavior), advantage=s.advantage, limit=s.limit,
         old=None if s.old is None else np.frombuffer(s.old),
     )  # fmt: skip

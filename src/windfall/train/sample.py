@@ -20,7 +20,7 @@ class Sample:
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
-    behaviour: Floats
+    behavior: Floats
     """Log-probs of the targets, as reported by the engine."""
     advantage: float
     limit: int
@@ -55,7 +55,7 @@ def _sample(r: Response, advantage: float, limit: int) -> Sample:
     return Sample(
         ids=r.prompt + r.tokens,
         targets=tuple(compress(range(first, first + len(r.tokens)), r.sampled)),
-        behaviour=np.fromiter(compress(r.logprobs, r.sampled), dtype=float),
+        behavior=np.fromiter(compress(r.logprobs, r.sampled), dtype=float),
         advantage=advantage,
         limit=limit,
     )

@@ -80,13 +80,13 @@ class TorchTrainer:
             old = now if s.old is None else s.old
             w = self.algorithm.weights(SampledTokens(logp=now, old=old, advantage=s.advantage))
             clips.append((w == 0) & (s.advantage != 0))
-            w = w * truncated_importance(old, s.behaviour, self.importance_cap)
+            w = w * truncated_importance(old, s.behavior, self.importance_cap)
             share = self.algorithm.normalizer(len(now), s.limit)
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
             kls.append(np.zeros(len(now)) if ref is None else k3(now, ref))
-            gaps.append(np.abs(old - s.behaviour))
+            gaps.append(np.abs(old - s.behavior))
             out.append(w)
             self._divisor += share
             self._responses += 1

@@ -106,7 +106,7 @@ class Puller:
         self.held = wanted
 
     def _apply_delta(self, to: Address, base: str, held: Manifest, wanted: Manifest, stop: threading.Event) -> None:
-        """Update the buffer towards `wanted` with a delta. After any failure here, the full download corrects the
+        """Update the buffer toward `wanted` with a delta. After any failure here, the full download corrects the
         buffer."""
         path, size = f"{base}/delta/{held.digest}", wanted.chunk_bytes
         missing = size * sum(a != b for a, b in zip(self._verified, wanted.chunks, strict=True))

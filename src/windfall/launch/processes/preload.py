@@ -1,7 +1,7 @@
-"""What the nursery does before it forks: as much of the start of a worker and a trainer as needs no device.
+"""What the fork server does before it forks: as much of the start of a worker and a trainer as needs no device.
 
 A list of modules to import is not enough. Libraries import much of what they need on first use, and what they need
-depends on the model: transformers has one file per architecture. Therefore the nursery builds the run's model on the
+depends on the model: transformers has one file per architecture. So the fork server builds the run's model on the
 `meta` device, where tensors have shapes but no values, so the size of the model costs neither memory nor time.
 
 Rules, because a fork follows:

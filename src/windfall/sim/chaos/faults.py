@@ -17,7 +17,7 @@
     hang          a worker's next pull never receives a byte and never fails, while its heartbeat continues
     reject        a worker rejects its next assignment for lack of room; another machine replaces it after `s`
     reward        the next `n` rewards fail once
-    stall         everything stands still for `s`; afterwards all timers are late
+    stall         everything stands still for `s`; afterward all timers are late
     trainer_cut   the trainer's link breaks
     trainer       the trainer's process is killed, and `local` with it
     controller    the controller's process is killed

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
-from windfall.events.log import Event, EventLog
+from windfall.events.log import EventLog, Sink
 from windfall.launch.assembly import ControllerLife, run_until_first
 from windfall.launch.processes.controller import settings_digest
 from windfall.ledger.journal import Journal
@@ -48,7 +48,6 @@ GUARD_EVERY_S = 60.0
 GC_THRESHOLD = (100_000, 20, 100)
 """Most objects of a simulation are long tuples without reference cycles. With the default threshold, searching for
 cycles takes an eighth of the time."""
-Sink = Callable[[Event], None]
 
 
 class Simulation:

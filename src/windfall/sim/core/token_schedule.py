@@ -32,7 +32,7 @@ class TokenSchedule:
         """Every token depends on its response and position, so that chaos can check it."""
         self._lengths, self._prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
         self._generated: dict[int, int] = {}
-        """Real tokens of unfinished responses that no worker holds, by seed."""
+        """By seed: real tokens generated so far of unfinished responses that no worker holds."""
         self._lengths_by_tag: dict[int, int] = {}
         self.real_tokens = 0
         """Real tokens of all finished responses."""
@@ -60,7 +60,7 @@ class TokenSchedule:
 
     def finished(self, row: DecodeRow) -> None:
         self._generated.pop(row.seed, None)
-        if row.tag not in self._lengths_by_tag:  # otherwise its last frame was lost and was generated again
+        if row.tag not in self._lengths_by_tag:  # else its last frame was lost and it finishes a second time
             self._lengths_by_tag[row.tag] = row.length
             self.real_tokens += row.length
 

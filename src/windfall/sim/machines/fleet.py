@@ -24,7 +24,7 @@ from windfall.sim.core.token_schedule import TokenSchedule
 from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
-from windfall.types import LOCAL, Lease, Terms
+from windfall.types import LOCAL, Lease, LeaseKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class SimFleet:
         if local is not None:
             local.kill()
 
-    def _kit(self, node: str, kind: MachineKind, terms: Terms, usd_per_h: float) -> WorkerSpec:
+    def _worker_spec(self, node: str, kind: MachineKind, terms: LeaseKind, usd_per_h: float) -> WorkerSpec:
         s = self._scenario.real.sim
         return WorkerSpec(
             name=node, lease=Lease(kind=terms, device=kind.device, price_usd_per_h=usd_per_h),
@@ -133,7 +133,7 @@ class SimFleet:
             return  # preempted while it booted
         stay.joined = True
         price = stay.prices.at(asyncio.get_running_loop().time())
-        self._start(node, self._kit(stay.name, self._kinds[node], "spot", price), stay.start_s)
+        self._start(node, self._worker_spec(stay.name, self._kinds[node], "spot", price), stay.start_s)
 
     # workers that stay, or are scaled by advice
 
@@ -164,7 +164,7 @@ class SimFleet:
     def _own_worker_booted(self, name: str, started_s: float) -> None:
         if self._own_workers.get(name) == started_s:  # otherwise it was stopped while it booted
             f = self._scenario.real.fleet
-            self._start(name, self._kit(name, self._scenario.worker, f.kind, f.price_usd_per_h), started_s)
+            self._start(name, self._worker_spec(name, self._scenario.worker, f.kind, f.price_usd_per_h), started_s)
             self._own_workers[name] = self.workers[name]
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:

@@ -144,7 +144,7 @@ class LinkedTrainer:
         match order:
             case m.Prepare():
                 await self._work(self._service.training_s(self._real_tokens(order.samples)) / 3)  # a forward pass
-                return m.Prepared(old=tuple(s.behaviour for s in order.samples))
+                return m.Prepared(old=tuple(s.behavior for s in order.samples))
             case m.Accumulate():
                 self._samples += order.samples
                 tokens = self._real_tokens(order.samples)

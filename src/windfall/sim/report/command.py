@@ -61,7 +61,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _bar(console: Console, recipe: Recipe, runs: int, quiet: bool) -> Iterator[compare.Progress | None]:
+def _bar(console: Console, recipe: Recipe, runs: int, quiet: bool) -> Iterator[compare.OnEvent | None]:
     """A progress bar that shows virtual time beside wall time. Progress is counted in steps, or in virtual seconds if
     these are limited."""
     if quiet or not console.is_terminal:

@@ -36,7 +36,7 @@ class VariantResult:
     """Seconds of single steps, over all seeds."""
 
 
-Progress = Callable[[str, int, Event], None]
+OnEvent = Callable[[str, int, Event], None]
 """Called with the variant, the seed, and every event of its simulation."""
 
 
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare(
-    recipe: Recipe, names: Sequence[str], seeds: int, folder: Path, progress: Progress | None = None
+    recipe: Recipe, names: Sequence[str], seeds: int, folder: Path, progress: OnEvent | None = None
 ) -> Comparison:
     """Simulate every variant with every seed. Event logs stay in `folder`. A variant that fails does not stop the
     others; if all fail, the first error is raised."""
@@ -75,7 +75,7 @@ def compare(
     return Comparison(rows=tuple(rows), moments=tuple(moments), failed=failed)
 
 
-def _simulate(scenario: Scenario, log: Path, name: str, progress: Progress | None) -> Figures:
+def _simulate(scenario: Scenario, log: Path, name: str, progress: OnEvent | None) -> Figures:
     seed = scenario.real.run.seed
     done = run.simulate(scenario, log, sink=(lambda event: progress(name, seed, event)) if progress else None)
     return figures(log, scenario, done.stays)

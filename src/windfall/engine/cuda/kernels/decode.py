@@ -9,7 +9,7 @@ that result into its own.
 
 Rules:
 - `_finished` is zero between launches: the program that combines the splits resets its counter;
-- for an inactive row, nothing is written but its output, which is zero.
+- for an inactive row, only its output is written, as zeros.
 """
 
 from __future__ import annotations

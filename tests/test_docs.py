@@ -106,4 +106,4 @@ def test_own_task_of_the_readme_runs(tmp_path: Path) -> None:
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "Sums: task 'sums/0'" in done.stdout + done.stderr
+    assert "Sums: built task 'sums/0'" in done.stdout + done.stderr

@@ -66,7 +66,7 @@ def test_run_ends_with_the_reason_when_every_worker_refuses(tmp_path: Path, monk
             if "Worker a says" in said:
                 assert str(REASON) in said, "with its fix"
             else:
-                assert "Worker b says: fleet.worker_memory: the KV cache may have" in said
+                assert "Worker b says: fleet.worker_memory: the KV cache may use" in said
                 assert "Raise it, run fewer workers" in said
             assert said.endswith("Then continue with `windfall resume`.")
 

@@ -347,7 +347,7 @@ def test_eval_and_generate_verify_their_checkpoint(
     flip(run / "checkpoints" / "step-000004" / "model.safetensors")
     path, recipe = offline.find_checkpoint(str(run))
     assert (Path(path).name, recipe) == ("step-000002", run / "recipe.toml")
-    assert "damaged, not used: step-000004/model.safetensors: its checksum is" in capsys.readouterr().err
+    assert "skipped a damaged checkpoint: step-000004/model.safetensors: its checksum is" in capsys.readouterr().err
     assert (run / "checkpoints" / "step-000004").is_dir(), "reading must not change the folder"
     with pytest.raises(WindfallError, match=r"step-000004/model.safetensors: damaged: its checksum is"):
         offline.find_checkpoint(str(run / "checkpoints" / "step-000004"))

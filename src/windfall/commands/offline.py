@@ -63,6 +63,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     sampling = recipe.rollout.sampling(temperature)
     rewards: list[float] = []
     lengths: list[int] = []
+    shown: dict[int, str] = {}
 
     async def run() -> Rollout:
         device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
@@ -89,14 +90,16 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     lengths.append(group.responses[0].sampled_count)
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
-                    if done <= show:
+                    if group.index < HELD_OUT + show:  # the first tasks, not those that finish first: these are short
                         response = escape(text.decode(group.responses[0].tokens))
                         prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
-                        out.print(f"[bold]{prompt}[/]\n{response}\n-> {reward}\n")
+                        shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {reward:g}\n"
 
     rollout = asyncio.run(run())
     if not rewards:
         raise rollout.failures.no_rewards(f"{tasks} held-out tasks")
+    for _, example in sorted(shown.items()):
+        out.print(example)
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
     out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(described.what)}")

@@ -239,8 +239,8 @@ class Seeding:
             self._resume(local)
 
     def _replan(self, now: float) -> None:
-        """While GENERATING: plan T_seed again if the fleet has changed, or if its measured speed has changed by more than
-        SPEED_CHANGE."""
+        """While GENERATING: plan T_seed again if the fleet or its measured speed (by more than SPEED_CHANGE) has
+        changed."""
         step, before, fleet = self._step, self._step.plan, self._step.fleet
         if self._phase is not Phase.GENERATING or fleet is None or step.generating_since_s is None:
             return

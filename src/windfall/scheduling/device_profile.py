@@ -3,11 +3,11 @@
     step time = level * (fixed + each * batch + per_context_token * (tokens in the context of the whole batch))
 
 If only the batch size were considered, a worker with long responses would look slow and one that has just begun would
-look fast, because reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of every worker of a
-device: in relative error, with older measurements slowly forgotten, and with no coefficient below 0. A worker has one
-value of its own, its level. Levels within EQUAL of the usual one count as equal; otherwise noise would give one of two
-equal workers twice as many responses as the other. A change of level is believed after three windows. Workers that do
-not report their context are not included.
+look fast, because reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of
+every worker of a device: in relative error, with older measurements slowly forgotten, and with no coefficient below 0.
+A worker has one value of its own, its level. Levels within EQUAL of the usual one count as equal; otherwise noise would
+give one of two equal workers twice as many responses as the other. A change of level is believed after three windows.
+Workers that do not report their context are not included.
 """
 
 from __future__ import annotations

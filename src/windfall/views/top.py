@@ -17,6 +17,8 @@ from windfall import run_folder as folders
 from windfall.errors import WindfallError
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
+WIDE = 160
+"""Columns of output that goes to a file or a pipe."""
 COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
 GONE_SHOWN = 8
 """Number of newest gone workers in the table."""
@@ -28,6 +30,8 @@ def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
     """Show the table until the run ends or Ctrl-C is pressed. With `once`, or without a terminal, print it once."""
     out = Console(highlight=False)
     shown = view(run)
+    if not out.is_terminal:
+        out.width = max(out.width, WIDE)
     if once or not out.is_terminal:
         out.print(shown)
         return
@@ -58,19 +62,24 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     """The workers in the fleet, then the last few that are gone. `snapshot`: contents of fleet.json."""
     present = [w for w in snapshot["workers"] if w["state"] != "gone"]
     gone = [w for w in snapshot["workers"] if w["state"] == "gone"]
-    out = Table(box=None, pad_edge=False)
-    for name in COLUMNS:
-        numbers = name in ("version", "running", "tok/s", "tokens", "moved", "age")
-        out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis")
+    rows: list[tuple[str | Text, ...]] = []
     for w in present + gone[-GONE_SHOWN:]:
         price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
         state = w["state"]
-        out.add_row(
+        row = (
             escape(w["worker"]), w["kind"] + price, escape(w["device"]), Text(state, style=STYLES.get(state, "")),
             str(w["version"]) if w["version"] >= 0 else "-", f"{w['running']}/{w['slots']}" if state != "gone" else "-",
             f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
             escape(w["why"]),
         )  # fmt: skip
+        rows.append(row)
+    out = Table(box=None, pad_edge=False)
+    for i, name in enumerate(COLUMNS):
+        numbers = name in ("version", "running", "tok/s", "tokens", "moved", "age")
+        width = max([len(name), *(len(row[i]) for row in rows)]) if name != "reason" else None  # only that one shrinks
+        out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis", min_width=width)
+    for row in rows:
+        out.add_row(*row)
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     return Group(Text("\n".join([_header(snapshot, len(present), live, run), *advice])), out)
 

@@ -193,7 +193,7 @@ def test_run_that_cannot_be_replayed_is_rejected(ran: Make, tmp_path: Path) -> N
     folder, _ = ran()
     with pytest.raises(WindfallError, match="first-half"):
         run_sim("--replay", str(folder), "--fit", "firsthalf")
-    with pytest.raises(WindfallError, match="by its own recipe"):
+    with pytest.raises(WindfallError, match="uses the recipe of its run"):
         run_sim("recipe.toml", "--replay", str(folder))
     log = folder / "events.jsonl"
     text = log.read_text()

@@ -82,7 +82,7 @@ def row_of(name: str, kind: str, fields: dict[str, Any], longest: int) -> Row:
 
 def deterministic(made: Any, longest: int) -> str:
     if determinism.neighbor_dependence(made):
-        return "refused: experts"
+        return "refused: shapes depend on tokens"
     same = determinism.batch_invariant(made, partial(TorchEngine, deterministic=True), longest=longest)
     return "yes" if same else "refused: bits differ"
 

@@ -334,8 +334,8 @@ class Sim(Section):
     """The machines of `windfall sim`, as formulas. The rest of the recipe means the same as in a real run."""
 
     trainer: dict[str, float] = Field(default={})
-    """Speed formula of the trainer's machine, in seconds: fixed_s, each_s, context_s, prefill_s, train_s, update_s; see
-    docs/sim.md. `windfall sim calibrate` prints it."""
+    """Speed formula of the trainer's machine, in seconds: fixed_s, each_s, context_s, over_batch, over_s, prefill_s,
+    train_s, update_s; see docs/sim.md. `windfall sim calibrate` prints it."""
     worker: dict[str, float] = Field(default={})
     """Speed formula of a worker, with the same keys. `windfall sim calibrate` prints it."""
     trainer_slots: Count = 1024

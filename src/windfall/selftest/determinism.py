@@ -48,5 +48,5 @@ def neighbor_dependence(small: SmallModel) -> str | None:
             small.model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, batch=batch)
         operations.append(recorder.seen)
     if operations[0] != operations[1] or any("grouped_mm" in name for name, _ in operations[0]):
-        return "rows are routed to experts, so the shape of a matrix product depends on a row's neighbors"
+        return "shapes of its operations depend on the tokens, as with experts, so a row's bits depend on its neighbors"
     return None

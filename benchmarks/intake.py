@@ -91,6 +91,7 @@ async def in_process(
         member = d.members.join(f"w{w}", Lease(), 0.0)
         d.members.pull(member.id, 0.0)
         d.members.loaded(member.id, 0, "d", each, 0.0)
+        d.accounts.join(0.0, member.id, kind="spot", usd_per_h=None)
         members.append(member)
         for r in range(each):
             d.ledger.open(episode(f"{w}/{r}"))

@@ -78,8 +78,8 @@ def changes(old: Recipe, new: Recipe) -> list[KeyChange]:
 def token_settings(recipe: Recipe) -> dict[str, Any]:
     """All keys that can affect the tokens of a training response, with their values.
 
-    `run.steps` is not among them, so a run that is extended keeps the responses of the current step. Nor is [eval],
-    because evaluation generates its own responses.
+    `run.steps` is not among them, so a run that is extended keeps the responses of the current step. [eval]
+    is not among them either, because evaluation generates its own responses.
     """
     values = recipe.model_dump(mode="json")
     sections = ("run", "model", "env", "algorithm", "rollout", "train")

@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: which they are, and how many. An evaluation result means nothing without that."""
+"""Selects and describes the tasks of an evaluation. Results are comparable only for the same tasks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def split(
     if not train or not evaluation:
         left = "to evaluate on" if train else "to train on"
         raise WindfallError(
-            f"held_out = {held_out:g} of {len(_distinct(rows))} different prompts leaves none {left}",
+            f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {left}",
             where=str(path), fix="Change env.held_out, or set env.eval_path to a separate file.",
         )  # fmt: skip
     return Split(train=train, evaluation=evaluation, file=path, trained_on=0)

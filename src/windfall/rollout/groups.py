@@ -120,7 +120,7 @@ class Rollout:
         self.history: History = {}
         """What the journal has of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
-        """Since the last reset: tokens sampled in the finished responses; tokens restored from the journal; turns
+        """Counters since the last reset: tokens sampled in finished responses, tokens restored from the journal, turns
         graded."""
         self.grading_s = 0.0
         """Seconds that grading these turns took in total."""

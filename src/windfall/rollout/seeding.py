@@ -4,13 +4,12 @@ scheduling/seed_time.py and scheduling/rlboost.py decide how long T_seed is; thi
 
                  T_seed passed, but nothing is trainable yet (plan.hold)
     begin() ──▶ GENERATING ─────────────────────────────────────────────▶ DUE
-                  ▲     │ T_seed passed,                                   │  ▲
-                  │     │ another worker can continue                      │  │
-                  │     ▼                     trainable(), another worker  │  │
-                  │  TRAINING ◀────────────────────────────────────────────┘  │
-                  └─────┴─────────────────────────────────────────────────────┘
-                     no other worker can take the queued responses: back to the phase before TRAINING
+                        │ T_seed passed,                                   │
+                        │ another worker can continue                      │
+                        ▼                     trainable(), another worker  │
+                     TRAINING ◀────────────────────────────────────────────┘
 
+    TRAINING  ──▶ the phase before it (GENERATING or DUE) when no other worker can take the queued responses
     any phase ──▶ NO_ENGINE when the trainer's engine is gone ──▶ GENERATING when it is back and responses are open
     any phase ──▶ TRAINING  when every response of the step is generated
 

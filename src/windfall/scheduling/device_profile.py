@@ -28,9 +28,9 @@ MIN_REFIT_WINDOWS = 4
 EQUAL = math.log(1.15)
 """Levels (logarithms) below this count as 0."""
 GAIN, FAST_GAIN = 0.05, 0.5
-"""Weight of a new window in a level: normally, and from the third deviating window in a row on."""
+"""Weight of a new window in a level: GAIN normally, FAST_GAIN from the third deviating window in a row."""
 DEVIATION, MAX_DEVIATION = math.log(1.3), math.log(4)
-"""A window deviates if its logarithm is off by more than the first; larger values than the second are clipped."""
+"""A window deviates if its log ratio exceeds DEVIATION. Values above MAX_DEVIATION are clipped."""
 MIN_RATIO = 1 / 4096
 """Minimum of fixed / each and of each / fixed."""
 MIN_TOKENS = 2
@@ -47,7 +47,7 @@ class _Device:
     level: float = 0.0
     """Median level (logarithm) of its workers."""
     refit_in: int = 0
-    """Windows until the fit and the level are computed again; each of many workers changes them little."""
+    """Windows until the fit and the level are computed again. One window of one worker changes them little."""
 
     def add(self, batch: float, context: float, step_s: float, expected_s: float) -> None:
         row = np.array([1.0, batch, context, step_s]) / expected_s
@@ -94,8 +94,9 @@ class DeviceProfiles:
     def __init__(self) -> None:
         self._devices: dict[str, _Device] = {}
         self._workers: dict[str, _Worker] = {}
-        self.context, self._windows = 0.0, 0
+        self.context = 0.0
         """Mean number of tokens in the context of one response."""
+        self._windows = 0
 
     def join(self, worker: str, device: str) -> None:
         self._workers[worker] = _Worker(device)
@@ -140,8 +141,8 @@ class DeviceProfiles:
         device.refit_in = max(MIN_REFIT_WINDOWS, len(levels))
 
     def line(self, worker: str) -> tuple[float, float, float] | None:
-        """(fixed_s, each_s, context_s) of a worker. `each_s` includes the usual context, every token of which adds
-        `context_s`. None: too little has been measured."""
+        """(fixed_s, each_s, context_s) of a worker. `each_s` includes the mean context; every further context
+        token adds `context_s`. None: too little has been measured."""
         known = self._workers.get(worker)
         device = self._devices.get(known.device) if known is not None else None
         if known is None or device is None or not any(device.fit):

@@ -33,7 +33,7 @@ class Room:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._since_s: float | None = None
-        """Since when a queued response has fitted on no worker; None: all fit."""
+        """Time (loop seconds) from which a queued response has fitted on no worker. None if all fit."""
 
     def look(self, here: Iterable[Member], now_s: float) -> Verdict | None:
         """Reports a queued response that fits on no worker: when it is first seen, and when NO_ROOM_S have passed."""

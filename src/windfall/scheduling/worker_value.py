@@ -21,7 +21,7 @@ each has fewer of the step's responses and generates less: where a profile is kn
 its share of the responses. The price per hour is that of the trainer plus that of every worker.
 
 Rules: there is no advice before two steps have been measured or without prices, and none to change the number of
-workers for a gain of less than 3 %. Of several equally good numbers, the smallest is advised.
+workers for a gain of less than 3 %. If several numbers are equally good, the smallest is advised.
 """
 
 from __future__ import annotations

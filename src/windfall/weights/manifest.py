@@ -58,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.msgpack.encode(self)
 
     def ranges(self) -> list[TensorEntry]:
-        """One entry for each byte range, in order. Of tied tensors only the first name is included."""
+        """One entry for each byte range, in order. Tied tensors are included once, by their first name."""
         return sorted({e.offset: e for e in reversed(self.entries) if e.nbytes}.values(), key=lambda e: e.offset)
 
 

@@ -17,7 +17,7 @@ from windfall.worker.session import Pull, PulledWeights, Session
 
 
 def weights_already_loaded(load: m.Load, stop: object) -> PulledWeights:
-    """A Pull for an engine that already has the weights, because it shares them with the code that changes them."""
+    """A Pull for an engine that already has the weights, because it shares the module that is trained."""
     del stop
     return PulledWeights(digest=load.digest, tensors=None)
 

@@ -59,8 +59,8 @@ class GraphEngine:
         sharing: PrefixSharing | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response, including its prompt. `ops`: the kernels to use instead
-        of the device's. `sharing`: which siblings form prefix groups; default: as many as fit;
-        `PrefixSharing(max_rows=0)`: none."""
+        of the device's. `sharing`: which siblings form prefix groups. By default as many as fit;
+        `PrefixSharing(max_rows=0)` turns it off."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)

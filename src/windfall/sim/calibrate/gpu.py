@@ -1,7 +1,7 @@
 """Fits the service times of a machine to the JSON that benchmarks/engine_gpu.py writes.
 
-Fitted: milliseconds per step at several batch sizes, prefill tokens per second, and rollouts at larger batches than
-these. All other rollouts are predicted and reported, but not fitted. Reading the KV cache is not measured separately.
+Fitted: milliseconds per step at several batch sizes, prefill tokens per second, and rollouts whose batch is larger
+than any of them. All other rollouts are predicted and reported, but not fitted. Reading the KV cache is not measured separately.
 The file gives its time at full memory bandwidth, and that part of the time per response is attributed to the cache.
 """
 
@@ -57,8 +57,8 @@ def _step_times(service: Service, points: Sequence[StepTime], floor_s: float) ->
     notes = []
     if context_s:
         part = context_s * DECODE_CONTEXT / bend.each_s
-        notes.append(f"context_s: the minimum at full memory bandwidth, {part:.0%} of what a response adds to a step"
-                     f" with {DECODE_CONTEXT:g} tokens of context; not measured separately")  # fmt: skip
+        notes.append(f"context_s is the time at full memory bandwidth: {part:.0%} of the time that a response with"
+                     f" {DECODE_CONTEXT:g} tokens of context adds to a step; not measured separately")  # fmt: skip
     if bend.over_s:
         notes.append(
             f"above {bend.over_batch:g} responses, each one adds {1 + bend.over_s / bend.each_s:.1f} times as much"

@@ -1,5 +1,5 @@
-"""One trial: a small run drawn from a seed, hit by faults drawn from the same seed, with every invariant checked
-between any two callbacks. Its steps are compared with those of the same run without faults.
+"""One trial: a small run and its faults, both drawn from one seed. Every invariant is checked between any two callbacks.
+The steps of the run are compared with those of the same run without faults.
 
     trial(seed) ──▶ recipe(seed) ──▶ disturbed run ──▶ n steps ──▶ undisturbed run of n steps ──▶ the same batches
 

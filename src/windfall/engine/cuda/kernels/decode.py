@@ -44,7 +44,7 @@ _LOG2E = 1.4426950408889634
 _MAX_PAIRS = 1 << 17
 """Upper limit for the (row, kv head) pairs of a step."""
 _MAX_FUSED_PAIRS = 1024
-"""Up to this number of pairs, one fused launch is faster than `rope_and_store` and `decode_attention` in two."""
+"""Up to this number of pairs, one fused launch is faster than two, `rope_and_store` and `decode_attention`."""
 _finished: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()
 _UNSPECIALIZED = ["layer", "window", "splits", "min_tokens", "prefix_splits", "prefix_min_tokens", "table_stride"]
 _UNALIGNED = ["FINISHED", "SHARED_TOKENS", "ROWS", "POSITIONS", "LENGTH", "LEFT", "TABLE", "BASE"]
@@ -59,7 +59,7 @@ def _decode_attention(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, SPLIT_KV: tl.constexpr, FUSED: tl.constexpr,
     NORM: tl.constexpr, PREFIX_GROUPS: tl.constexpr, SPLIT_STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`PREFIX_GROUPS`: 0: there are none; 1: a shared prefix is one split; 2: it may be several splits."""
+    """`PREFIX_GROUPS` is 0 without prefix groups, 1 if a shared prefix is one split, and 2 if it may be several."""
     if PDL:
         gdc_wait()
     row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)

@@ -251,7 +251,7 @@ def test_evaluation_on_training_rows_is_reported(tmp_path: Path) -> None:
 def test_impossible_splits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="set eval_path or held_out, not both"):
         section(tmp_path / "a", eval_path="b", held_out=0.1)
-    with pytest.raises(WindfallError, match="of 1 different prompts leaves none"):
+    with pytest.raises(WindfallError, match="leaves none of the 1 different prompts"):
         JsonLines(write(tmp_path, GOOD, GOOD), scoring="exact", held_out=0.5)
     with pytest.raises(WindfallError, match="no such file"):
         JsonLines(write(tmp_path, GOOD), scoring="exact", eval_path=tmp_path / "missing.jsonl")

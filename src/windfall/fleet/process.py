@@ -75,7 +75,7 @@ def launch(
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send SIGKILL to the whole group, and any other signal to its leader only: it may need its children while it drains.
+    """Send SIGKILL to the whole group, any other signal to its leader only: it may need its children while it drains.
 
     The leader must not have been reaped yet.
     """

@@ -62,7 +62,7 @@ class Hello(Message, frozen=True, tag=2):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs to build the run's engine. A value of 0 is derived from the worker's own memory."""
+    """What a worker needs to build the run's engine. Where a number is 0, the worker chooses it from its own memory."""
 
     model_config: str
     """The model's configuration as JSON. The weights are pulled separately."""
@@ -79,7 +79,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     """Tokens of the longest possible sequence, prompt and response together."""
     wanted: int
-    """Responses of one step. No worker needs room for more."""
+    """Responses of one training step. No worker needs room for more."""
     checked: tuple[str, ...] = ()
     """Self-tests of this model that passed on the trainer; see selftest/verdict.py."""
 
@@ -329,7 +329,7 @@ class TrainerWelcome(Message, frozen=True, tag=31):
 
 
 class Prepare(Message, frozen=True, tag=19):
-    """Controller to trainer, before the first update of a step with several: compute the old log-probs."""
+    """Controller to trainer, at the start of a step that makes several updates: compute the old log-probs."""
 
     samples: tuple[SampleMessage, ...]
 

@@ -110,8 +110,8 @@ def _largest(where: str, differences: Any) -> Difference:
 
 
 def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
-    """The largest difference of log-probs, in nats, and of gradients. Each weight's gradient is compared separately, as
-    a share of its norm."""
+    """The largest difference of log-probs, in nats, and of gradients. The gradient of each weight is compared
+    separately: the norm of the difference, relative to that of transformers' gradient."""
     rng = np.random.default_rng(2)
     samples = [random_sample(rng, small.vocabulary, n, first) for n, first in ((41, 7), (25, 1), (6, 3))]
     weights = [rng.normal(size=len(s.targets)) for s in samples]

@@ -32,7 +32,7 @@ ADDRESS = "http://169.254.169.254"
 BODY_LIMIT_BYTES = 64 * 1024
 MAX_WAIT_POLLS = 5  # longest delay before a failed service is retried, in poll intervals
 AWS_TOKEN_S = 21600  # the longest lifetime that AWS allows
-GCP_WAIT_S = 10  # length of a long poll: if its connection breaks unnoticed, part of the 30 s of warning is left
+GCP_WAIT_S = 10  # length of a long poll. It is short because a broken connection is noticed only at its end
 AZURE_FIRST_S = 125.0  # the first request enables Scheduled Events, and may take two minutes
 
 
@@ -102,7 +102,7 @@ async def _watch_service(service: _Service, on_notice: Callable[[PreemptionNotic
             if event not in reported:
                 reported.append(event)
                 on_notice(notice)
-        # The time of the request counts: after a long poll that has waited, the next poll follows immediately.
+        # The time that the request took is part of the interval, so the next poll follows immediately after a long one.
         spent_s = 0.0 if failures else loop.time() - began_s
         await asyncio.sleep(max(0.0, delay_s(failures, first_s=poll_s, limit_s=MAX_WAIT_POLLS * poll_s) - spent_s))
 

@@ -1,8 +1,9 @@
 """Fits the service times of a machine to the JSON that benchmarks/engine_gpu.py writes.
 
 Fitted: milliseconds per step at several batch sizes, prefill tokens per second, and rollouts whose batch is larger
-than any of them. All other rollouts are predicted and reported, but not fitted. Reading the KV cache is not measured separately.
-The file gives its time at full memory bandwidth, and that part of the time per response is attributed to the cache.
+than any of them. All other rollouts are predicted and reported, but not fitted. Reading the KV cache is not measured
+separately. The file gives its time at full memory bandwidth, and that part of the time per response is attributed to
+the cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One trial: a small run and its faults, both drawn from one seed. Every invariant is checked between any two callbacks.
+"""One trial: a small run and its faults, both drawn from one seed. Every invariant is checked after every callback.
 The steps of the run are compared with those of the same run without faults.
 
     trial(seed) ──▶ recipe(seed) ──▶ disturbed run ──▶ n steps ──▶ undisturbed run of n steps ──▶ the same batches

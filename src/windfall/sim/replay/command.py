@@ -1,8 +1,8 @@
 """`windfall sim --replay RUN`: simulates a recorded run from its own log and prints predicted beside measured figures.
 
 By default, service times are fitted to the first half of the steps, and the figures cover the second half. The
-simulation knows only the lengths of responses of the second half, and when workers joined and left. With `--fit all`, it is
-fitted to the steps that it is compared with. That is not a prediction; it shows what the formulas cannot represent.
+simulation knows only the lengths of responses of the second half, and when workers joined and left. With `--fit all`,
+it is fitted to the steps that it is compared with. That is not a prediction: it shows what the formulas cannot express.
 """
 
 from __future__ import annotations

@@ -77,6 +77,27 @@ def test_failure_is_a_lost_trainer_unless_a_person_must_fix_it(final: bool) -> N
     run(scenario())
 
 
+def test_failed_trainer_is_not_used_again_while_its_process_ends() -> None:
+    async def scenario() -> None:
+        trainer = RemoteTrainer()
+        link, serving = dial(trainer, 3)
+        await trainer.connected(5)
+        answering = asyncio.create_task(answer(link, m.Failed(error="MemoryError", final=False)))
+        with pytest.raises(TrainerLost, match="MemoryError"):
+            await trainer.accumulate([])
+        await answering
+        waiting = asyncio.create_task(trainer.connected(5))  # the link of the failed trainer is still open
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        _, next_serving = dial(trainer, 2)
+        assert (await waiting).step == 2
+        await link.close()
+        await serving
+        next_serving.cancel()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("first_is_frozen", [False, True])
 def test_new_trainer_does_not_continue_the_step_of_another(first_is_frozen: bool) -> None:
     """It has the weights of the last checkpoint, so it must not get a gradient of a later step."""

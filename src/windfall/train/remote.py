@@ -49,8 +49,11 @@ class RemoteTrainer:
             replies.put_nowait(e)
         finally:
             if self._link is link:
-                self._link, self.hello = None, None
-                self._present.clear()
+                self._forget()
+
+    def _forget(self) -> None:
+        self._link, self.hello = None, None
+        self._present.clear()
 
     async def connected(self, timeout_s: float) -> m.TrainerHello:
         """Wait for a trainer, and use it from now on."""
@@ -88,9 +91,7 @@ class RemoteTrainer:
         link, replies = self._link, self._replies
         if link is None:
             raise TrainerLost("no trainer is connected")
-        if (
-            link is not self._current
-        ):  # the same or another trainer has dialed in, without the accumulated gradient of this step
+        if link is not self._current:  # a trainer has dialed in without the accumulated gradient of this step
             raise TrainerLost("another trainer has replaced it")
         try:
             await link.send(message)
@@ -104,6 +105,8 @@ class RemoteTrainer:
         if isinstance(reply, m.Failed):
             if reply.final:
                 raise WindfallError(reply.error, where="trainer")
+            if self._link is link:  # its process is ending: the run must wait for the next one
+                self._forget()
             raise TrainerLost(f"the trainer failed: {reply.error}")
         if isinstance(reply, LinkClosed):
             raise TrainerLost(str(reply)) from reply

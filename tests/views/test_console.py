@@ -70,7 +70,7 @@ def test_cost_per_step_and_per_run(capsys: pytest.CaptureFixture[str]) -> None:
         out = capsys.readouterr().out
         # 2,000 tokens at the trainer's 1,000 per hour, and an hour of training, at $20
         console.show(step(4, 0.5, bill=cost, trained=1_000_000, train_s=3600.0))
-        assert "  $25.00/M tok (trainer alone $60.00)" in capsys.readouterr().out
+        assert "  $25.00/M tok (on the trainer alone $60.00)" in capsys.readouterr().out
     assert "  $25.00/M tok" in out
     assert "trainer alone" not in out
     assert "  >$20.00/M tok" in out

@@ -1,4 +1,4 @@
-"""Measure the time from requesting a worker to its first line of Python, with torch and transformers imported.
+"""Measure the time from requesting a worker until it has imported torch and transformers and can begin its work.
 
     OMP_NUM_THREADS=1 python -m windfall.fleet.start_time [REPEATS]
 

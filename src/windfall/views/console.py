@@ -88,7 +88,7 @@ class Console:
             case "advice":
                 self._advise(event)
             case "engine_gap":
-                mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # not finite
+                mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # None: not finite
                 if mean > 2 * self._shown_gap:
                     self._shown_gap = mean
                     self._out.print(
@@ -176,7 +176,7 @@ class Console:
                 )
             case "log_gap":
                 gap = f"steps {event['first']} to {event['last']} are missing"
-                self.notice(f"{self._folder / 'events.jsonl'}: {gap}; the run continues, and figures leave them out")
+                self.notice(f"{self._folder / 'events.jsonl'}: {gap}; the run continues without them in its totals")
 
     def _advise(self, e: Event) -> None:
         """Show advice that asks for a change, once."""
@@ -226,7 +226,9 @@ class Console:
         if per_million is not None:
             at_least = ">" if bill and bill.all.unpriced_s > 0 else ""
             alone = reserved_only(bill, train_s=e["train_s"]) if bill and "train_s" in e else None
-            compared = f" (trainer alone ${alone.usd_per_million(e['trained']):,.2f})" if alone and alone.usd else ""
+            compared = (
+                f" (on the trainer alone ${alone.usd_per_million(e['trained']):,.2f})" if alone and alone.usd else ""
+            )
             extras += f"  {at_least}${per_million:,.2f}/M tok{compared}"
         if e["missing"]:
             extras += f"  rewards missing {e['missing']}"
@@ -322,7 +324,7 @@ def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
     alone = reserved_only(total, train_s=sum(e["s"] + e.get("early_s", 0.0) for e in spans))
     if alone is not None and alone.usd:
         cost = f"${alone.usd:,.2f}, ${alone.usd_per_million(trained):,.2f} per million"
-        out.append(f"  cost on the trainer alone  {cost}, by the rates measured on {alone.measured_on}")
+        out.append(f"  cost on the trainer alone  {cost}, by the tok/s measured on {alone.measured_on}")
     return out
 
 

@@ -20,7 +20,7 @@ class Call:
     args: tuple[Any, ...]
     limit_s: float
     name: str
-    """The call in messages."""
+    """Names this call in error messages."""
     future: asyncio.Future[Any]
     verdict: Feedback | None = None
     """The result if the kernel ends the child because the call used too much CPU time."""

@@ -4,8 +4,8 @@ One answer of `9**9**9` keeps the interpreter busy for hours without releasing i
 ends the process instead, without running any Python code. It limits CPU time, not wall time, so a verdict does not
 depend on how busy the machine is.
 
-The limit is a timer (ITIMER_PROF), not RLIMIT_CPU: that limit is absolute, and the kernel compares it with a counter
-that drifts away from the CPU time that a process can read. In a process that had graded for a minute, it ended calls
+The limit is a timer (ITIMER_PROF), not RLIMIT_CPU: that limit counts from the start of the process, and the kernel
+compares it with a counter that drifts away from the CPU time that a process can read. In a process that had graded for a minute, it ended calls
 that had taken a tenth of a second.
 """
 
@@ -23,7 +23,8 @@ OVER = signal.SIGPROF
 """The signal that ends a process over its CPU time limit."""
 
 announce: Callable[[Feedback], None] = lambda verdict: None  # noqa: E731
-"""Sends the parent the result of the current call in case the kernel ends this process; set by child_main.py."""
+"""Tells the parent beforehand what the result of the current call is if the kernel ends this process. Set by
+child_main.py."""
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ ends the process instead, without running any Python code. It limits CPU time, n
 depend on how busy the machine is.
 
 The limit is a timer (ITIMER_PROF), not RLIMIT_CPU: that limit counts from the start of the process, and the kernel
-compares it with a counter that drifts away from the CPU time that a process can read. In a process that had graded for a minute, it ended calls
-that had taken a tenth of a second.
+compares it with a counter that drifts away from the CPU time that a process can read. In a process that had graded for
+a minute, it ended calls that had taken a tenth of a second.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from hostile.files import FOREIGN_LINES, damage
 
 from windfall import config
 from windfall.cost.bill import Totals
+from windfall.envs.arithmetic import Arithmetic
+from windfall.envs.base import HELD_OUT
 from windfall.events.log import read
 
 Windfall = Callable[..., tuple[int, str, str]]
@@ -56,6 +58,10 @@ def test_train_evaluate_and_resume(windfall: Windfall, here: Path) -> None:
     again = windfall("eval", "runs/small/checkpoints/step-000002", "--tasks", "3", "--show", "3", "--temperature", "0")
     assert again[1] == out
     assert windfall("eval", "tiny", "--recipe", "small.toml", "--tasks", "2")[0] == 0
+    out = windfall("eval", "tiny", "--recipe", "small.toml", "--tasks", "24", "--show", "3")[1]
+    first = [str(Arithmetic(seed=0).task(HELD_OUT + i).prompt) for i in range(3)]
+    shown = [line for line in out.splitlines() if line.endswith("=")]
+    assert shown == first, "the first tasks in order, not those that finish first"
 
     code, out, _ = windfall("resume", "runs/small", "--set", "run.steps=3")
     assert code == 0

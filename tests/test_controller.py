@@ -18,10 +18,34 @@ from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.rollout.env_failures import EnvFailures
-from windfall.rollout.groups import Stopped
+from windfall.rollout.stream import Stopped
+from windfall.scheduling.admission import Admission
 from windfall.train.base import Report, TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.types import Group, Response, Sampling, Task
+
+
+class ScriptedStream:
+    """Hands out the groups of a world, one after another."""
+
+    def __init__(self, world: World, on_group: Any, on_skipped: Any) -> None:
+        self._world, self._on_group, self._on_skipped = world, on_group, on_skipped
+        self._tasks: asyncio.Queue[int] = asyncio.Queue()
+
+    def open(self, tasks: Sequence[int]) -> None:
+        self._world.done.append(("draw", tasks[0], len(tasks)))
+        for index in tasks:
+            self._tasks.put_nowait(index)
+
+    async def run(self) -> None:
+        while True:
+            index = await self._tasks.get()
+            if index == self._world.stop_at:
+                raise Stopped
+            if index in self._world.skipped:
+                self._on_skipped(index)
+            else:
+                self._on_group(self._world.group(index))
 
 
 class World:
@@ -47,23 +71,24 @@ class World:
         """Requests at which the trainer dies, in this order."""
         self.kept = CheckpointState(step=0, next_task=0)
         """The state that a new trainer starts from."""
-        self._rewards, self._stop_at, self._updates = rewards, stop_at, 0
+        self.stop_at, self.version = stop_at, 0
+        self._rewards, self._updates = rewards, 0
+
+    def stream(self, *, on_group: Any, on_skipped: Any, **_: Any) -> ScriptedStream:
+        return ScriptedStream(self, on_group, on_skipped)
 
     async def groups(
-        self, tasks: range, *, size: int, sampling: Sampling, in_order: bool = False, scope: str = ""
+        self, tasks: range, *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
     ) -> AsyncGenerator[Group]:
-        held_out = tasks[0] >= HELD_OUT
-        self.done.append(("eval", len(tasks)) if held_out else ("draw", tasks[0], len(tasks)))
+        self.done.append(("eval", len(tasks)))
         for index in tasks:
-            if index == self._stop_at:
-                raise Stopped
-            if index in self.skipped:
-                continue
-            rows = [(1,), (1, 2)] if not held_out else [(1,)]
-            yield Group(index=index, task=Task(id="t", prompt="p"), responses=tuple(
-                Response(id=f"{index}/{i}", prompt=(5,), tokens=t, logprobs=(-1.0,) * len(t), sampled=(True,) * len(t),
-                         versions=(0,) * len(t), finish="stop", reward=r)
-                for i, (t, r) in enumerate(zip(rows, self._rewards(index), strict=False))))  # fmt: skip
+            yield self.group(index, [(1,)])
+
+    def group(self, index: int, rows: Sequence[tuple[int, ...]] = ((1,), (1, 2))) -> Group:
+        return Group(index=index, task=Task(id="t", prompt="p"), responses=tuple(
+            Response(id=f"{index}/{i}", prompt=(5,), tokens=t, logprobs=(-1.0,) * len(t), sampled=(True,) * len(t),
+                     versions=(self.version,) * len(t), finish="stop", reward=r)
+            for i, (t, r) in enumerate(zip(rows, self._rewards(index), strict=False))))  # fmt: skip
 
     def reset_counters(self) -> None:
         self.failures.reset()
@@ -105,12 +130,17 @@ class World:
     def generated(self) -> None: ...
     def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None: ...
 
-    async def connect(self) -> CheckpointState:
+    async def connected(self) -> None:
         self.done.append(("connect", self.kept.step))
+
+    async def restore(self, admission: Admission) -> CheckpointState:
+        self.version = self.kept.step
+        admission.restore(version=self.kept.step, next_task=self.kept.next_task)
         return self.kept
 
     def offer(self, version: int) -> None:
         self.done.append(("offer", version))
+        self.version = version
 
     async def save(self) -> str:
         self._live("save")
@@ -131,7 +161,8 @@ class World:
         events = EventLog(folder / "events.jsonl")
         self.kept = start or self.kept
         controller = Controller(
-            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events, connect=self.connect,
+            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events, connected=self.connected,
+            restore=self.restore,
             offer=self.offer, saved=self.saved, micro_tokens=self.micro_tokens, held_out=self.held_out,
         )  # fmt: skip
         reached = asyncio.run(controller.run())

@@ -1,36 +1,41 @@
 """The loops of a run, on one page.
 
-    run            for every trainer that connects: _train_to_end; a stop (Ctrl-C, SIGTERM) saves and returns
-    _train_to_end  for every step: _step; a checkpoint and an evaluation when due
-    _step          begin       the trainer's own engine generates too       until: T_seed (scheduling/seed_time.py)
-                   _collect    draw tasks; collect their graded groups      waits for: groups (workers, rewards)
-                   _update     one or several optimizer updates             waits for: the trainer
-                   offer       workers pull the new weights when they get work
-    _collect       for every draw of tasks: _arrivals; keep the groups that the algorithm can learn from
-    _arrivals      for every group that arrives: yield it; meanwhile train on groups that are here
+    run             for every trainer that connects: generate and train side by side
+    generation      stream      tasks become graded groups                   waits for: workers, rewards
+                    _admit      open as many tasks as the bound allows       when a group completes or a version appears
+    training        for every step: _step; a checkpoint and an evaluation when due
+    _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
+                    _collect    take groups; train on full micro-batches     waits for: ready groups
+                    _update     one or several optimizer updates             waits for: the trainer
+                    offer       workers load the new weights
 
     who waits for whom
 
-        workers ──tokens──▶ dispatch ──turns──▶ rollout ──groups──▶ Controller ──samples──▶ trainer
-           ▲                   │ ▲                 │  ▲                                        │
-           └──────work─────────┘ └────episodes─────┘  └─ rewards (env, with a timeout)         │
-           └────────────────────────── weights (pulled) ◀───────────publishes──────────────────┘
+        admission ──tasks──▶ stream ──episodes──▶ dispatch ──work──▶ workers
+            ▲                  │ ▲                   │ ▲                │
+            │                  │ └─ turns, rewards ──┘ └────tokens──────┘
+            │                  └──groups──▶ admission ──oldest first, not too old──▶ Controller ──samples──▶ trainer
+            └───────────────────────────────── versions ◀──────────────────────────────────publishes───────────┘
 
-Nothing here blocks the event loop, and nothing here waits for one particular worker. If the trainer is lost, the run
-waits for the next one and continues from the step that it has, with what the journal has of later steps. A stop
-abandons the step under way, which has not changed the weights yet, and saves the last completed step.
+With rollout.staleness = 0, the batch of a step is opened when the step begins, and generation stands still until the
+next one: synchronous training. Otherwise generation goes on while the trainer trains (scheduling/admission.py).
 
-The state of a run is (step, next_task) and the weights. Tasks, seeds and therefore tokens follow from them.
+Nothing here blocks the event loop, and nothing here waits for one particular worker. If the trainer is lost,
+generation goes on until the next one connects; then the run continues from the step that the trainer has, with what the
+journal has of later steps. An error of the stream is raised when training next looks for groups, so that a request to
+the trainer is never abandoned halfway. A stop abandons the step under way, which has not changed the weights yet, and
+saves the last completed step.
+
+The state of a run is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -40,10 +45,12 @@ from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
-from windfall.rollout.groups import Rollout, Stopped
+from windfall.rollout.stream import Rollout, Stopped, Stream
+from windfall.scheduling.admission import Admission
 from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.train.sample import Sample, credit, outcomes
+from windfall.train.step_batch import StepBatch, describe_updates, mean
 from windfall.types import Group
 
 WHY_SKIPPED = {
@@ -62,7 +69,8 @@ class AsyncTrainer(Protocol):
 
 
 class Pace(Protocol):
-    """Decides when the trainer generates and when it trains. rollout.seeding.Seeding implements it."""
+    """Decides when the trainer generates and when it trains. rollout.seeding.Seeding implements it for synchronous
+    training, rollout.idle_generation.IdleGeneration for asynchronous training."""
 
     over: asyncio.Event
 
@@ -75,39 +83,6 @@ class Pace(Protocol):
 
 
 @dataclass(kw_only=True)
-class StepBatch:
-    """The groups that one step has collected, and the seconds it has spent."""
-
-    kept: list[Group] = field(default_factory=list)
-    """Groups to train on."""
-    drawn: int = 0
-    """Number of tasks drawn."""
-    rewards: list[float] = field(default_factory=list)
-    """Rewards of all responses, including those of groups that dynamic sampling replaced: the policy's true reward."""
-    lengths: dict[int, list[int]] = field(default_factory=dict)
-    """By task: number of sampled tokens of each of its responses, including those of replaced groups."""
-    early_s: float = 0.0
-    """Seconds the trainer trained on groups before the last one had arrived."""
-    asked_s: float = 0.0
-    """The same, including the messages to the trainer and back."""
-    update_s: float = 0.0
-    """Seconds of the optimizer updates and of publishing."""
-    wait_s: float = 0.0
-    """Seconds the trainer waited for groups after it had stopped generating."""
-    micro_batches: deque[list[Group]] = field(default_factory=deque)
-    """Full micro-batches that are not trained yet. Where they are cut depends only on the groups, not on timing."""
-    partial: list[Group] = field(default_factory=list)
-    """Groups of the micro-batch that is not full yet."""
-
-    def add(self, group: Group, micro_tokens: int) -> None:
-        self.kept.append(group)
-        self.partial.append(group)
-        if _tokens(self.partial) >= micro_tokens:
-            self.micro_batches.append(self.partial)
-            self.partial = []
-
-
-@dataclass(kw_only=True)
 class Controller:
     recipe: Recipe
     algorithm: Algorithm
@@ -115,12 +90,17 @@ class Controller:
     rollout: Rollout
     pace: Pace
     events: EventLog
-    connect: Callable[[], Any]
-    """Waits for a trainer, and prepares the run to continue from the state that it returns."""
+    connected: Callable[[], Awaitable[None]]
+    """Waits until a trainer is connected."""
+    restore: Callable[[Admission], Awaitable[CheckpointState]]
+    """Prepares the run, and the admission of tasks, to continue from the trainer's state, which it returns. Nothing may
+    be open."""
     offer: Callable[[Any], None]
     """Called when the trainer has published: work is assigned with this version from now on."""
     saved: Callable[[CheckpointState], None]
     """Called when a checkpoint of this state is on disk."""
+    before_update: Callable[[int, Sequence[int]], None] = lambda step, tasks: None
+    """Called before the weights change, with the step and the tasks of its batch."""
     counters: Callable[[], dict[str, Any]] = dict
     """Returns what happened to the fleet since the last call."""
     evaluated: set[int] = field(default_factory=set)
@@ -135,18 +115,102 @@ class Controller:
     """`updates` counts the optimizer updates of this process; `not_finite` counts those that were skipped because their
     gradient was not finite."""
 
+    def __post_init__(self) -> None:
+        o, run = self.recipe.rollout, self.recipe.run
+        # Deterministic runs train in order: how a gradient sum rounds must not depend on which worker was fastest.
+        self.admission = Admission(
+            batch=o.groups, steps=run.steps, staleness=o.staleness, max_draws=o.max_draws, in_order=run.deterministic
+        )
+        self._asynchronous = o.staleness > 0
+        self._stream: Stream | None = None
+        self._generating: asyncio.Task[None] | None = None
+        """Runs the stream."""
+        self._replaced: list[Group] = []
+        """Groups that were replaced since the last look, for the log."""
+        self._changed = asyncio.Event()
+        """Set when a group has completed, or the stream has ended."""
+        self._held_s = 0.0
+        """Seconds in this step in which admission held generation back."""
+
     async def run(self) -> CheckpointState:
         """Run all steps that are left. Returns the state that was reached and saved."""
-        while True:
-            try:
-                self.state = await self.connect()
-                # Later steps are trained again, and evaluated again.
-                self.evaluated = {step for step in self.evaluated if step <= self.state.step}
-                return await self._train_to_end()
-            except TrainerLost as e:
-                self.events.instant("trainer_lost", step=self.state.step, why=str(e))
-            except Stopped:
-                return await self._stop()
+        try:
+            while True:
+                try:
+                    await self.connected()
+                    await self._stop_generating()
+                    self.state = await self.restore(self.admission)
+                    self._start_generating()
+                    # Later steps are trained again, and evaluated again.
+                    self.evaluated = {step for step in self.evaluated if step <= self.state.step}
+                    return await self._train_to_end()
+                except TrainerLost as e:
+                    self.events.instant("trainer_lost", step=self.state.step, why=str(e))
+        except Stopped:
+            return await self._stop()
+        finally:
+            with suppress(Exception):  # the run is over, or it ends by another error
+                await self._stop_generating()
+
+    # Generation.
+
+    def _start_generating(self) -> None:
+        o = self.recipe.rollout
+        self._stream = self.rollout.stream(
+            size=o.group_size, sampling=o.sampling(), on_group=self._group_arrived,
+            on_skipped=self._task_skipped, on_too_old=self._too_old,
+        )  # fmt: skip
+        self._generating = asyncio.create_task(self._stream.run(), name="generation")
+        self._generating.add_done_callback(lambda _: self._changed.set())
+        self._replaced = []
+        if self._asynchronous:
+            self._admit()
+
+    async def _stop_generating(self) -> None:
+        """Withdraw everything that is open. What was generated of it stays in the journal."""
+        generating, self._generating, self._stream = self._generating, None, None
+        if generating is not None:
+            generating.cancel()
+            with suppress(asyncio.CancelledError, TrainerLost):
+                await generating
+
+    def _admit(self) -> None:
+        """Open the tasks that may be opened now."""
+        while self._stream is not None and (tasks := self.admission.admit()):
+            self._stream.open(tasks)
+            if self._asynchronous:  # what the journal has of a response may be too old already
+                self._stream.expire(self.admission.oldest_version)
+
+    def _group_arrived(self, group: Group) -> None:
+        self.pace.arrived(sum(r.sampled_count for r in group.responses))
+        if not group.responses:
+            self.admission.drop(group.index)
+        else:
+            informative = self.algorithm.informative(outcomes(group, self.recipe.rollout.max_tokens))
+            self.admission.finish(group, informative=informative)
+            if not informative:
+                self._replaced.append(group)
+        self._after_change()
+
+    def _task_skipped(self, index: int) -> None:
+        self.admission.dismiss(index)
+        self._after_change()
+
+    def _too_old(self, index: int, tokens: int) -> None:
+        del index
+        self.admission.dropped.add(tokens)
+        self.rollout.sampled_tokens += tokens
+
+    def _after_change(self) -> None:
+        self._admit()
+        self._changed.set()
+
+    def tick(self, seconds: float) -> None:
+        """Called every `seconds`: measures how long admission holds generation back."""
+        if self._asynchronous and self.admission.closed and self.rollout.dispatch.has_free_slots():
+            self._held_s += seconds
+
+    # Training.
 
     async def _train_to_end(self) -> CheckpointState:
         # The answer to the Update or Save of this trainer's step may have been lost.
@@ -174,91 +238,75 @@ class Controller:
         return self.state
 
     async def _step(self) -> None:
-        step, started = self.state.step + 1, _now()
+        step, started, before = self.state.step + 1, _now(), self.state
         self.rollout.reset_counters()
         self.pace.begin(step)
+        self._admit()
         with self.events.span("rollout", step=step) as span:
-            batch = await self._collect(self.state.next_task)
+            batch = await self._collect()
             span["tokens"] = self.rollout.sampled_tokens
             if not batch.rewards:
                 raise self.rollout.failures.no_rewards(f"step {step}")
         self.pace.generated()
         training = _now()
         with self.events.span("train", step=step, early_s=batch.early_s, asked_s=batch.asked_s) as span:
-            state = CheckpointState(step=step, next_task=self.state.next_task + batch.drawn)
-            reports = await self._update(batch, state)
-            self.state = state
+            reports = await self._update(batch, step)
             span["update_s"] = batch.update_s
         train_s = batch.early_s + _now() - training
         self.pace.end(tokens=self.rollout.sampled_tokens, train_s=train_s, train_wait_s=batch.wait_s)
-        self._log_step(step, batch, reports, train_s, _now() - started)
+        self._log_step(before, batch, reports, train_s, _now() - started)
+        self._publish()
 
-    async def _collect(self, first_task: int) -> StepBatch:
-        """Draw tasks until the batch has enough groups that the algorithm can learn from, or the limit is reached."""
-        o = self.recipe.rollout
-        batch, max_drawn = StepBatch(), o.max_draws * o.groups
-        while len(batch.kept) < o.groups and batch.drawn < max_drawn:
-            drawn = min(batch.drawn + o.groups - len(batch.kept), max_drawn)
-            tasks = range(first_task + batch.drawn, first_task + drawn)
-            batch.drawn = drawn
-            # Deterministic runs train in order: how a gradient sum rounds must not depend on which worker was fastest.
-            groups = self.rollout.groups(
-                tasks, size=o.group_size, sampling=o.sampling(), in_order=self.recipe.run.deterministic
-            )
-            async with aclosing(self._arrivals(groups, batch)) as arrivals:
-                async for group in arrivals:
-                    self._keep_if_informative(group, batch)
-        return batch
+    def _publish(self) -> None:
+        """The next version exists: what has become too old is dropped, and more tasks may be opened."""
+        self.admission.publish()
+        self._held_s = 0.0
+        if self._asynchronous and self._stream is not None:
+            self._stream.expire(self.admission.oldest_version)
+            self._admit()
 
-    def _keep_if_informative(self, group: Group, batch: StepBatch) -> None:
-        batch.rewards += group.rewards
-        batch.lengths[group.index] = [r.sampled_count for r in group.responses]
-        if self.algorithm.informative(outcomes(group, self.recipe.rollout.max_tokens)):
-            batch.add(group, self.micro_tokens)
+    async def _collect(self) -> StepBatch:
+        """Take groups until the batch is complete. Train on full micro-batches before waiting for more."""
+        batch = StepBatch()
+        while True:
+            self._changed.clear()
+            self._take(batch)
+            if self.admission.complete:
+                return batch
+            if self._pipelining and batch.micro_batches and self.pace.over.is_set():
+                began = _now()
+                batch.early_s += await self._accumulate(batch.micro_batches.popleft())
+                batch.asked_s += _now() - began
+            else:
+                await self._wait_for_groups(batch)
+
+    def _take(self, batch: StepBatch) -> None:
+        """Take the groups that are ready. Raises the error of the stream, if it has ended."""
+        if self._generating is not None and self._generating.done():
+            self._generating.result()
+        size = self.recipe.rollout.group_size
+        while (group := self.admission.take()) is not None:
+            batch.add(group, size, self.micro_tokens)
             if self._pipelining and batch.micro_batches:
                 self.pace.trainable()
+        for group in self._replaced:
+            batch.note(group, size)
+        self._replaced.clear()
+        self._admit()  # a group may have been too old
 
-    async def _arrivals(self, groups: AsyncGenerator[Group], batch: StepBatch) -> AsyncGenerator[Group]:
-        """Yield groups as they arrive. Train on full micro-batches before waiting for the next group."""
-        arrived: asyncio.Queue[Group | None] = asyncio.Queue()
-        pump = asyncio.create_task(_pump(groups, arrived, self.pace))
-        next_group: asyncio.Future[Group | None] | None = None
-        try:
-            while True:
-                await self._train_early(batch)
-                next_group = next_group or asyncio.ensure_future(arrived.get())
-                await self._wait_for(next_group, batch)
-                if not next_group.done():
-                    continue  # the trainer has stopped generating, so it can train
-                group, next_group = next_group.result(), None
-                if group is None:
-                    await pump  # raises the error of the rollout, if there was one
-                    return
-                yield group
-        finally:
-            for task in (next_group, pump):
-                if task is not None:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-            await groups.aclose()
-
-    async def _train_early(self, batch: StepBatch) -> None:
-        """Train on full micro-batches while the trainer does not generate."""
-        while self._pipelining and batch.micro_batches and self.pace.over.is_set():
-            began = _now()
-            batch.early_s += await self._accumulate(batch.micro_batches.popleft())
-            batch.asked_s += _now() - began
-
-    async def _wait_for(self, next_group: asyncio.Future[Group | None], batch: StepBatch) -> None:
-        """Wait for the next group or, while the trainer generates, until it stops."""
+    async def _wait_for_groups(self, batch: StepBatch) -> None:
+        """Wait for a change or, while the trainer generates, until it stops."""
         over, began = self.pace.over, _now()
-        if not over.is_set():
-            stops = asyncio.ensure_future(over.wait())
-            await asyncio.wait([next_group, stops], return_when=asyncio.FIRST_COMPLETED)
-            stops.cancel()
-            return
-        await asyncio.wait([next_group])
-        if over.is_set():  # otherwise the trainer has started to generate again
+        training = over.is_set()
+        waits = [asyncio.ensure_future(self._changed.wait())]
+        if not training:
+            waits.append(asyncio.ensure_future(over.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if training and over.is_set():  # otherwise the trainer has started to generate again
             batch.wait_s += _now() - began
 
     @property
@@ -271,14 +319,17 @@ class Controller:
         """Train on groups while others are still being generated."""
         return self._streaming and self.recipe.techniques.pipelining
 
+    def _credit(self, groups: Sequence[Group]) -> list[list[Sample]]:
+        version = self.state.step if self._asynchronous else None
+        return credit(groups, self.algorithm, self.recipe.rollout.max_tokens, version)
+
     async def _accumulate(self, groups: Sequence[Group]) -> float:
         """Have the trainer add the gradients of these groups. Returns the seconds it took."""
         if not groups:
             return 0.0
-        credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
-        return await self.trainer.accumulate(list(chain.from_iterable(credited)))
+        return await self.trainer.accumulate(list(chain.from_iterable(self._credit(groups))))
 
-    async def _update(self, batch: StepBatch, state: CheckpointState) -> list[Report]:
+    async def _update(self, batch: StepBatch, step: int) -> list[Report]:
         count = self.recipe.train.minibatches
         if self._streaming:
             for groups in [*batch.micro_batches, batch.partial]:  # those that are not accumulated yet
@@ -286,11 +337,12 @@ class Controller:
             samples: list[list[Sample]] = [[]]
         else:
             # First credit over the whole batch, then mini-batches of whole groups.
-            groups = sorted(batch.kept, key=lambda g: g.index)
-            credited = credit(groups, self.algorithm, self.recipe.rollout.max_tokens)
+            credited = self._credit(sorted(batch.kept, key=lambda g: g.index))
             samples = [list(chain.from_iterable(credited[i::count])) for i in range(count)]
         if count > 1:
             samples = [await self.trainer.prepare(s) for s in samples]
+        state = CheckpointState(step=step, next_task=self.admission.next_task, open_tasks=self.admission.open_tasks)
+        self.before_update(step, self.admission.taken)
         reports = []
         for n, part in enumerate(samples, 1):
             if part:
@@ -299,6 +351,7 @@ class Controller:
             report, published = await self.trainer.update(state if n == len(samples) else None)
             batch.update_s += _now() - began
             reports.append(report)
+        self.state = state
         self.offer(published)
         return reports
 
@@ -324,7 +377,7 @@ class Controller:
             raise self.rollout.failures.no_rewards(f"the evaluation after step {step}")
         in_order = [lengths.get(index, 0) for index in tasks]
         self.events.scalar(
-            "eval", step=step, reward=_mean(rewards), tasks=len(rewards), on=held_out.what, lengths=in_order
+            "eval", step=step, reward=mean(rewards), tasks=len(rewards), on=held_out.what, lengths=in_order
         )
         self.evaluated.add(step)
 
@@ -336,42 +389,40 @@ class Controller:
         with self.events.span("checkpoint", step=self.state.step) as span:
             span["path"] = await self.trainer.save()
 
-    def _log_step(self, step: int, batch: StepBatch, reports: list[Report], train_s: float, took_s: float) -> None:
-        skipped = self._log_updates(step, reports)
-        responses = [r for g in batch.kept for r in g.responses]
-        lengths = [r.sampled_count for r in responses]
-        drawn = range(self.state.next_task - batch.drawn, self.state.next_task)
-        last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
+    # What the log says.
+
+    def _log_step(
+        self, before: CheckpointState, batch: StepBatch, reports: list[Report], train_s: float, took_s: float
+    ) -> None:
+        step, rollout, dropped = self.state.step, self.rollout, self.admission.dropped
+        self._log_updates(step, reports)
+        drawn = range(before.next_task, self.state.next_task)
+        tasks: dict[str, Any] = {"lengths": [batch.lengths.get(index, []) for index in drawn]}
+        if self._asynchronous:
+            used = sorted(batch.lengths)
+            tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
+            tasks |= batch.describe_staleness(before.step)
+            tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens, "held_s": self._held_s}
         self.events.scalar(
             "step",
             step=step,
-            reward=_mean(batch.rewards),
-            responses=len(responses),
-            groups=len(batch.kept),
-            drawn=batch.drawn,
-            skipped=self.rollout.failures.skipped,
-            missing=self.rollout.failures.missing,
-            mean_length=sum(lengths) / max(1, len(lengths)),
-            prompt_tokens=_mean([len(r.prompt) for r in responses]),
-            lengths=[batch.lengths.get(index, []) for index in drawn],
-            replaced=sorted(set(batch.lengths) - {g.index for g in batch.kept}),
-            reward_s=self.rollout.grading_s / max(1, self.rollout.graded_turns),
-            cut=sum(r.finish == "length" for r in responses) / max(1, len(responses)),
-            made=self.rollout.sampled_tokens,
-            restored=self.rollout.restored_tokens,
+            drawn=len(drawn),
+            skipped=rollout.failures.skipped,
+            missing=rollout.failures.missing,
+            reward_s=rollout.grading_s / max(1, rollout.graded_turns),
+            made=rollout.sampled_tokens,
+            restored=rollout.restored_tokens,
             s=took_s,
             train_s=train_s,
-            train_wait_s=batch.wait_s,
-            tok_per_s=(self.rollout.sampled_tokens - self.rollout.restored_tokens) / took_s,
-            **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
-            trained=sum(r.tokens for r in reports),
-            updates_skipped=len(skipped),
-            updates_not_finite=skipped.count(NOT_FINITE),
+            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / took_s,
+            **batch.describe(),
+            **tasks,
+            **describe_updates(reports),
             **self.counters(),
         )
 
-    def _log_updates(self, step: int, reports: list[Report]) -> list[str]:
-        """Count the updates and log what was wrong with them. Returns the reasons of those that were skipped."""
+    def _log_updates(self, step: int, reports: list[Report]) -> None:
+        """Count the updates and log what was wrong with them."""
         skipped = [r.skipped for r in reports if r.skipped]
         self.updates += len(reports)
         self.not_finite += skipped.count(NOT_FINITE)
@@ -382,26 +433,11 @@ class Controller:
         worst, alarm = max(reports, key=_gap), self.recipe.train.engine_gap_alarm
         if _gap(worst) > alarm:
             self.events.instant("engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm)
-        return skipped
-
-
-async def _pump(groups: AsyncGenerator[Group], arrived: asyncio.Queue[Group | None], pace: Pace) -> None:
-    """Move groups into the queue, then None. This keeps turns graded and responses running during training."""
-    try:
-        async for group in groups:
-            pace.arrived(sum(r.sampled_count for r in group.responses))
-            arrived.put_nowait(group)
-    finally:
-        arrived.put_nowait(None)
 
 
 def _now() -> float:
     """The event loop's clock in seconds. A simulated run has its own."""
     return asyncio.get_running_loop().time()
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(len(r.prompt) + len(r.tokens) for g in groups for r in g.responses)
 
 
 def _nothing_learned(updates: int) -> WindfallError:
@@ -416,7 +452,3 @@ def _nothing_learned(updates: int) -> WindfallError:
 def _gap(report: Report) -> float:
     """The report's engine gap; infinite if it is not a number."""
     return report.engine_gap if math.isfinite(report.engine_gap) else math.inf
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")

@@ -135,6 +135,11 @@ class Response:
         """Number of tokens that the policy sampled."""
         return self.sampled.count(True)
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled one of its tokens."""
+        return min((version for version in self.versions if version >= 0), default=0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:

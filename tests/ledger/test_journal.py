@@ -29,7 +29,7 @@ from windfall.ledger.journal_format import TurnGraded, read_records
 from windfall.ledger.journal_reader import History, TokenRun
 from windfall.ledger.ledger import Ledger
 from windfall.link.messages import Tokens
-from windfall.rollout.groups import Rollout
+from windfall.rollout.stream import Rollout
 from windfall.types import Sampling
 
 Row = tuple[int, int, list[int]]

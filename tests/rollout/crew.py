@@ -28,7 +28,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout
+from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import Member, WorkerState
 from windfall.scheduling.rebalance import Move
 from windfall.types import Lease, Response, Sampling

@@ -22,7 +22,7 @@ from windfall.link.base import Link
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import Patience, WorkerState
 from windfall.types import Chunk, Lease, Sampling
 from windfall.worker.agent import Agent
@@ -86,7 +86,7 @@ class Site:
         self.hellos: list[m.Hello] = []
         self.dispatch.set_offer(Offer(version=0, digest="d0", url="http://_:99"))
         self.ended: set[str] = set()
-        self.dispatch.listen(self.ended.add, lambda id, why: None)
+        self.listener = Listener(turn_ended=self.ended.add, rejected=lambda id, why: None)
         routes = {"/worker": Route(receives=m.FromWorker, max_frame_bytes=m.MAX_FRAME_BYTES, handler=self._accept)}
         self.port = Port("127.0.0.1", 0, routes, None)
 

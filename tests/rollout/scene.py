@@ -25,7 +25,7 @@ from windfall.engine.torch import attention
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
 from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import WorkerState
 from windfall.types import Chunk, Request, Sampling
 from windfall.worker.in_process import in_process_worker, weights_already_loaded
@@ -146,6 +146,7 @@ class Scene:
     """The first worker."""
     join: Callable[[], Any]
     """Lets the second worker join."""
+    listener: Any = None
     lost: int = 0
     """Number of workers that were lost when all responses had ended."""
     ended: set[str] = field(default_factory=set)
@@ -197,10 +198,10 @@ async def scene(
     try:
         async with in_process_worker(dispatch, first, slots, name="first", pull=pull) as worker:
             s = Scene(dispatch=dispatch, first=first, second=second, worker=worker, join=join)
-            dispatch.listen(s.ended.add, lambda id, why: pytest.fail(f"{id}: {why}"))
+            s.listener = Listener(turn_ended=s.ended.add, rejected=lambda id, why: pytest.fail(f"{id}: {why}"))
             await s.until(lambda: s.state() is WorkerState.READY, "the first worker is ready")
             for e in s.episodes.values():
-                dispatch.open(e)
+                dispatch.open(e, s.listener)
             await s.until(first.stopped.is_set, "the first worker has stopped")
             await s.until(lambda: s.accepted() == first.made, "all its tokens were accepted")
             yield s

@@ -16,7 +16,7 @@ from windfall.envs.in_process import InProcess
 from windfall.events.log import EventLog
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout, seed_of
+from windfall.rollout.stream import Rollout, seed_of
 from windfall.types import Chunk, Feedback, Finish, Request, Sampling, Task, Turn
 from windfall.worker.in_process import in_process_worker
 
@@ -106,11 +106,11 @@ async def rolling(engine: Any, env: Asks, folder: Path, **options: Any) -> Async
     events.close()
 
 
-def run(engine: Any, env: Asks, folder: Path, *, tasks: Sequence[int], size: int = 1, in_order: bool = False,
+def run(engine: Any, env: Asks, folder: Path, *, tasks: Sequence[int], size: int = 1,
         **options: Any) -> tuple[list[Any], Rollout]:  # fmt: skip
     async def all_groups() -> tuple[list[Any], Rollout]:
         async with rolling(engine, env, folder, **options) as rollout:
-            groups = rollout.groups(tasks, size=size, sampling=Sampling(top_k=9), in_order=in_order)
+            groups = rollout.groups(tasks, size=size, sampling=Sampling(top_k=9))
             return [g async for g in groups], rollout
 
     return asyncio.run(all_groups())

@@ -22,7 +22,7 @@ from hashing import STOP
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_format import TurnGraded
 from windfall.ledger.journal_reader import History, TokenRun
-from windfall.rollout.groups import seed_of
+from windfall.rollout.stream import seed_of
 from windfall.scheduling.members import Patience
 from windfall.types import Response
 

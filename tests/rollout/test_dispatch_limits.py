@@ -18,7 +18,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.memory import MemoryLink, pair
 from windfall.rollout import loading
 from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import WorkerState
 from windfall.types import Sampling
 
@@ -32,12 +32,12 @@ class World:
         self.events = EventLog(folder / "events.jsonl")
         self.dispatch = Dispatch(events=self.events)
         self.rejected: list[tuple[str, str]] = []
-        self.dispatch.listen(lambda id: None, lambda id, why: self.rejected.append((id, why)))
+        self.listener = Listener(turn_ended=lambda id: None, rejected=lambda id, why: self.rejected.append((id, why)))
         self.tasks: list[asyncio.Task[None]] = []
 
     def open(self, id: str, prompt: tuple[int, ...] = (5, 6)) -> None:
         episode = Episode(id=id, prompt=prompt, seed=1, max_tokens=9, sampling=Sampling(), stop=frozenset({0}))
-        self.dispatch.open(episode)
+        self.dispatch.open(episode, self.listener)
 
     def join(self, name: str) -> MemoryLink:
         ours, theirs = pair("controller", name)

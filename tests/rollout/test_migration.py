@@ -186,7 +186,7 @@ def test_weights_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
             extra = Episode(
                 id="9/0", prompt=(20, 21), seed=9, max_tokens=4, sampling=Sampling(), stop=frozenset()
             )  # fmt: skip
-            s.dispatch.open(extra)  # waiting work is the reason to load the new version
+            s.dispatch.open(extra, s.listener)  # waiting work is the reason to load the new version
             await s.until(s.worker.host._orders.qsize, "the swap is ordered")
             s.first.go.set()
             await s.until(lambda: "9/0" in s.ended, "the new response has ended")

@@ -15,8 +15,8 @@ from windfall.config import RolloutSection as Options
 from windfall.envs.in_process import InProcess
 from windfall.errors import WindfallError
 from windfall.rollout import refusals
-from windfall.rollout.groups import Rollout
 from windfall.rollout.refusals import REFUSALS, REFUSED_S, Refusals
+from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import Member, Members, WorkerState
 from windfall.types import Feedback, Lease, Sampling
 from windfall.worker.engine_factory import engine_sizes

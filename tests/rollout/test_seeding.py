@@ -21,8 +21,8 @@ from windfall.link import messages
 from windfall.link.memory import pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout
 from windfall.rollout.seeding import Seeding
+from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import RemoteFleet, SeedPlan, StepMeasurement
 from windfall.scheduling.step_model import Progress

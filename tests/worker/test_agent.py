@@ -19,7 +19,7 @@ def test_worker_joins_pulls_and_generates(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0")
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: "1/0" in s.ended, "the response has ended")
             assert e.tokens.tolist() == expected(e)
             assert (w.builds, w.engine.weights, w.puller.urls) == ([SPEC], "d0", ["http://127.0.0.1:99"])
@@ -35,7 +35,7 @@ def test_lost_link_costs_only_a_reconnect(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0", max_tokens=200)
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 20, "it is under way")
             before, made, host = len(e.tokens), sum(w.engine.made.values()), w.agent._host
             began = time.monotonic()
@@ -105,7 +105,7 @@ def test_held_weights_are_those_of_the_engine_not_of_the_last_link(tmp_path: Pat
             assert w.engine.weights == "d0"
             for n, digest in ((1, "d1"), (0, "d0")):
                 s.dispatch.set_offer(Offer(version=n, digest=digest, url="http://_:99"))
-                s.dispatch.open(episode(f"{n}/0", max_tokens=2))
+                s.dispatch.open(episode(f"{n}/0", max_tokens=2), s.listener)
                 await s.until(lambda n=n: f"{n}/0" in s.ended, f"a response of {digest}")
                 assert w.engine.weights == digest, "the engine has the weights that it says it has"
 
@@ -202,7 +202,7 @@ def test_engine_that_fails_ends_the_worker(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0")
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 5, "it is under way")
             w.engine.raises = True
             assert await w.ends() == 1

@@ -17,7 +17,7 @@ def test_warned_worker_hands_over_and_leaves(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0", max_tokens=150)
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
             w.agent.warned(PreemptionNotice(source="aws", left_s=None, detail="rebalance", advice=True))
             w.agent.warned(PreemptionNotice(source="aws", left_s=None, detail="spot instance-action terminate"))
@@ -39,12 +39,12 @@ def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, mo
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e, other = start(), episode("1/0", max_tokens=5000), episode("2/0")
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
             w.agent.warned(PreemptionNotice(source="gcp", left_s=1.0, detail="preempted"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")
             assert s.state("w") is WorkerState.READY
-            s.dispatch.open(other)
+            s.dispatch.open(other, s.listener)
             before = len(e.tokens)
             assert await w.ends() == 0
             assert len(e.tokens) > before + 20, "it worked on while it could"
@@ -144,7 +144,7 @@ def test_second_warning_that_leaves_less_time_counts(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(), episode("1/0", max_tokens=5000)
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: len(e.tokens) > 10, "it is under way")
             w.agent.warned(PreemptionNotice(source="aws", left_s=120.0, detail="terminate"))
             await s.until(lambda: s.named("worker_warned"), "the controller knows")

@@ -28,7 +28,7 @@ def test_weights_are_pulled_while_the_engine_is_built(tmp_path: Path) -> None:
         async with opened(tmp_path) as (s, start):
             w, e = start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25)), episode("1/0")
             w.may_build.clear()
-            s.dispatch.open(e)
+            s.dispatch.open(e, s.listener)
             await s.until(lambda: w.builds and w.puller.bytes_received == 100, "the weights are here")
             beats = s.dispatch.members.all["w"].seen_s
             await s.until(lambda: s.dispatch.members.all["w"].seen_s > beats + 0.2, "heartbeats go on")
@@ -48,7 +48,7 @@ def test_start_times_are_in_the_event_log(tmp_path: Path) -> None:
             start(boot=lambda: m.LoadTimes(import_s=1.5, build_s=0.25))
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is ready")
             s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
-            s.dispatch.open(episode("1/0"))
+            s.dispatch.open(episode("1/0"), s.listener)
             await s.until(lambda: "1/0" in s.ended, "a response of the second version")
             first, second = s.named("worker_ready")
             assert (first["import_s"], first["build_s"]) == (1.5, 0.25)
@@ -67,7 +67,7 @@ def test_newer_version_does_not_wait_for_the_engine(tmp_path: Path) -> None:
             w.may_build.clear()
             await s.until(lambda: len(w.puller.urls) == 1, "the first version is here")
             s.dispatch.set_offer(Offer(version=1, digest="d1", url="http://_:99"))
-            s.dispatch.open(episode("1/0"))
+            s.dispatch.open(episode("1/0"), s.listener)
             await s.until(lambda: len(w.puller.urls) == 2, "the second is pulled, and nothing was built")
             assert w.engine.weights is None
             w.may_build.set()

@@ -23,7 +23,7 @@ from windfall.launch.processes.trainer import derive, prompt_lengths, spec, text
 from windfall.models import load
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout, seed_of
+from windfall.rollout.stream import Rollout, seed_of
 from windfall.train import checkpoint
 from windfall.types import Prompt, Request, Sampling
 from windfall.worker.engine_factory import build_engine

@@ -149,6 +149,12 @@ class RolloutSection(Section):
     """Attempts at computing one reward. After that many failures the reward counts as missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for one call of the environment (`feedback` or `task`), in seconds from when the call starts to run."""
+    staleness: int = Field(default=0, ge=0)
+    """Bound on the trainer's version minus the oldest version in a response, when the response is trained on. 0: a step
+    trains only on responses of the current version (synchronous). Above 0, generation goes on during training."""
+    on_new_weights: Literal["interrupt", "finish"] = "interrupt"
+    """What workers do with running responses when new weights appear, if `staleness` is above 0. "interrupt" continues
+    them with the new weights; "finish" finishes them with the old ones first."""
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """Sampling parameters; `temperature`, if given, replaces that of the recipe."""

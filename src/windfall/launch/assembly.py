@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -29,14 +29,16 @@ from windfall.events.log import EventLog
 from windfall.launch.fleet_report import FleetReport, read_history
 from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import JournalContents
-from windfall.ledger.recovery import Recovery
+from windfall.ledger.recovery import Recovery, needed
 from windfall.link import messages as m
 from windfall.link.base import Link
 from windfall.models.text import Text
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout, Stopped
+from windfall.rollout.idle_generation import IdleGeneration
 from windfall.rollout.seeding import Seeding, seeding_policy
+from windfall.rollout.stream import Rollout, Stopped
+from windfall.scheduling.admission import Admission
 from windfall.scheduling.members import Patience
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import CheckpointState
@@ -65,14 +67,17 @@ class ControllerLife:
         self._evaluated, self._last_logged = history.evaluated, history.step
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
-            events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s
+            events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
+            staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None
         policy = seeding_policy(f.offload if t.seeding else "never", first_s=f.first_seed_s)
-        self.seeding = Seeding(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
+        pace = IdleGeneration if recipe.rollout.staleness else Seeding
+        self.seeding = pace(self.dispatch, policy, events, recipe.rollout.groups * recipe.rollout.group_size)
         self.report = FleetReport(recipe, self.dispatch, events)
         self.rollout: Rollout | None = None
+        self.controller: Controller | None = None
         self.state = CheckpointState(step=0, next_task=0)
         self.held_out: HeldOut | None = None
         """The held-out tasks, if the environment can describe them."""
@@ -91,11 +96,12 @@ class ControllerLife:
         hello = await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
         recipe, rollout = self.recipe, self._make_rollout(env, text(), hello)
         watch_stop = asyncio.create_task(self._interrupt_on_stop(rollout))
-        controller = Controller(
+        controller = self.controller = Controller(
             recipe=recipe, algorithm=algorithms.make(recipe.algorithm.name, **recipe.algorithm.options),
             trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
-            connect=self.connect, offer=self._offer, saved=self._saved, counters=counters or self.counters,
-            micro_tokens=hello.micro_tokens, evaluated=self._evaluated, held_out=self.held_out,
+            connected=self.connected, restore=self.restore, offer=self._offer, saved=self._saved,
+            before_update=self._before_update, counters=counters or self.counters, micro_tokens=hello.micro_tokens,
+            evaluated=self._evaluated, held_out=self.held_out,
         )  # fmt: skip
         try:
             return await controller.run()
@@ -109,10 +115,17 @@ class ControllerLife:
         self.rollout = Rollout(self.dispatch, env, text, recipe.rollout, seed=recipe.run.seed, events=self.events)
         return self.rollout
 
-    async def connect(self) -> CheckpointState:
-        """Wait for a trainer and continue from its step, with what the journal has of later steps."""
-        hello = await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
-        self.state = CheckpointState(step=hello.step, next_task=hello.next_task)
+    async def connected(self) -> None:
+        """Wait for a trainer."""
+        await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
+
+    async def restore(self, admission: Admission) -> CheckpointState:
+        """Continue from the step of the connected trainer, with what the journal has of later steps."""
+        hello = self.trainer.hello
+        if hello is None:
+            raise TrainerLost("it disconnected")
+        open_tasks = set(hello.open_tasks)
+        self.state = CheckpointState(step=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks)
         if self._resumed:
             self.events.instant("resumed", step=hello.step)
         if hello.step > self._last_logged:
@@ -120,22 +133,31 @@ class ControllerLife:
         self._resumed, self._last_logged = True, math.inf
         self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
         self._recovery.report_checkpoints(hello.step, hello.facts)
-        assert self.rollout is not None, "connect() was called before steps()"
+        assert self.rollout is not None, "restore() was called before steps()"
+        trained: dict[int, tuple[int, ...]] = {}
         if self.journal is not None:
             self.journal.close()
             # Reading a long journal takes seconds. Messages of workers must be handled meanwhile.
             found = await self._read_journal(self.journal, hello.step)
             if self.trainer.hello is not hello:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
-            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task)
-            self.rollout.load_history(self.journal.open(hello.step, found), hello.next_task)
+            self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task, open_tasks=open_tasks)
+            history, trained = self.journal.open(hello.step, found), found.trained
+            self.rollout.load_history(history, lambda id: needed(id, hello.next_task, open_tasks))
             self.events.instant("journal", file=self.journal.file)
         model = json.loads(hello.engine.model_config)
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
         self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(hello)
         self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
+        admission.restore(version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained)
         return self.state
+
+    def _before_update(self, step: int, tasks: Sequence[int]) -> None:
+        """With staleness 0, the tasks of a step follow from its number."""
+        if self.journal is not None and self.recipe.rollout.staleness:
+            self.journal.write_trained(step, tuple(tasks))
+            self.journal.flush()
 
     def _offer(self, published: m.Updated) -> None:
         hello = self.trainer.hello
@@ -181,6 +203,8 @@ class ControllerLife:
         while True:
             await asyncio.sleep(TICK_S)
             self.seeding.tick()
+            if self.controller is not None:
+                self.controller.tick(TICK_S)
 
     async def unless_stopped(self, wait: Coroutine[Any, Any, Any]) -> Any:
         """The result of `wait`. Raises Stopped if the run is asked to stop first."""

@@ -38,6 +38,8 @@ class Episode:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     version_runs: list[tuple[int, int]] = field(default_factory=list)
     """(version, number of tokens) of consecutive stretches; version -1 marks an observation."""
+    version: int | None = None
+    """Every token must come from this version; None: from any version of the window."""
     turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
     """Position of the first token of the current turn."""

@@ -2,11 +2,13 @@
 
     journal/000010.wal     everything since the checkpoint of step 10
 
-A file is begun when its checkpoint is on disk, and then replaces the file before it. If a killed process left a record
-half-written at the end, it is cut off when the file is opened again. `flush` hands everything written to the operating
-system, where it outlives the process. Call it before anything that depends on what was written: work that is assigned,
-a turn that is graded, a group that is handed on. (It does not outlive the machine: after a power cut there is the last
-checkpoint, which is synced.) What can no longer be read is in `JournalContents.damage`.
+A file is begun when its checkpoint is on disk, and then replaces the files whose tokens no later step can train on:
+with the staleness bound eta, the last file that begins eta steps earlier or more is kept, and those after it. If a
+killed process left a record half-written at the end, it is cut off when the file is opened again. `flush` hands
+everything written to the operating system, where it outlives the process. Call it before anything that depends on what
+was written: work that is assigned, a turn that is graded, a group that is handed on. (It does not outlive the machine:
+after a power cut there is the last checkpoint, which is synced.) What can no longer be read is in
+`JournalContents.damage`.
 
 Rules: reading returns, for every response since the last checkpoint, exactly what was accepted, in order. After the
 first failed write every later write fails too, and `failed` has been called.
@@ -24,14 +26,23 @@ from typing import BinaryIO
 import msgspec
 
 from windfall.errors import WindfallError
-from windfall.ledger.journal_format import Accepted, Assigned, Started, TurnGraded, encode_record, file_path, list_files
+from windfall.ledger.journal_format import (
+    Accepted,
+    Assigned,
+    Started,
+    Trained,
+    TurnGraded,
+    encode_record,
+    file_path,
+    list_files,
+)
 from windfall.ledger.journal_reader import History, JournalContents, read_journal
 from windfall.link.messages import Tokens
 
 
 class Journal:
-    def __init__(self, folder: Path, settings: str) -> None:
-        self.folder, self._settings = folder, settings
+    def __init__(self, folder: Path, settings: str, *, staleness: int = 0) -> None:
+        self.folder, self._settings, self._staleness = folder, settings, staleness
         self.failed: Callable[[WindfallError], None] = lambda e: None
         """Called with the first write error: the code that writes may not be able to end the run."""
         self._error: WindfallError | None = None
@@ -44,7 +55,7 @@ class Journal:
     def read(self, step: int) -> JournalContents:
         """Read what can be used after the checkpoint of `step`. A long journal takes seconds; a thread may read it
         while the journal is closed."""
-        return read_journal(self.folder, self._settings, step)
+        return read_journal(self.folder, self._settings, step, staleness=self._staleness)
 
     def open(self, step: int, contents: JournalContents | None = None) -> History:
         """Continue after the checkpoint of `step` and return the history of later steps. Removes what cannot be
@@ -67,7 +78,7 @@ class Journal:
             self._open_file(step, 0)
         with self._writing(self.folder):
             for file_step, next_step in pairwise(list_files(self.folder)[0]):
-                if next_step <= step:
+                if next_step <= step - self._staleness:
                     file_path(self.folder, file_step).unlink()
 
     def write_assigned(self, handles: dict[int, str]) -> None:
@@ -79,6 +90,9 @@ class Journal:
 
     def write_grade(self, id: str, reward: float | None, observation: str | None, error: str) -> None:
         self._write(TurnGraded(id=id, reward=reward, observation=observation, error=error))
+
+    def write_trained(self, step: int, tasks: tuple[int, ...]) -> None:
+        self._write(Trained(step=step, tasks=tasks))
 
     def flush(self) -> None:
         """Hand everything to the operating system. Call this before anything that depends on what was written."""

@@ -50,7 +50,16 @@ class TurnGraded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     error: str
 
 
-JournalRecord = Started | Assigned | Accepted | TurnGraded
+class Trained(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=5):
+    """A step is about to be trained on the groups of these tasks, in this order. If it must be trained again, it gets
+    the same groups. Written only if the staleness bound is above 0; otherwise the tasks of a step follow from its
+    number."""
+
+    step: int
+    tasks: tuple[int, ...]
+
+
+JournalRecord = Started | Assigned | Accepted | TurnGraded | Trained
 
 
 def encode_record(payload: bytes) -> bytes:

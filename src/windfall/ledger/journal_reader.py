@@ -14,14 +14,23 @@ Rule: the history of every response is exactly what was accepted and graded, in 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from windfall.errors import WindfallError
 from windfall.ledger.journal_damage import Damage, find_damage
-from windfall.ledger.journal_format import Accepted, Assigned, Started, TurnGraded, file_path, list_files, read_records
+from windfall.ledger.journal_format import (
+    Accepted,
+    Assigned,
+    Started,
+    Trained,
+    TurnGraded,
+    file_path,
+    list_files,
+    read_records,
+)
 from windfall.link.messages import Tokens
 from windfall.types import Finish
 
@@ -59,18 +68,22 @@ class JournalContents:
     history: History
     files: list[tuple[int, int]]
     """The files that hold it, oldest first: step, and number of bytes used. New records are appended to the last."""
+    trained: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By step: the tasks that it was trained on, in order."""
     damage: Damage | None = None
     """The part that cannot be used."""
     strays: tuple[str, ...] = ()
     """Names in the folder that are not journal files."""
 
 
-def read_journal(folder: Path, settings: str, step: int) -> JournalContents:
-    """Read what can be used after the checkpoint of `step`. A long journal takes seconds."""
+def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) -> JournalContents:
+    """Read what can be used after the checkpoint of `step`, if no later step trains on tokens from versions before
+    `step - staleness`. A long journal takes seconds."""
     steps, strays = list_files(folder)
-    first = max((s for s in steps if s <= step), default=0)  # older files are covered by the checkpoint
+    first = max((s for s in steps if s <= step - staleness), default=0)  # older files are covered by the checkpoint
     steps = [s for s in steps if s >= first]
     history: History = {}
+    trained: dict[int, tuple[int, ...]] = {}
     files: list[tuple[int, int]] = []
     damage: Damage | None = None
     if steps and steps[0] > step:
@@ -82,7 +95,7 @@ def read_journal(folder: Path, settings: str, step: int) -> JournalContents:
             if damage is not None:
                 damage = _add_unused_file(damage, path, settings)
                 continue
-            file = _read_file(path, settings, history)
+            file = _read_file(path, settings, history, trained)
             damage = find_damage(path, file.valid_bytes, file.handles, settings)
         except OSError as e:
             raise WindfallError(f"cannot read the journal: {e.strerror or e}", where=str(path)) from e
@@ -90,7 +103,7 @@ def read_journal(folder: Path, settings: str, step: int) -> JournalContents:
             damage = Damage(file=path.name, why="it was written with another recipe", bytes=file.foreign_bytes)
         if file.valid_bytes:
             files.append((file_step, file.valid_bytes))
-    return JournalContents(history=history, files=files, damage=damage, strays=strays)
+    return JournalContents(history=history, files=files, trained=trained, damage=damage, strays=strays)
 
 
 def count_tokens(history: History) -> dict[str, int]:
@@ -101,7 +114,7 @@ def count_tokens(history: History) -> dict[str, int]:
 def _add_unused_file(damage: Damage, path: Path, settings: str) -> Damage:
     """Add a whole file, which comes after the damage, to the part that is not used."""
     history: History = {}
-    file = _read_file(path, settings, history)
+    file = _read_file(path, settings, history, {})
     rest = find_damage(path, file.valid_bytes, file.handles, settings)
     tokens = damage.merged_tokens(count_tokens(history))
     tokens = rest.merged_tokens(tokens) if rest else tokens
@@ -120,8 +133,8 @@ class _File:
     """Bytes written by controller processes with other settings, if the last process is one of them; else 0."""
 
 
-def _read_file(path: Path, settings: str, history: History) -> _File:
-    """Add the records of a file to `history`."""
+def _read_file(path: Path, settings: str, history: History, trained: dict[int, tuple[int, ...]]) -> _File:
+    """Add the records of a file to `history` and `trained`."""
     rows, valid_bytes, ours, foreign_bytes = _Rows(history), 0, False, 0
     for end, record in read_records(path):
         match record:
@@ -133,6 +146,8 @@ def _read_file(path: Path, settings: str, history: History) -> _File:
                 rows.add_grade(record)
             case Assigned() if ours:
                 rows.assign(record.handles)
+            case Trained() if ours:
+                trained[record.step] = record.tasks
             case Started():
                 rows.forget_handles()
                 ours = record.settings == settings

@@ -5,8 +5,9 @@
                  └──────────────────┘
 
 Rules, all in `check()`:
-- A position is accepted once and in order, from the worker that holds the response, and only from the version that the
-  response was assigned with.
+- A position is accepted once and in order, from the worker that holds the response. Its version is the one that the
+  response was assigned with or, if the worker has swapped in new weights meanwhile, a newer one of the window. A
+  response with a fixed version (`Episode.version`) accepts only that one.
 - Every assignment has its own handle. A frame whose handle has ended changes nothing and is counted.
 - A response that lost its worker keeps every token it has, and is queued before those that have not begun.
 - No accepted token is ever lost: accepted = in open responses + in closed ones + in those that the run itself withdrew.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
@@ -52,7 +53,7 @@ class LedgerCounts:
     gaps: int = 0
     """Frames, not tokens, that did not continue at the next position. The response is requeued from its last token."""
     stale: int = 0
-    """Tokens of another version than the response was assigned with."""
+    """Tokens of a version that the response may not have."""
     moved: int = 0
     """Responses that lost their worker and continued elsewhere."""
     discarded: int = 0
@@ -87,8 +88,7 @@ class LedgerEntry:
     worker: str = ""
     version: int = -1
     recorded: int = 0
-    """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens are of the current
-    assignment."""
+    """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens are of `version`."""
     moves: int = 0
     moved: bool = False
     """The response lost its last worker in this turn, so the next worker has to prefill it again."""
@@ -116,6 +116,10 @@ class Ledger:
         """Smallest `max_tokens` of any response so far."""
         self.longest = 0
         """Largest room, in tokens, that any response so far needs (see `room`)."""
+        self._window = range(0)
+        """The versions that tokens may have. Empty: only the version that a response is assigned with."""
+        self.fixed_versions: Counter[int] = Counter()
+        """Number of open responses that must have this version."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -136,6 +140,8 @@ class Ledger:
         if episode.id in self.entries:
             raise ValueError(f"{episode.id} is already open")
         self.entries[episode.id] = LedgerEntry(episode, recorded=len(episode.tokens))
+        if episode.version is not None:
+            self.fixed_versions[episode.version] += 1
         self._stops |= episode.stop
         self._shortest = min(self._shortest, episode.max_tokens)
         self.longest = max(self.longest, room(episode))
@@ -156,6 +162,30 @@ class Ledger:
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
 
+    def set_window(self, oldest: int, newest: int) -> dict[str, list[int]]:
+        """Tokens may have these versions from now on. Queues responses again that are assigned with an older version.
+        Returns the handles to cancel, by worker."""
+        self._window = range(oldest, newest + 1)
+        handles: dict[str, list[int]] = {}
+        for entry in list(self._running.values()):
+            if entry.version < oldest and entry.episode.version is None:
+                handles.setdefault(entry.worker, []).append(entry.handle)
+                self.requeue(entry)
+        return handles
+
+    def oldest_version(self, id: str) -> int | None:
+        """The oldest version among the tokens of an open response; None if it has none."""
+        entry = self.entries[id]
+        versions = [version for version, _ in entry.episode.version_runs if version >= 0]
+        if len(entry.episode.tokens) > entry.recorded:
+            versions.append(entry.version)
+        return min(versions, default=None)
+
+    def sampled(self, id: str) -> int:
+        """Number of tokens that the policy has sampled so far for an open response."""
+        entry = self.entries[id]
+        return _generated(entry.episode, entry.recorded)
+
     def accept(self, worker: str, frame: Tokens) -> Acceptance:
         """Take in a worker's tokens. If this raises Malformed, nothing was accepted."""
         try:
@@ -169,6 +199,8 @@ class Ledger:
         held = self._by_worker.get(worker) or {}
         row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
         entries = _expected_entries(held, frame)
+        if entries is None and self._follow_swap(held, frame):
+            entries = _expected_entries(held, frame)
         if entries is None:
             self._check_rows(held, frame, tokens, row_ends)
             return self._accept_rows(worker, frame, tokens, logprobs)
@@ -196,6 +228,18 @@ class Ledger:
             self._end_turn(entries[row], frame.finished[row])
             accepted.ended_turns.append(entries[row].episode.id)
         return accepted
+
+    def _follow_swap(self, held: dict[int, LedgerEntry], frame: Tokens) -> bool:
+        """The worker may have swapped in a newer version of the window. If so, the next tokens of its responses are of
+        that version. Returns whether anything has changed."""
+        if frame.version not in self._window:
+            return False
+        behind = [e for h in frame.handles if (e := held.get(h)) and e.version < frame.version]
+        behind = [e for e in behind if e.episode.version is None]
+        for entry in behind:
+            self._record_version(entry)
+            entry.version = frame.version
+        return bool(behind)
 
     def _owner_of_invalid(self, worker: str, frame: Tokens, logprobs: array[float]) -> str:
         """Name the response that has the first invalid log-prob."""
@@ -270,6 +314,9 @@ class Ledger:
             else:
                 c.late += count
             return count
+        if version < entry.version and position + count <= entry.recorded:
+            c.repeated += count
+            return count
         if entry.version != version:
             c.stale += count
             accepted.dropped.append(handle)
@@ -291,15 +338,18 @@ class Ledger:
         entry.episode.finish = finish
 
     def _end_assignment(self, entry: LedgerEntry, how: str = "moved") -> None:
-        episode = entry.episode
-        episode.record_version(entry.version, len(episode.tokens) - entry.recorded)
-        entry.recorded = len(episode.tokens)
+        self._record_version(entry)
         del self._running[entry.handle], self._by_worker[entry.worker][entry.handle]
         self._context[entry.worker] -= _context(entry)
         self._ended[entry.handle] = how
         if len(self._ended) > MAX_ENDED_HANDLES:
             self._ended.popitem(last=False)
         entry.handle, entry.worker = -1, ""
+
+    def _record_version(self, entry: LedgerEntry) -> None:
+        episode = entry.episode
+        episode.record_version(entry.version, len(episode.tokens) - entry.recorded)
+        entry.recorded = len(episode.tokens)
 
     def requeue(self, entry: LedgerEntry) -> None:
         """Take a running response from its worker and queue it for another one."""
@@ -366,6 +416,7 @@ class Ledger:
         """Remove a response that is finished and part of its group."""
         entry = self.entries.pop(id)
         assert entry.state == "turn", f"{id} is {entry.state}"
+        self._removed(entry.episode)
         self.counts.closed += _generated(entry.episode)
 
     def withdraw(self, ids: Iterable[str]) -> dict[str, list[int]]:
@@ -376,6 +427,7 @@ class Ledger:
             if entry is None:
                 continue
             removed.add(id)
+            self._removed(entry.episode)
             if entry.state == "running":
                 handles.setdefault(entry.worker, []).append(entry.handle)
                 self._end_assignment(entry, "canceled")
@@ -383,6 +435,10 @@ class Ledger:
         if removed:
             self.queue = deque(i for i in self.queue if i not in removed)
         return handles
+
+    def _removed(self, episode: Episode) -> None:
+        if episode.version is not None:
+            self.fixed_versions -= Counter([episode.version])  # drops what has become zero
 
     def lost_tokens(self) -> int:
         """Tokens that were accepted and are nowhere. This is always 0."""
@@ -405,6 +461,10 @@ class Ledger:
             assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: versions"
             assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
             assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
+            allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
+            assert allowed, f"{id}: tokens of another version than {e.episode.version}"
+            in_window = not self._window or e.version in self._window or e.version == e.episode.version
+            assert e.state != "running" or in_window, f"{id}: assigned with version {e.version}, not in the window"
 
 
 def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[LedgerEntry] | None:

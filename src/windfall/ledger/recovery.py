@@ -8,7 +8,7 @@ length of each. For the step under way there is only the journal itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
 
@@ -33,7 +33,9 @@ class Recovery:
         self._reported: set[tuple[str, str]] = set()
         """Facts about checkpoints that are in the log: each is logged once, however many trainers report it."""
         self._lengths: dict[int, list[list[int]]] = {}
-        """By step since the last checkpoint: for every task drawn, the number of tokens of each response."""
+        """By step since the last checkpoint: for every task that it used, the number of tokens of each response."""
+        self._tasks: dict[int, list[int]] = {}
+        """These tasks, if they are not simply the next ones (asynchronous training)."""
         self._file = ""
         """The journal file that the log named last."""
         events.attach(self.observe)
@@ -44,9 +46,11 @@ class Recovery:
             if name in facts and (name, facts[name]) not in self._reported:
                 self._events.instant(name, step=step, pid=facts["pid"], what=facts[name])
 
-    def report_journal(self, contents: JournalContents, *, step: int, next_task: int) -> None:
+    def report_journal(
+        self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
+    ) -> None:
         """Log what is lost of the journal, and files that do not belong to it."""
-        lost = self.lost(contents, step=step, next_task=next_task)
+        lost = self.lost(contents, step=step, next_task=next_task, open_tasks=open_tasks)
         if lost is not None:
             self._events.instant("journal_lost", step=step, **lost)
         if contents.strays:
@@ -59,6 +63,8 @@ class Recovery:
                 lengths = event.get("lengths") or []
                 if _are_lengths(lengths):
                     self._lengths[event.get("step", 0)] = lengths
+                    if _are_lengths([event.get("tasks")]):
+                        self._tasks[event.get("step", 0)] = event["tasks"]
             case "span", "checkpoint":
                 self._saved.append(event.get("step", 0))
                 if len(self._saved) == self._saved.maxlen:
@@ -76,10 +82,12 @@ class Recovery:
         self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
         return not self._lengths
 
-    def lost(self, contents: JournalContents, *, step: int, next_task: int) -> dict[str, Any] | None:
+    def lost(
+        self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
+    ) -> dict[str, Any] | None:
         """What must be generated again although it was in the journal, as fields of an event; None if nothing.
 
-        The run continues after `step`; tasks before `next_task` are trained.
+        The run continues after `step`; tasks before `next_task` are trained, except `open_tasks`.
         """
         missing, damage = self._missing_tokens(contents, step, next_task), contents.damage
         if damage is None and self._file and (not contents.files or _step_of(self._file) > contents.files[-1][0]):
@@ -90,7 +98,9 @@ class Recovery:
             return None
         # A response that lost only its grade is not generated again.
         tokens = {
-            id: n for id, n in damage.merged_tokens(missing).items() if n and (id == UNKNOWN or needed(id, next_task))
+            id: n
+            for id, n in damage.merged_tokens(missing).items()
+            if n and (id == UNKNOWN or needed(id, next_task, open_tasks))
         }
         return {
             "file": damage.file, "why": damage.why, "bytes": damage.bytes, "responses": len(tokens.keys() - {UNKNOWN}),
@@ -104,18 +114,18 @@ class Recovery:
             rows = self._lengths.get(later)
             if rows is None:
                 return missing
-            for row in rows:
+            for index, row in zip(self._tasks.get(later) or count(task), rows, strict=False):
                 for sibling, tokens in enumerate(row):
-                    id = f"{task}/{sibling}"
+                    id = f"{index}/{sibling}"
                     if have.get(id, 0) < tokens:
                         missing[id] = tokens - have.get(id, 0)
-                task += 1
+            task += len(rows)
         return missing
 
 
-def needed(id: str, next_task: int) -> bool:
+def needed(id: str, next_task: int, open_tasks: Collection[int] = ()) -> bool:
     """Whether a response may still be needed: not if its step is trained. The id of an evaluation has a scope."""
-    return ":" in id or int(id.partition("/")[0]) >= next_task
+    return ":" in id or (task := int(id.partition("/")[0])) >= next_task or task in open_tasks
 
 
 def _are_lengths(value: Any) -> bool:

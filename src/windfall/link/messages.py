@@ -18,7 +18,7 @@ import msgspec
 
 from windfall.types import Finish, Lease, Sampling
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 8 << 20
 """Size limit of a worker's frames: far above an engine step of thousands of responses."""
 MAX_TRAINER_FRAME_BYTES = 256 << 20
@@ -304,7 +304,7 @@ class TrainerHello(Message, frozen=True, tag=18):
     step: int
     """Steps completed."""
     next_task: int
-    """Index of the first task of the next step."""
+    """Index of the first task that was not drawn yet."""
     micro_tokens: int
     """Tokens in one forward and backward pass."""
     model: str
@@ -319,6 +319,8 @@ class TrainerHello(Message, frozen=True, tag=18):
     """Address of the weight server; the host `_` stands for the controller's host."""
     facts: dict[str, int | float | str | bool]
     """Fields for the event log: parameters, device, dtype, and derived settings."""
+    open_tasks: tuple[int, ...] = ()
+    """Tasks before `next_task` that were drawn but not trained on."""
 
 
 class TrainerWelcome(Message, frozen=True, tag=31):
@@ -360,7 +362,9 @@ class Update(Message, frozen=True, tag=23):
     step: int | None
     """Set on the last update of a step: the resulting weights are published as this version."""
     next_task: int | None
-    """Set on the last update of a step: index of the first task of the next step."""
+    """Set on the last update of a step: index of the first task that was not drawn yet."""
+    open_tasks: tuple[int, ...] = ()
+    """Set on the last update of a step: tasks before `next_task` that were drawn but not trained on."""
 
 
 class Updated(Message, frozen=True, tag=24):

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from windfall.config import Techniques
 from windfall.cost import prices
@@ -32,6 +34,7 @@ from windfall.rollout.refusals import Refusals
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.scheduling.placement import Placement
 from windfall.scheduling.room import Room
+from windfall.scheduling.version_window import VersionWindow
 from windfall.types import LOCAL
 
 NO_WORKERS_S = 15.0
@@ -47,20 +50,32 @@ DRAIN_LEAD_S = 2.0
 trip."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listener:
+    """What to call about a response: the one that opened it listens. Any number of listeners may be there."""
+
+    turn_ended: Callable[[str], None]
+    rejected: Callable[[str, str], None]
+    """Called with the response and the reason if no worker can generate it."""
+
+
 class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
-        vocabulary: int = 1 << 32,
-        techniques: Techniques | None = None, billed_s: float = -math.inf,
+        vocabulary: int = 1 << 32, techniques: Techniques | None = None, billed_s: float = -math.inf,
+        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt",
     ) -> None:  # fmt: skip
+        """`staleness` and `on_new_weights`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s)
         self.journal, self._migration = journal, t.migration
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
-        self._turn_ended: Callable[[str], None] = lambda id: None
-        self._rejected: Callable[[str, str], None] = lambda id, why: None
+        self._staleness, self._finish = staleness, on_new_weights == "finish"
+        self.window = VersionWindow()
+        self._listeners: dict[str, Listener] = {}
+        """By open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
         """Called on every tick while no worker will ever be able to do the queued work."""
         self._outbox = Outbox(self._lose)
@@ -74,38 +89,52 @@ class Dispatch:
         self._scheduled = self._flush_scheduled = False
         self._last_schedule_s = -math.inf
 
-    # Called by Rollout.
+    # Called by a stream.
 
     def close(self, id: str) -> None:
         """Close a response that is finished and part of its group."""
         self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
+        del self._listeners[id]
 
-    def listen(self, turn_ended: Callable[[str], None], rejected: Callable[[str, str], None]) -> None:
-        """Set the callbacks: `turn_ended(id)`; `rejected(id, why)` if no worker can generate the response."""
-        self._turn_ended, self._rejected = turn_ended, rejected
-
-    def open(self, episode: Episode) -> None:
+    def open(self, episode: Episode, listener: Listener) -> None:
         self.ledger.open(episode)
+        self._listeners[episode.id] = listener
         self._schedule_soon()
 
     def next_turn(self, id: str) -> None:
         self.ledger.next_turn(id)
         self._schedule_soon()
 
-    def withdraw(self, ids: list[str]) -> None:
-        for worker, handles in self.ledger.withdraw(ids).items():
-            self._send(worker, m.Cancel(handles=tuple(handles)))
+    def withdraw(self, ids: Collection[str]) -> None:
+        self._cancel(self.ledger.withdraw(ids))
+        for id in ids:
+            self._listeners.pop(id, None)
+        if self._staleness:
+            self._schedule_soon()  # a worker that has become idle may load a new version
+
+    def _cancel(self, handles: Mapping[str, list[int]]) -> None:
+        """Cancel assignments that the ledger has ended, by worker."""
+        for worker, ended in handles.items():
+            self._send(worker, m.Cancel(handles=tuple(ended)))
             self._account_idle(worker)
 
     @property
     def offer(self) -> Offer | None:
-        """The version that work is assigned with."""
+        """The newest version, which workers load."""
         return self.loading.offer
 
     def set_offer(self, offer: Offer) -> None:
         self.loading.offer = offer
+        self.window = self.loading.window = self.window.advance(offer.version, offer.digest, staleness=self._staleness)
+        self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))
         self._schedule_soon()
+
+    def has_free_slots(self) -> bool:
+        """Whether a worker could take more work, but none is queued."""
+        return not self.ledger.queue and any(
+            self.ledger.running(w.id) < w.slots for w in self.members.routable(self.window)
+        )
 
     # Workers join, send messages and leave.
 
@@ -156,6 +185,9 @@ class Dispatch:
                 if self.loading.done(member, message, now):
                     self.refusals.ready()
                     self._schedule_soon()
+                    if context := self.ledger.context(id):  # its running responses are prefilled with the new weights
+                        self.accounts.moved_in(now, id, context)
+                        self.ledger.counts.prefilled_again += context
             case m.LoadFailed():
                 self.loading.failed(member, message)
             case m.Released():
@@ -177,9 +209,10 @@ class Dispatch:
         accepted = self.ledger.accept(member.id, frame)
         member.generated += accepted.tokens
         if accepted.tokens:
-            self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
+            if frame.version == member.frame_version:  # else it has prefilled all its responses again
+                self.placement.observe(member.id, batch, accepted.tokens, now - member.last_tokens_s, context)
             self.accounts.frame(now, member.id, accepted.tokens)
-        member.last_tokens_s = now
+        member.last_tokens_s, member.frame_version = now, frame.version
         if batch:
             self._account_idle(member.id)
         if self.journal is not None and accepted.tokens:
@@ -188,7 +221,7 @@ class Dispatch:
         if accepted.dropped:
             self._send(member.id, m.Cancel(handles=tuple(accepted.dropped)))
         for id in accepted.ended_turns:
-            self._turn_ended(id)
+            self._listeners[id].turn_ended(id)
         if accepted.ended_turns or accepted.dropped:
             self._schedule_soon()
 
@@ -209,7 +242,7 @@ class Dispatch:
         if (verdict := self.room.look(self.members.here(), now)) is None:
             return
         if verdict.why:
-            self._rejected(verdict.response, verdict.why)
+            self._listeners[verdict.response].rejected(verdict.response, verdict.why)
         else:
             self._events.instant("no_room", response=verdict.response, tokens=verdict.tokens, most=verdict.most)
 
@@ -286,7 +319,7 @@ class Dispatch:
         self.ledger.release(id)
         if poison := self.ledger.find_poison(entries):
             lost = f"{poison.fruitless} workers in a row were lost while they held this response"
-            self._rejected(poison.episode.id, f"{lost}; the last one: {why}")
+            self._listeners[poison.episode.id].rejected(poison.episode.id, f"{lost}; the last one: {why}")
         member.moved += len(entries)
         drained = member.state is WorkerState.DRAINING
         self.members.move(id, WorkerState.GONE, why)
@@ -356,7 +389,7 @@ class Dispatch:
                 loop.call_at(at_s, self._schedule)
 
     def _schedule(self) -> None:
-        """Have outdated workers load the offered version; then assign queued work or, if there is none, rebalance."""
+        """Have outdated workers load the newest version; then assign queued work or, if there is none, rebalance."""
         self._scheduled, self._last_schedule_s = False, asyncio.get_running_loop().time()
         if self.journal is not None:
             self.journal.flush()
@@ -364,22 +397,30 @@ class Dispatch:
         if offer is None:
             return
         self._request_loads()
-        ready = self.members.routable(offer.version, offer.digest)
+        # A response that starts on the oldest version of the window would be too old before it is trained on. So, if
+        # responses finish on the weights they have, a worker with that version gets no more work until it is idle.
+        ready = self.members.routable(self.window, within=max(0, self._staleness - 1) if self._finish else None)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
             coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
-            for worker, entries in self.placement.assign(loads, offer.version, coming=coming, longest=longest).items():
+            versions = {w.id: w.version for w in ready}
+            for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
                 self._assign(worker, entries)
         elif loads and not self._releasing:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
 
     def _request_loads(self) -> None:
-        """Workers without the offered version load it: at once if they are new, else when there is work for them."""
-        offer, now = self.offer, asyncio.get_running_loop().time()
-        assert offer is not None
-        for member in self.members.outdated(offer.version, offer.digest, needed=bool(self.ledger.queue)):
-            if member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
+        """Workers without the newest version load it. New workers do so at once. With staleness 0, others do when there
+        is work for them. Otherwise they do at once if running responses are interrupted, else when they are idle."""
+        now = asyncio.get_running_loop().time()
+        for member in self.members.outdated(self.window, needed=bool(self._staleness or self.ledger.queue)):
+            busy = self.ledger.running(member.id) > 0
+            if self._finish and busy and member.state is WorkerState.READY:
+                continue
+            if busy and self.window.allows(member.version, member.digest):
+                member.progress_s = now  # it goes on generating while it pulls
+            elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
             self.loading.request(member)

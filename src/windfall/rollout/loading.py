@@ -20,6 +20,7 @@ from windfall.ledger.episode import Malformed
 from windfall.link import messages as m
 from windfall.rollout.assignment import Offer
 from windfall.scheduling.members import Member, Members, WorkerState
+from windfall.scheduling.version_window import VersionWindow
 
 LOAD_TRIES = 12
 MAX_CHARS = 300
@@ -34,6 +35,7 @@ class Loading:
         self._members, self._accounts, self._events = members, accounts, events
         self._send, self._drain = send, drain
         self.offer: Offer | None = None
+        self.window = VersionWindow()
         self.served: Callable[[], bool] = lambda: True
         """Whether the weights are being served at the moment."""
 
@@ -46,22 +48,23 @@ class Loading:
 
     def retry(self, id: str) -> None:
         member = self._members.all.get(id)
-        if member is not None and member.state is WorkerState.PULLING:
+        if member is not None and member.loading:
             self.request(member)
 
     def done(self, member: Member, message: m.Loaded, now_s: float) -> bool:
-        """The worker has loaded a version. True if it is the offered one, so that work can be assigned."""
+        """The worker has loaded a version. True if it is one of the window, so that work can be assigned."""
         if message.slots < 1 or message.version < 0 or message.longest < 0:
             capacity = f"{message.slots} slots and room for {message.longest} tokens"
             raise Malformed(f"loaded version {message.version} with {capacity}")
         member.longest = min(member.longest, message.longest or math.inf)
-        offer = self.offer
-        if offer is None or (message.version, message.digest) != (offer.version, offer.digest):
+        if not self.window.allows(message.version, message.digest):
             member.version, member.digest, member.slots = message.version, message.digest, message.slots
             self.retry(member.id)
             return False
+        was_ready = member.state is WorkerState.READY
         self._members.loaded(member.id, message.version, message.digest, message.slots, message.s)
-        self._accounts.ready(now_s, member.id)
+        if not was_ready:
+            self._accounts.ready(now_s, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
             slots=message.slots, longest=message.longest,

@@ -303,9 +303,8 @@ class Seeding:
         return [m for m in (*ready, *members.nearly_ready(self._now())) if m.name != LOCAL]
 
     def _generators(self) -> list[Member]:
-        """Workers that hold the current version: they generate tokens of this step, or could."""
-        offer = self._dispatch.offer
-        return self._dispatch.members.routable(offer.version, offer.digest) if offer is not None else []
+        """Workers that hold a version of the window: they generate, or could."""
+        return self._dispatch.members.routable(self._dispatch.window)
 
     def _why_alone(self) -> str:
         """Why only the trainer's engine can generate what is queued; empty if another worker can."""

@@ -4,7 +4,9 @@
                  ▲────────┘  (a newer version)
 
 Rules, all in `check()`:
-- Only a READY worker that is not suspect and holds the current version gets work.
+- Only a READY worker that is not suspect and holds a version of the window gets work.
+- A worker without work pulls a new version in the state PULLING. With `on_new_weights = "interrupt"`, a worker with
+  work stays READY and goes on generating while it pulls; its engine takes the new weights between two steps.
 - A worker that is silent for `suspect_s` becomes suspect and gets no new work. Any message ends this. A worker that is
   silent for `gone_s`, or has work but makes no engine step for `stalled_s`, is gone.
 - A PULLING worker that receives no byte of the weights for `stalled_s` is stuck, even if it sends messages and retries;
@@ -26,6 +28,7 @@ from enum import StrEnum
 from typing import Literal
 
 from windfall.link.messages import Stats
+from windfall.scheduling.version_window import VersionWindow
 from windfall.types import LOCAL, Lease
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
@@ -100,6 +103,8 @@ class Member:
     """Maximum number of tokens, prompt and response together, for which it has room, as far as known."""
     generated: int = 0
     """Tokens that the ledger accepted from it."""
+    frame_version: int = -1
+    """Version of its last frame."""
     last_tokens_s: float = 0.0
     """When its last tokens arrived (loop time, seconds)."""
     moved: int = 0
@@ -116,6 +121,12 @@ class Member:
     def booted(self) -> bool:
         """Whether it has ever been ready."""
         return self.slots > 0
+
+    @property
+    def loading(self) -> bool:
+        """Whether it has been asked for a version that it does not hold yet."""
+        refreshes = self.state is WorkerState.READY and self.requested not in ((-1, ""), (self.version, self.digest))
+        return refreshes or self.state is WorkerState.PULLING
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +201,9 @@ class Members:
         member = self.all[id]
         if member.booted and member.name != LOCAL and 0 <= s < math.inf:
             self.pull_s = s
-        member.version, member.digest, member.slots = version, digest, slots
+        member.version, member.digest, member.slots, member.failed = version, digest, slots, 0
         if member.state is WorkerState.PULLING:
             self.move(id, WorkerState.READY)
-            member.failed = 0
 
     def nearly_ready(self, now_s: float) -> list[Member]:
         """Workers that should be ready soon, judged by the duration of the last pull. Workers that have never been
@@ -248,7 +258,7 @@ class Members:
 
     def _stuck(self, member: Member, now_s: float) -> str:
         """Why its load will not complete; empty if it may."""
-        if member.state is not WorkerState.PULLING or member.name == LOCAL:  # local gets its weights from the trainer
+        if not member.loading or member.name == LOCAL:  # local gets its weights from the trainer
             return ""
         part = _part(member.stats) if member.stats is not None else ""
         still_s = now_s - member.progress_s
@@ -261,23 +271,27 @@ class Members:
         failed = f", and {member.failed} attempts failed" if member.failed else ""
         return f"it has received no byte of version {version} for {still_s:.0f} s{failed}"
 
-    def routable(self, version: int, digest: str) -> list[Member]:
-        """Workers that may get work of this version."""
+    def routable(self, window: VersionWindow, *, within: int | None = None) -> list[Member]:
+        """Workers that may get work. `within`: only those whose version lags behind the newest by at most this."""
+        oldest = window.oldest if within is None else window.newest - within
         return [
             m for m in self._here.values()
-            if m.state is WorkerState.READY and not m.suspect and m.version == version and m.digest == digest
+            if m.state is WorkerState.READY and not m.suspect and m.version >= oldest
+            and window.allows(m.version, m.digest)
         ]  # fmt: skip
 
-    def outdated(self, version: int, digest: str, *, needed: bool) -> list[Member]:
-        """Workers that should pull this version now: new workers at once, others if there is work that needs it."""
-        here, wanted = self._here.values(), (version, digest)
+    def outdated(self, window: VersionWindow, *, needed: bool) -> list[Member]:
+        """Workers that do not hold the newest version and should pull it: new workers at once, others if `needed`. A
+        pull of a version that is still served and allowed is not abandoned for a newer one."""
+        here = self._here.values()
         if not needed:
             return [m for m in here if m.state is WorkerState.JOINING]
+        served = {window.newest, window.newest - 1}
         return [
             m for m in here
             if m.state is WorkerState.JOINING
-            or (m.state is WorkerState.READY and (m.version != version or m.digest != digest))
-            or (m.state is WorkerState.PULLING and m.requested != wanted)
+            or (m.state is WorkerState.READY and not window.is_newest(m.version, m.digest) and not m.loading)
+            or (m.loading and not (m.requested[0] in served and window.allows(*m.requested)))
         ]  # fmt: skip
 
     def check(self) -> None:

@@ -115,18 +115,20 @@ class Placement:
         ]  # fmt: skip
 
     def assign(
-        self, loads: Sequence[WorkerLoad], version: int, *, coming: int, longest: Mapping[str, float] | None = None
-    ) -> dict[str, list[LedgerEntry]]:
-        """Takes the responses that should start now from the queue and assigns them. `longest`: the most tokens for
-        which a worker has room, where known. A response goes only where it fits. Responses that fit on the fewest
-        workers are placed first."""
+        self, loads: Sequence[WorkerLoad], versions: Mapping[str, int], *, coming: int,
+        longest: Mapping[str, float] | None = None, fixed: int | None = None,
+    ) -> dict[str, list[LedgerEntry]]:  # fmt: skip
+        """Takes the responses that should start now from the queue and assigns them. `versions`: the version that each
+        worker holds. `longest`: the most tokens for which a worker has room, where known. A response goes only where it
+        fits. Responses that fit on the fewest workers are placed first. `fixed`: place only the responses that must
+        have this version; None: only those that may have any."""
         out: dict[str, list[LedgerEntry]] = {}
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
         for n in range(len(small), -1, -1):  # in most fleets no worker is too small, and this is one pass
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
-            self._assign_queued(self._queued(small, n) if small else self._ledger.queue, fit, version, coming, out)
+            self._assign_queued(self._queued(small, n, fixed), fit, versions, coming, out)
         for worker, entries in out.items():
             moved = [e for e in entries if e.moved]
             tokens = sum(len(e.episode.prompt) + len(e.episode.tokens) for e in moved)
@@ -135,14 +137,17 @@ class Placement:
                 self._prefilling[worker] = _Prefill(moved[-1], before.tokens + tokens, before.seconds)
         return out
 
-    def _queued(self, small: Sequence[float], n: int) -> list[str]:
+    def _queued(self, small: Sequence[float], n: int, fixed: int | None) -> Sequence[str]:
         """Queued responses, in order, that need more room than the first n sizes of `small`, but not more than the
-        next."""
-        entries = self._ledger.entries
-        return [id for id in self._ledger.queue if bisect_left(small, room(entries[id].episode)) == n]
+        next, and that must have the version `fixed`."""
+        ledger = self._ledger
+        if not small and not ledger.fixed_versions:
+            return ledger.queue
+        queued = [(id, ledger.entries[id].episode) for id in ledger.queue]
+        return [id for id, e in queued if e.version == fixed and bisect_left(small, room(e)) == n]
 
     def _assign_queued(
-        self, queued: Sequence[str], loads: Sequence[WorkerLoad], version: int, coming: int,
+        self, queued: Sequence[str], loads: Sequence[WorkerLoad], versions: Mapping[str, int], coming: int,
         out: dict[str, list[LedgerEntry]],
     ) -> None:  # fmt: skip
         free_slots = sum(max(0, load.slots - load.running) for load in loads)
@@ -158,7 +163,7 @@ class Placement:
             self._ledger.queue.remove(id)  # at its head, unless an earlier response must wait for more room
             self._move_targets.pop(id, None)
             self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
-            out.setdefault(worker, []).append(self._ledger.assign(id, worker, version))
+            out.setdefault(worker, []).append(self._ledger.assign(id, worker, versions[worker]))
 
     def reclaim(
         self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
@@ -189,13 +194,11 @@ class Placement:
         self._finished += 1
         self._finished_tokens += tokens
 
-    def done_with(self, groups: Iterable[str]) -> None:
-        """These groups are complete: their prefixes and moves are forgotten."""
-        done = set(groups)
-        for group in done:
-            self._prefix_holders.pop(group, None)
-        # A response may have finished on the worker that was asked to release it.
-        self._move_targets = {id: w for id, w in self._move_targets.items() if id.rpartition("/")[0] not in done}
+    def done_with(self, group: str, size: int) -> None:
+        """This group of `size` responses is complete: its prefix and moves are forgotten."""
+        self._prefix_holders.pop(group, None)
+        for sibling in range(size):  # a response may have finished on the worker that was asked to release it
+            self._move_targets.pop(f"{group}/{sibling}", None)
 
 
 def _with(load: WorkerLoad, more: int) -> WorkerLoad:

@@ -113,8 +113,8 @@ class TrainerAgent:
 
     async def _handshake(self, link: Link) -> None:
         hello = functools.partial(
-            self.hello, step=self.state.step, next_task=self.state.next_task, version=self._manifest.version,
-            digest=self._manifest.digest,
+            self.hello, step=self.state.step, next_task=self.state.next_task, open_tasks=self.state.open_tasks,
+            version=self._manifest.version, digest=self._manifest.digest,
         )  # fmt: skip
         await handshake.join(link, handshake.TRAINER, self.secret, hello)
 
@@ -158,7 +158,10 @@ class TrainerAgent:
                 report = await self._run_in_thread(self.trainer.finish, room=True)
                 if request.step is not None and request.next_task is not None:
                     self._manifest = await self._run_in_thread(self.publish, request.step)
-                    self.state, self._updates = CheckpointState(step=request.step, next_task=request.next_task), 0
+                    self.state = CheckpointState(
+                        step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
+                    )
+                    self._updates = 0
                 return m.Updated(
                     report=asdict(report),
                     version=self._manifest.version,

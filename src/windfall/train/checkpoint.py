@@ -36,7 +36,9 @@ class CheckpointState:
     step: int
     """Steps completed."""
     next_task: int
-    """Index of the first task that no completed step has used."""
+    """Index of the first task that was not drawn for a completed step or ahead of it."""
+    open_tasks: tuple[int, ...] = ()
+    """Tasks before `next_task` that were drawn but not trained on. Empty if rollout.staleness is 0."""
 
 
 def name(step: int) -> str:
@@ -185,7 +187,9 @@ def _unwritten(final: Path, error: Exception) -> WindfallError:
 
 def read_state(checkpoint: Path) -> CheckpointState:
     state = _read(checkpoint)
-    return CheckpointState(step=state["step"], next_task=state["next_task"])
+    return CheckpointState(
+        step=state["step"], next_task=state["next_task"], open_tasks=tuple(state.get("open_tasks", ()))
+    )
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:
@@ -193,6 +197,8 @@ def _read(checkpoint: Path) -> dict[str, Any]:
         state = json.loads((checkpoint / STATE).read_text())
         if not all(type(state[key]) is int and state[key] >= 0 for key in ("step", "next_task")):
             raise ValueError(f"not a state: {state}")
+        if not all(type(task) is int and 0 <= task < state["next_task"] for task in state.get("open_tasks", ())):
+            raise ValueError(f"not task numbers: {state['open_tasks']}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise checksums.DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
     return state

@@ -80,8 +80,10 @@ class RemoteTrainer:
     async def update(self, state: CheckpointState | None) -> tuple[Report, m.Updated]:
         """Make one optimizer update. With `state`, it is the last of the step, and the result is published as version
         `state.step`."""
-        step, task = (state.step, state.next_task) if state else (None, None)
-        reply = await self._ask(m.Update(step=step, next_task=task), m.Updated)
+        order = m.Update(step=None, next_task=None)
+        if state is not None:
+            order = m.Update(step=state.step, next_task=state.next_task, open_tasks=state.open_tasks)
+        reply = await self._ask(order, m.Updated)
         return Report(**reply.report), reply  # pyright: ignore[reportArgumentType]
 
     async def save(self) -> str:

@@ -38,7 +38,7 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
     ]
 
 
-def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> list[list[Sample]]:
+def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: int | None = None) -> list[list[Sample]]:
     """The samples of each group. Responses without a reward are left out, also from the advantages of their group."""
     advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
     return [

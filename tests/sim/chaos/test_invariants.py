@@ -19,7 +19,7 @@ from windfall.ledger.journal import Journal
 from windfall.ledger.ledger import Ledger
 from windfall.rollout import groups as manager
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout
+from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import Members, WorkerState
 from windfall.scheduling.placement import Placement
 from windfall.sim.chaos.trial import trial

@@ -48,7 +48,7 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.models import tokenizer
 from windfall.models.text import Text
-from windfall.rollout.groups import Stopped
+from windfall.rollout.stream import Stopped
 
 TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
@@ -89,7 +89,7 @@ def settings_digest(recipe: Recipe) -> str:
 class ControllerProcess:
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog, resumed: bool) -> None:
         self.recipe, self.folder, self.events = recipe, folder, events
-        self.journal = Journal(folder / "journal", settings_digest(recipe))
+        self.journal = Journal(folder / "journal", settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.life = ControllerLife(recipe, events, self.journal, resumed=resumed)
         self.dispatch, self.trainer = self.life.dispatch, self.life.trainer
         self.gate = Gate(

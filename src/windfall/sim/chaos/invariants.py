@@ -31,7 +31,7 @@ from windfall.launch.assembly import ControllerLife
 from windfall.ledger.ledger import LedgerEntry
 from windfall.link import messages as m
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Rollout
+from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import WorkerState
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.core import loop as loops

@@ -31,7 +31,7 @@ from windfall.ledger.journal import Journal
 from windfall.ledger.journal_reader import JournalContents
 from windfall.models.text import Text
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.groups import Stopped
+from windfall.rollout.stream import Stopped
 from windfall.sim.core import loop as loops
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import Scenario
@@ -96,10 +96,12 @@ class Simulation:
 
     def _start_controller(self) -> ControllerLife:
         events = EventLog(self._log, self._sinks, clock=self._clock)
-        journal = Journal(self._journal, settings_digest(self.scenario.recipe)) if self._journal else None
+        journal, recipe = None, self.scenario.recipe
+        if self._journal is not None:
+            journal = Journal(self._journal, settings_digest(recipe), staleness=recipe.rollout.staleness)
         self.controller_starts += 1
         again = self.controller_starts > 1
-        life = ControllerLife(self.scenario.recipe, events, journal, resumed=again, read_journal=self._find)
+        life = ControllerLife(recipe, events, journal, resumed=again, read_journal=self._find)
         if self._stopping:
             life.stop.set()
         return life

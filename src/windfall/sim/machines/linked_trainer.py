@@ -120,7 +120,8 @@ class LinkedTrainer:
         w = self.weights
         hello = m.TrainerHello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", step=w.state.step, next_task=w.state.next_task,
-            micro_tokens=self._micro_tokens, model="", engine=ENGINE, version=w.state.step, digest=w.digest, url="",
+            open_tasks=w.state.open_tasks, micro_tokens=self._micro_tokens, model="", engine=ENGINE,
+            version=w.state.step, digest=w.digest, url="",
             facts={"pid": self.starts, "age_s": loop.time() - self._began_s, **self._facts},
         )  # fmt: skip
         assert self.attend is not None, "attend is not set"
@@ -169,7 +170,8 @@ class LinkedTrainer:
         )  # fmt: skip
         if order.step is not None and order.next_task is not None:
             digest = f"v{order.step}" if self.starts < 2 else f"v{order.step} of process {self.starts}"
-            self.weights = SimWeights(state=CheckpointState(step=order.step, next_task=order.next_task), digest=digest)
+            state = CheckpointState(step=order.step, next_task=order.next_task, open_tasks=order.open_tasks)
+            self.weights = SimWeights(state=state, digest=digest)
             self.published.add(digest)
             self.on_trained(order.step, self._samples)
             self._drop_samples()

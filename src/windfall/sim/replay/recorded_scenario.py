@@ -14,7 +14,7 @@ from typing import Literal
 
 from windfall.envs.base import HELD_OUT
 from windfall.errors import WindfallError
-from windfall.rollout.groups import seed_of
+from windfall.rollout.stream import seed_of
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import MachineKind, Scenario, scaled
 from windfall.sim.core.service import MeasuredLengths, Service

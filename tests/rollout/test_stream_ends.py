@@ -11,7 +11,7 @@ import pytest
 from scripted import NAMES, STOP, Asks, Scripted, rolling, run
 
 from windfall.errors import WindfallError
-from windfall.rollout.groups import Stopped
+from windfall.rollout.stream import Stopped
 from windfall.types import Chunk, Feedback, Request, Sampling, Task, Turn
 
 

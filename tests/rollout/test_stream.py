@@ -15,7 +15,7 @@ from scripted import STOP, Asks, Scripted, run
 
 from windfall.envs.guess import Guess
 from windfall.events.log import read
-from windfall.rollout.groups import seed_of
+from windfall.rollout.stream import seed_of
 from windfall.types import Feedback, Request, Task, Turn
 
 
@@ -28,10 +28,9 @@ async def by_length(task: Task, turns: Sequence[Turn]) -> Feedback:
     lengths=st.lists(st.lists(st.integers(0, 6), min_size=2, max_size=2), min_size=1, max_size=5),
     waits=st.lists(st.integers(0, 4), min_size=10, max_size=10),
     first=st.integers(0, 50),
-    in_order=st.booleans(),
 )
 def test_every_episode_comes_out_once(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], waits: list[int], first: int, in_order: bool
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], waits: list[int], first: int
 ) -> None:
     def script(request: Request) -> str:
         index, sibling = map(int, request.id.split("/"))
@@ -44,9 +43,8 @@ def test_every_episode_comes_out_once(
 
     engine, env = Scripted(script), Asks(slowly)
     tasks = range(first, first + len(lengths))
-    groups, rollout = run(engine, env, tmp_path_factory.getbasetemp(), tasks=tasks, size=2, in_order=in_order)
+    groups, rollout = run(engine, env, tmp_path_factory.getbasetemp(), tasks=tasks, size=2)
     assert sorted(g.index for g in groups) == list(tasks)
-    assert not in_order or [g.index for g in groups] == list(tasks)
     for g in groups:
         assert [r.id for r in g.responses] == [f"{g.index}/0", f"{g.index}/1"]
         assert [r.tokens for r in g.responses] == [(ord("x"),) * n + (STOP,) for n in lengths[g.index - first]]
@@ -62,13 +60,11 @@ def test_seed_of_a_response_never_changes() -> None:
     assert len({seed_of(s, t, i) for s in range(3) for t in (1, 11, 111) for i in range(12)}) == 108
 
 
-def test_groups_come_out_as_they_complete_or_in_order(tmp_path: Path) -> None:
+def test_groups_come_out_as_they_complete(tmp_path: Path) -> None:
     def script(request: Request) -> str:
         return "x" * (30 - 10 * int(request.id[0]))
 
     assert [g.index for g in run(Scripted(script), Asks(by_length), tmp_path, tasks=[0, 1, 2])[0]] == [2, 1, 0]
-    groups, _ = run(Scripted(script), Asks(by_length), tmp_path, tasks=[1, 0, 2], in_order=True)
-    assert [g.index for g in groups] == [1, 0, 2]
 
 
 def test_slow_reward_does_not_delay_tokens(tmp_path: Path) -> None:

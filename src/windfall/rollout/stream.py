@@ -1,0 +1,423 @@
+"""How a task becomes a graded group:
+
+    1. draw       open            ask the environment for the tasks
+    2. open       _open_group     open one episode per response; restore what the journal has of it
+    3. generate   (dispatch)      workers generate until a turn ends
+    4. grade      _grade_turn     ask the environment about the turn
+    5. settle     _settle_turn    an observation opens the next turn (back to 3); a reward finishes the response
+    6. hand out   _hand_out       pass on every group whose responses are all finished
+
+A Stream lives as long as its owner wants groups: tasks are opened at any time, and groups are handed out as they
+complete. Whatever happens arrives in one inbox, so that all of this runs in one place, one thing at a time:
+
+    Stream.run()   waits for: its inbox   filled by: the environment (tasks, grades), dispatch (ended turns), a stop,
+                                                     an error
+
+Rules: every episode that is opened comes out exactly once, in its group, or is dropped because it is too old. A group
+comes out when all its responses are finished or dropped. A reward that could not be determined is missing (None), never
+zero. What the journal has of a response is not generated again. A task that the environment cannot produce, or whose
+prompt leaves no room for a response, is skipped and counts as drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from windfall.config import RolloutSection as Options
+from windfall.envs.base import EnvHost
+from windfall.envs.failures import EnvFailed
+from windfall.envs.grade import Graded, grade
+from windfall.errors import WindfallError
+from windfall.events.log import EventLog
+from windfall.ledger.episode import Episode
+from windfall.ledger.journal_reader import History, TokenRun
+from windfall.models.text import Text
+from windfall.rollout.dispatch import Dispatch, Listener
+from windfall.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
+from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
+
+OPEN_TOGETHER_S = 0.2
+"""Seconds to wait for slow tasks before the first groups are opened: placement is better if it knows all the work."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop."""
+
+
+def seed_of(run_seed: int, task: int, sibling: int) -> int:
+    """Every response of a run has its own seed, the same whenever and wherever it is generated."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}/{task}/{sibling}".encode())
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A group that is not complete yet."""
+
+    index: int
+    task: Task
+    size: int
+    responses: dict[int, Response] = field(default_factory=dict)
+    """Finished responses, by sibling number."""
+    dropped: int = 0
+    """Responses that are too old."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.responses) + self.dropped == self.size
+
+
+@dataclass(frozen=True, slots=True)
+class _TasksDrawn:
+    tasks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnEnded:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnAnswered:
+    episode: Episode
+    graded: Graded
+
+
+_Message = _TasksDrawn | _TurnEnded | _TurnAnswered | BaseException
+"""What arrives in the inbox. An exception ends the stream."""
+
+
+class Rollout:
+    """What all streams of a run share: the environment, the text, the journal's history, counters, failures."""
+
+    def __init__(
+        self, dispatch: Dispatch, env: EnvHost, text: Text, options: Options, *, seed: int, events: EventLog
+    ) -> None:
+        self.dispatch, self.env, self.text, self.options, self.seed = dispatch, env, text, options, seed
+        self.context: int | None = None
+        """The model's context length in tokens: the limit for a prompt and its response together."""
+        self.history: History = {}
+        """What the journal has of responses that have not been opened yet."""
+        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
+        """Counters since the last reset: tokens sampled in finished responses, tokens restored from the journal, turns
+        graded."""
+        self.grading_s = 0.0
+        """Seconds that grading these turns took in total."""
+        self.streams: set[Stream] = set()
+        self.stopped = False
+        self.failures = EnvFailures(env.name, events)
+        dispatch.on_failure = self.interrupt
+
+    def reset_counters(self) -> None:
+        """Start counting anew, at the beginning of a step or an evaluation."""
+        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
+        self.grading_s = 0.0
+        self.failures.reset()
+
+    def load_history(self, history: History, needed: Callable[[str], bool]) -> None:
+        """Use the journal's history of the responses that are still needed."""
+        self.history = {id: past for id, past in history.items() if needed(id)}
+
+    def interrupt(self, error: BaseException | None = None) -> None:
+        """Raise the error in every stream at once. Without an error: raise Stopped, also in every later stream."""
+        self.stopped |= error is None
+        for stream in self.streams:
+            stream.inbox.put_nowait(error or Stopped())
+
+    def stream(self, **options: Any) -> Stream:
+        """A new stream with these options of Stream."""
+        return Stream(self, **options)
+
+    async def groups(
+        self, tasks: Sequence[int], *, size: int, sampling: Sampling, scope: str = "", version: int | None = None
+    ) -> AsyncGenerator[Group]:
+        """Yield the groups of these task numbers as they complete. For `scope` and `version` see Stream."""
+        arrived: asyncio.Queue[Group | int | BaseException] = asyncio.Queue()
+        stream = self.stream(
+            size=size, sampling=sampling, scope=scope, version=version, on_group=arrived.put_nowait,
+            on_skipped=arrived.put_nowait,
+        )  # fmt: skip
+        running = asyncio.create_task(stream.run())
+        running.add_done_callback(partial(_forward_error, arrived))
+        try:
+            stream.open(tasks)
+            for _ in tasks:
+                match await arrived.get():
+                    case Group() as group:
+                        yield group
+                    case BaseException() as error:
+                        raise error
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def _forward_error(arrived: asyncio.Queue[Group | int | BaseException], running: asyncio.Task[None]) -> None:
+    if not running.cancelled() and (error := running.exception()) is not None:
+        arrived.put_nowait(error)
+
+
+class Stream:
+    def __init__(
+        self, rollout: Rollout, *, size: int, sampling: Sampling, on_group: Callable[[Group], None],
+        on_skipped: Callable[[int], None], on_too_old: Callable[[int, int], None] = lambda index, tokens: None,
+        scope: str = "", version: int | None = None,
+    ) -> None:  # fmt: skip
+        """`size`: responses per task. `on_group`: called with every complete group. `on_skipped`: called with every
+        task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
+        task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
+        the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
+        from any version of the window."""
+        self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
+        self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
+        self._scope, self._version = scope, version
+        self.inbox: asyncio.Queue[_Message] = asyncio.Queue()
+        self._listener = Listener(
+            turn_ended=lambda id: self.inbox.put_nowait(_TurnEnded(id)),
+            rejected=lambda id, why: self.inbox.put_nowait(WindfallError(why, where=f"response {id}")),
+        )
+        self._drawing: dict[int, asyncio.Future[Task]] = {}
+        """Tasks that the environment was asked for and that are not open yet."""
+        self._live: dict[str, tuple[Episode, _OpenGroup]] = {}
+        """Open episodes, by response id."""
+        self._background: set[asyncio.Task[None]] = set()
+        """Calls of the environment."""
+        self._completed: list[_OpenGroup] = []
+        """Groups that were completed since groups were last handed out."""
+        rollout.streams.add(self)
+
+    async def run(self) -> None:
+        """Handle what arrives, until canceled. Raises the error that ends the stream."""
+        try:
+            if self._rollout.stopped:
+                raise Stopped
+            while True:
+                self._hand_out()
+                self._handle(await self.inbox.get())
+                while not self.inbox.empty():
+                    self._handle(self.inbox.get_nowait())
+        finally:
+            self._rollout.streams.discard(self)
+            for future in self._drawing.values():
+                future.cancel()
+            self._dispatch.withdraw(list(self._live))
+            for _, group in self._live.values():
+                self._forget(group.index)
+            for task in self._background:
+                task.cancel()
+            await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _handle(self, message: _Message) -> None:
+        match message:
+            case BaseException():
+                raise message
+            case _TasksDrawn(tasks):
+                for index in tasks:
+                    self._open_group(index, self._drawing.pop(index))
+            case _TurnEnded(id) if id in self._live:  # otherwise it was dropped meanwhile
+                self._grade_turn(*self._live[id])
+            case _TurnAnswered(episode, graded) if episode.id in self._live:
+                self._settle_turn(episode, graded)
+            case _:
+                pass
+
+    def _hand_out(self) -> None:
+        completed, self._completed = self._completed, []
+        if completed and self._dispatch.journal is not None:
+            self._dispatch.journal.flush()  # the owner may depend on what is in a group
+        for group in sorted(completed, key=lambda g: g.index):
+            responses = tuple(response for _, response in sorted(group.responses.items()))
+            self._on_group(Group(index=group.index, task=group.task, responses=responses))
+
+    def _forget(self, index: int) -> None:
+        self._dispatch.placement.done_with(f"{self._scope}{index}", self._size)
+
+    # Responses that became too old.
+
+    def expire(self, oldest: int) -> None:
+        """Drop the open responses that have a token of an older version: they can no longer be trained on."""
+        self.drop(
+            [id for id in self._live if (v := self._dispatch.ledger.oldest_version(id)) is not None and v < oldest]
+        )
+
+    def drop(self, ids: Sequence[str]) -> None:
+        sampled = {id: self._dispatch.ledger.sampled(id) for id in ids}
+        self._dispatch.withdraw(ids)
+        for id in ids:
+            _, group = self._live.pop(id)
+            group.dropped += 1
+            self._on_too_old(group.index, sampled[id])
+            self._complete(group)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have run() hand out groups that were completed from outside, for example from the journal."""
+        if self._completed:
+            self.inbox.put_nowait(_TasksDrawn([]))
+
+    # 1. Draw tasks.
+
+    def open(self, tasks: Sequence[int]) -> None:
+        """Ask for these tasks, and open their groups; those that arrive within OPEN_TOGETHER_S are opened together."""
+        slow: list[int] = []
+        for index in tasks:
+            future = self._rollout.env.task(index, self._rollout.options.reward_timeout_s)
+            if future.done():
+                self._open_group(index, future)
+            else:
+                self._drawing[index] = future
+                slow.append(index)
+        if slow:
+            self._in_background(self._draw(slow))
+        self._wake()
+
+    async def _draw(self, tasks: list[int]) -> None:
+        futures = {index: self._drawing[index] for index in tasks}
+        await asyncio.wait(futures.values(), timeout=OPEN_TOGETHER_S)
+        self.inbox.put_nowait(_TasksDrawn([index for index, future in futures.items() if future.done()]))
+        for index, future in futures.items():
+            if not future.done():
+                await asyncio.wait([future])
+                self.inbox.put_nowait(_TasksDrawn([index]))
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # 2. Open the episodes of a task.
+
+    def _open_group(self, index: int, drawn: asyncio.Future[Task]) -> None:
+        """Open a group, or skip its task if the environment failed or the prompt does not fit."""
+        try:
+            task = drawn.result()
+            prompt = self._rollout.text.prompt(task.prompt)
+            self._check_prompt(task, prompt)
+        except EnvFailed as e:
+            self._rollout.failures.skip(index, e)
+            self._on_skipped(index)
+            return
+        self._rollout.failures.usable()
+        group = _OpenGroup(index, task, self._size)
+        for sibling in range(self._size):
+            episode = Episode(
+                id=f"{self._scope}{index}/{sibling}", prompt=prompt, seed=seed_of(self._rollout.seed, index, sibling),
+                max_tokens=self._rollout.options.max_tokens, sampling=self._sampling, stop=self._rollout.text.stop,
+                version=self._version,
+            )  # fmt: skip
+            self._live[episode.id] = (episode, group)
+            self._open_episode(episode, group)
+
+    def _check_prompt(self, task: Task, prompt: tuple[int, ...]) -> None:
+        context, max_tokens = self._rollout.context, self._rollout.options.max_tokens
+        if not prompt:
+            raise EnvFailed(f"the prompt of task '{task.id}' is empty", "an empty prompt")
+        if context and len(prompt) + max_tokens > context:
+            raise EnvFailed(
+                f"the prompt of task '{task.id}' has {len(prompt)} tokens; with rollout.max_tokens = {max_tokens} that "
+                f"exceeds the model's context of {context}",
+                "a prompt that is too long",
+            )
+
+    def _open_episode(self, episode: Episode, group: _OpenGroup) -> None:
+        """Restore what the journal has of the response, then continue from there."""
+        finished = self._restore(episode)
+        self._rollout.restored_tokens += sum(count for version, count in episode.version_runs if version >= 0)
+        if finished is not None:
+            self._finish(finished)
+            return
+        self._dispatch.open(episode, self._listener)
+        if episode.finish is not None:
+            self._grade_turn(episode, group)
+
+    def _restore(self, episode: Episode) -> Response | None:
+        """Replay the journal's history into the episode. Returns the response if it was finished."""
+        finished = None
+        for event in self._rollout.history.pop(episode.id, ()):
+            if isinstance(event, TokenRun):
+                new = len(episode.tokens) - event.position
+                if new < 0:
+                    break  # a file was damaged: what comes after the gap is generated again
+                episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                finished = None
+            elif event.reward is None and event.observation is None:
+                continue  # the reward was missing: the environment may be able to grade the turn by now
+            else:
+                self._record_turn(episode)
+                feedback = Feedback(reward=event.reward, observation=event.observation)
+                finished = self._apply_feedback(episode, Graded(feedback=feedback, tries=0))
+        return finished
+
+    # 4. Grade an ended turn.
+
+    def _grade_turn(self, episode: Episode, group: _OpenGroup) -> None:
+        self._record_turn(episode)
+
+        async def ask_environment() -> None:
+            r, loop = self._rollout, asyncio.get_running_loop()
+            began_s = loop.time()
+            try:
+                graded = await grade(
+                    r.env, group.index, group.task, episode.turns, tries=r.options.reward_tries,
+                    timeout_s=r.options.reward_timeout_s,
+                )  # fmt: skip
+            except Exception as e:  # fault boundary: the error is raised in run()
+                self.inbox.put_nowait(e)
+                return
+            r.graded_turns, r.grading_s = r.graded_turns + 1, r.grading_s + loop.time() - began_s
+            self.inbox.put_nowait(_TurnAnswered(episode, graded))
+
+        self._in_background(ask_environment())
+
+    def _record_turn(self, episode: Episode) -> None:
+        episode.turns.append(Turn(text=self._rollout.text.decode(episode.turn_tokens)))
+
+    # 5. Open the next turn, or finish the response.
+
+    def _settle_turn(self, episode: Episode, graded: Graded) -> None:
+        feedback = graded.feedback or Feedback()
+        if self._dispatch.journal is not None:
+            self._dispatch.journal.write_grade(episode.id, feedback.reward, feedback.observation, graded.error)
+        response = self._apply_feedback(episode, graded)
+        if response is None:
+            self._dispatch.next_turn(episode.id)
+            return
+        self._dispatch.close(episode.id)
+        self._finish(response)
+
+    def _apply_feedback(self, episode: Episode, graded: Graded) -> Response | None:
+        """Return the finished response, or None if the episode continues with another turn."""
+        feedback = graded.feedback
+        if feedback is None:
+            return self._missing(episode, EnvFailed(graded.error, graded.cause, graded.traceback))
+        if feedback.observation is None:
+            return episode.close(feedback.reward)
+        episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
+        cut = episode.finish == "length"
+        if not cut and episode.observe(self._rollout.text.observation(feedback.observation)):
+            return None
+        if feedback.reward is not None:
+            return episode.close(feedback.reward)
+        return self._missing(episode, OUT_OF_TOKENS)
+
+    def _missing(self, episode: Episode, e: EnvFailed) -> Response:
+        """Finish a response without a reward."""
+        self._rollout.failures.miss(episode.id, e)
+        return episode.close(None)
+
+    def _finish(self, response: Response) -> None:
+        """Add a finished response to its group."""
+        _, group = self._live.pop(response.id)
+        self._rollout.sampled_tokens += response.sampled_count
+        group.responses[int(response.id.rpartition("/")[2])] = response
+        self._complete(group)
+
+    def _complete(self, group: _OpenGroup) -> None:
+        if group.complete:
+            self._forget(group.index)
+            self._completed.append(group)

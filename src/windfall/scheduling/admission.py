@@ -1,0 +1,201 @@
+"""Decides how many tasks may be open and which finished groups are trained on. No clock, no I/O.
+
+    admit() ──▶ OPEN ── finish() ──▶ READY ── take() ──▶ TAKEN ── publish() ──▶ trained on
+                 │                     └──── too old ──▶ dropped
+                 ├── dismiss(): the environment cannot produce it, or every response is too old
+                 └── finish(informative=False): nothing can be learned from it (dynamic sampling)
+
+The batch of step s + 1 is trained by the trainer at version s. The staleness of a response is s minus the oldest
+version among its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
+
+- The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
+  version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened when the version
+  that generates it is published, and nothing before: synchronous training.
+- The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
+  later groups overtake a long response.
+- Of the ready groups the oldest is taken first. With `in_order`, groups are taken in the order of their tasks.
+- A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
+  after that the step continues with the groups that it has.
+- No more tasks are admitted than the steps that are left can use.
+- A step that was trained before and is trained again (`planned`) gets the groups that it had, in the same order.
+
+The gate cannot deadlock: a version is published only after a batch was taken, so while the trainer waits, nothing that
+is open becomes too old. Whatever is dropped frees its place for a task that starts at the current version.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from windfall.types import Group, Response
+
+
+@dataclass(slots=True)
+class Dropped:
+    """Responses that were dropped because they exceeded the bound, and the tokens that had been sampled for them."""
+
+    responses: int = 0
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.responses += 1
+        self.tokens += tokens
+
+
+def staleness(response: Response, version: int) -> int:
+    """How many versions the oldest token of a response lags behind."""
+    return version - response.oldest_version
+
+
+class Admission:
+    def __init__(
+        self, *, batch: int, steps: int, staleness: int = 0, max_draws: int = 1, in_order: bool = False
+    ) -> None:
+        """`batch`: groups per step. `steps`: steps of the whole run."""
+        self.batch, self.steps, self.staleness = batch, steps, staleness
+        self._max_draws, self._in_order = max_draws, in_order
+        self.version = self.next_task = 0
+        """Steps completed, and the index of the first task that was never admitted."""
+        self.dropped = Dropped()
+        """Counted since the last publish()."""
+        self._again: deque[int] = deque()
+        """Tasks to admit before new ones, because they were open when the run was interrupted."""
+        self._open: set[int] = set()
+        self._ready: dict[int, Group] = {}
+        self._oldest: list[tuple[int, int]] = []
+        """Heap of (oldest version, task) of the ready groups."""
+        self._order: deque[int] = deque()
+        """Admitted tasks that were not taken, with `in_order`. Those that are neither open nor ready are skipped."""
+        self.taken: list[int] = []
+        """Tasks in the batch of the current step, in the order in which they are trained on."""
+        self._replaced = 0
+        """Tasks of this step that were dismissed or replaced."""
+        self._planned: dict[int, deque[int]] = {}
+
+    def restore(
+        self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
+        planned: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of later
+        steps that were trained before."""
+        self._planned = {step: deque(tasks) for step, tasks in (planned or {}).items() if step > version}
+        used = max((task + 1 for tasks in self._planned.values() for task in tasks), default=next_task)
+        self.version, self.next_task = version, max(next_task, used)
+        self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
+        self._open, self._ready, self._oldest, self._order, self.taken = set(), {}, [], deque(), []
+        self._replaced, self.dropped = 0, Dropped()
+
+    @property
+    def capacity(self) -> int:
+        """Number of new tasks that may be admitted now."""
+        held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
+        gate = min(self.staleness + 1, self.steps - self.version) * self.batch
+        draws = (self._max_draws + self.staleness) * self.batch - self._replaced
+        return max(0, min(gate, draws) - held)
+
+    @property
+    def closed(self) -> bool:
+        """The gate admits nothing more, although more steps follow."""
+        return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
+
+    @property
+    def open_tasks(self) -> tuple[int, ...]:
+        """Tasks that were admitted and are neither trained on nor given up."""
+        return tuple(sorted({*self._again, *self._open, *self._ready}))
+
+    def admit(self) -> list[int]:
+        """The tasks to open now."""
+        new = self.capacity
+        tasks = [*self._again, *range(self.next_task, self.next_task + new)]
+        self._again.clear()
+        self.next_task += new
+        self._open.update(tasks)
+        if self._in_order:
+            self._order.extend(tasks)
+        return tasks
+
+    def dismiss(self, index: int) -> None:
+        """The environment cannot produce this task."""
+        self._open.remove(index)
+        self._replaced += 1
+
+    def drop(self, index: int) -> None:
+        """Every response of this open task is too old."""
+        self._open.remove(index)
+
+    def finish(self, group: Group, *, informative: bool = True) -> None:
+        """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
+        self._open.remove(group.index)
+        if not informative and not self._is_planned(group.index):
+            self._replaced += 1
+            return
+        self._ready[group.index] = group
+        oldest = min((r.oldest_version for r in group.responses), default=self.version)
+        heapq.heappush(self._oldest, (oldest, group.index))
+
+    def _is_planned(self, index: int) -> bool:
+        return any(index in tasks for tasks in self._planned.values())
+
+    @property
+    def complete(self) -> bool:
+        """The batch of the current step has all the groups that it can get."""
+        planned = self._plan()
+        if planned is not None:
+            return not planned
+        return len(self.taken) >= self.batch or not (self._open or self._ready or self._again or self.capacity)
+
+    def _plan(self) -> deque[int] | None:
+        """Tasks that this step still has to take because it took them before; None if it chooses itself."""
+        planned = self._planned.get(self.version + 1)
+        while planned and planned[0] not in self._open and planned[0] not in self._ready:
+            planned.popleft()  # it cannot be had any more, for example because the journal was damaged
+        return planned
+
+    def take(self) -> Group | None:
+        """The next group to train on, without responses that are too old; None if there is none at the moment."""
+        while not self.complete and (index := self._next()) is not None:
+            group = self._ready.pop(index)
+            fresh = tuple(r for r in group.responses if staleness(r, self.version) <= self.staleness)
+            if len(fresh) < len(group.responses):
+                for response in set(group.responses) - set(fresh):
+                    self.dropped.add(response.sampled_count)
+            if fresh:
+                self.taken.append(index)
+                return replace(group, responses=fresh)
+        return None
+
+    def _next(self) -> int | None:
+        """The ready task to take next."""
+        planned = self._plan()
+        if planned is not None:
+            return planned.popleft() if planned[0] in self._ready else None
+        if self._in_order:
+            while self._order and self._order[0] not in self._open and self._order[0] not in self._ready:
+                self._order.popleft()
+            return self._order.popleft() if self._order and self._order[0] in self._ready else None
+        while self._oldest:
+            index = heapq.heappop(self._oldest)[1]
+            if index in self._ready and not self._is_planned(index):
+                return index
+        return None
+
+    def publish(self) -> None:
+        """The step is trained: the next version exists."""
+        self._planned.pop(self.version + 1, None)
+        self.version += 1
+        self.taken, self._replaced, self.dropped = [], 0, Dropped()
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that a token may have to be of any use."""
+        return self.version - self.staleness
+
+    def check(self) -> None:
+        """Raise AssertionError if a rule above is broken."""
+        states = [self._open, set(self._ready), set(self.taken), set(self._again)]
+        assert sum(map(len, states)) == len(set().union(*states)), "a task is in two states"
+        assert all(index < self.next_task for index in set().union(*states)), "a task was never admitted"
+        assert len(self.taken) <= self.batch or self.version + 1 in self._planned, "the batch is too large"

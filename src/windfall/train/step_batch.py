@@ -1,0 +1,93 @@
+"""The groups that one step trains on, and what the step's event says about them. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from windfall.train.base import NOT_FINITE, Report
+from windfall.types import Group
+
+
+@dataclass(kw_only=True)
+class StepBatch:
+    """The groups that one step has collected, and the seconds it has spent."""
+
+    kept: list[Group] = field(default_factory=list)
+    """Groups to train on."""
+    rewards: list[float] = field(default_factory=list)
+    """Rewards of all responses, including those of groups that dynamic sampling replaced: the policy's true reward."""
+    lengths: dict[int, list[int]] = field(default_factory=dict)
+    """By task: number of sampled tokens of each of its responses, including those of replaced groups. 0 for a response
+    that was dropped because it was too old."""
+    early_s: float = 0.0
+    """Seconds the trainer trained on groups before the last one had arrived."""
+    asked_s: float = 0.0
+    """The same, including the messages to the trainer and back."""
+    update_s: float = 0.0
+    """Seconds of the optimizer updates and of publishing."""
+    wait_s: float = 0.0
+    """Seconds the trainer waited for groups after it had stopped generating."""
+    micro_batches: deque[list[Group]] = field(default_factory=deque)
+    """Full micro-batches that are not trained yet. Where they are cut depends only on the groups, not on timing."""
+    partial: list[Group] = field(default_factory=list)
+    """Groups of the micro-batch that is not full yet."""
+
+    def add(self, group: Group, size: int, micro_tokens: int) -> None:
+        """Add a group to train on. `size`: responses per group."""
+        self.note(group, size)
+        self.kept.append(group)
+        self.partial.append(group)
+        if sum(len(r.prompt) + len(r.tokens) for g in self.partial for r in g.responses) >= micro_tokens:
+            self.micro_batches.append(self.partial)
+            self.partial = []
+
+    def note(self, group: Group, size: int) -> None:
+        """Count the rewards and lengths of a group."""
+        self.rewards += group.rewards
+        lengths = [0] * size
+        for r in group.responses:
+            lengths[int(r.id.rpartition("/")[2])] = r.sampled_count
+        self.lengths[group.index] = lengths
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of the step's event."""
+        responses = [r for g in self.kept for r in g.responses]
+        return {
+            "reward": mean(self.rewards),
+            "responses": len(responses),
+            "groups": len(self.kept),
+            "mean_length": sum(r.sampled_count for r in responses) / max(1, len(responses)),
+            "prompt_tokens": mean([len(r.prompt) for r in responses]),
+            "replaced": sorted(set(self.lengths) - {g.index for g in self.kept}),
+            "cut": sum(r.finish == "length" for r in responses) / max(1, len(responses)),
+            "train_wait_s": self.wait_s,
+        }
+
+    def describe_staleness(self, version: int) -> dict[str, Any]:
+        """Fields of the step's event if versions may differ. `version`: the trainer's, before the step."""
+        lags = [version - r.oldest_version for g in self.kept for r in g.responses if r.reward is not None]
+        counts = Counter(lags)
+        return {
+            "staleness_mean": mean(lags),
+            "staleness_max": max(lags, default=0),
+            "staleness_counts": [counts[n] for n in range(max(lags, default=-1) + 1)],
+        }
+
+
+def describe_updates(reports: Sequence[Report]) -> dict[str, Any]:
+    """Fields of the step's event about its optimizer updates."""
+    last = asdict(next((r for r in reversed(reports) if r.tokens), reports[-1]))
+    skipped = [r.skipped for r in reports if r.skipped]
+    return {
+        **{k: v for k, v in last.items() if k not in ("responses", "tokens", "skipped")},
+        "trained": sum(r.tokens for r in reports),
+        "updates_skipped": len(skipped),
+        "updates_not_finite": skipped.count(NOT_FINITE),
+    }
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

@@ -82,6 +82,8 @@ class World:
     ) -> AsyncGenerator[Group]:
         self.done.append(("eval", len(tasks)))
         for index in tasks:
+            if index == self.stop_at:
+                raise Stopped
             yield self.group(index, [(1,)])
 
     def group(self, index: int, rows: Sequence[tuple[int, ...]] = ((1,), (1, 2))) -> Group:
@@ -161,9 +163,9 @@ class World:
         events = EventLog(folder / "events.jsonl")
         self.kept = start or self.kept
         controller = Controller(
-            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events, connected=self.connected,
-            restore=self.restore,
-            offer=self.offer, saved=self.saved, micro_tokens=self.micro_tokens, held_out=self.held_out,
+            recipe=recipe, algorithm=algorithm, trainer=it, rollout=it, pace=it, events=events,
+            connected=self.connected, restore=self.restore, offer=self.offer, saved=self.saved,
+            micro_tokens=self.micro_tokens, held_out=self.held_out,
         )  # fmt: skip
         reached = asyncio.run(controller.run())
         events.close()
@@ -203,20 +205,19 @@ def test_evaluation_event_names_its_tasks(tmp_path: Path) -> None:
 def test_groups_are_generated_while_one_is_trained_on(tmp_path: Path) -> None:
     """Otherwise turns would not be graded meanwhile, and their responses would wait."""
     world = World(mixed)
-    second, made = asyncio.Event(), World.groups
+    second, made = asyncio.Event(), World.group
 
-    async def groups(tasks: range, **options: Any) -> AsyncGenerator[Group]:
-        async for group in made(world, tasks, **options):
-            if group.index == 1:
-                second.set()
-            yield group
+    def group(index: int) -> Group:
+        if index == 1:
+            second.set()
+        return made(world, index)
 
     async def accumulate(samples: Sequence[Any]) -> float:
         async with asyncio.timeout(5):
             await second.wait()
         return 0.0
 
-    world.groups, world.accumulate = groups, accumulate  # pyright: ignore
+    world.group, world.accumulate = group, accumulate  # pyright: ignore
     world.micro_tokens = 1
     assert world.run(tmp_path, run={"steps": 1}, eval={"tasks": 0}).step == 1
 
@@ -265,16 +266,16 @@ def test_stop_saves_the_completed_steps(tmp_path: Path, stop_at: int, saved: tup
 @pytest.mark.parametrize(
     ("groups", "max_draws", "drawn"),
     [
-        (2, 3, [(0, 2), (2, 2), (4, 1), (5, 1)]),  # after 3 times 2 tasks the step trains on what it has
-        (2, 4, [(0, 2), (2, 2), (4, 1), (5, 1), (6, 1), (7, 1)]),
-        (5, 2, [(0, 5), (5, 4), (9, 1)]),  # never more than 2 times 5
-        (3, 9, [(0, 3), (3, 3), (6, 2), (8, 1), (9, 1), (10, 1), (11, 1)]),
+        (2, 3, [(0, 2), *[(n, 1) for n in range(2, 6)]]),  # after 3 times 2 tasks the step trains on what it has
+        (2, 4, [(0, 2), *[(n, 1) for n in range(2, 8)]]),
+        (5, 2, [(0, 5), *[(n, 1) for n in range(5, 10)]]),  # never more than 2 times 5
+        (3, 9, [(0, 3), *[(n, 1) for n in range(3, 12)]]),
     ],
 )
 def test_dynamic_sampling_draws_until_enough_groups_are_informative(
     tmp_path: Path, groups: int, max_draws: int, drawn: list[tuple[int, int]]
 ) -> None:
-    """Only the groups of tasks 3, 7, 11, ... are informative."""
+    """Only the groups of tasks 3, 7, 11, ... are informative. Any other group is replaced as soon as it arrives."""
     world = World(lambda index: [0.0, 1.0] if index % 4 == 3 else [1.0, 1.0])
     rollout = {"groups": groups, "group_size": 2, "max_draws": max_draws}
     world.run(tmp_path, run={"steps": 1}, rollout=rollout, algorithm={"name": "dapo"}, eval={"tasks": 0})
@@ -370,14 +371,14 @@ def test_step_is_saved_although_the_answer_to_its_update_was_lost(tmp_path: Path
     """The link ended during the last Update: the trainer reconnects, and has the step."""
     world = World(mixed)
     world.deaths = ["update"]
-    at = world.connect
+    at = world.connected
 
-    async def connect() -> CheckpointState:
+    async def connected() -> None:
         if world.only("died"):
             world.kept = CheckpointState(step=2, next_task=4)
-        return await at()
+        await at()
 
-    world.connect = connect
+    world.connected = connected
     start = CheckpointState(step=1, next_task=2)
     reached = world.run(tmp_path, run={"steps": 2}, eval={"tasks": 4}, checkpoint={"every": every}, start=start)
     assert reached == CheckpointState(step=2, next_task=4)

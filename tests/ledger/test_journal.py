@@ -307,15 +307,16 @@ def episode(id: str) -> Episode:
 
 
 def restore(past: History, ids: list[str]) -> dict[str, Episode]:
-    """Restore episodes as Rollout does."""
+    """Restore episodes as a stream does."""
     opened: dict[str, Episode] = {}
-    dispatch: Any = SimpleNamespace(open=lambda e: opened.update({e.id: e}))
+    dispatch: Any = SimpleNamespace(open=lambda e, listener: opened.update({e.id: e}))
     unused: Any = None
     env: Any = SimpleNamespace(name="unused")
     rollout = Rollout(dispatch, env, unused, unused, seed=0, events=unused)
     rollout.history = past
+    stream = rollout.stream(size=1, sampling=Sampling(), on_group=unused, on_skipped=unused)
     for id in ids:
-        rollout._open_episode(episode(id), unused, unused)
+        stream._open_episode(episode(id), unused)
     return opened
 
 

@@ -180,10 +180,11 @@ async def scene(
     pull: Any = weights_already_loaded,
     slots: int = 16,
     engines: Any = None,
+    staleness: int = 0,
 ) -> AsyncIterator[Scene]:
     """The first worker holds all responses and has run `cut` steps, whose tokens have all been accepted."""
     events = EventLog(folder / "events.jsonl")
-    dispatch = Dispatch(events=events, vocabulary=VOCABULARY)
+    dispatch = Dispatch(events=events, vocabulary=VOCABULARY, staleness=staleness)
     dispatch.set_offer(Offer(version=0, digest="d0", url=""))
     one, two = engines or (engine(deterministic), engine(deterministic))
     first: Any = Held(one, cut)

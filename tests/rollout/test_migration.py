@@ -173,7 +173,7 @@ def test_response_continues_with_new_weights(cut: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 7])
 def test_weights_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
-    """A worker loads new weights while it runs: tokens that they sample for the old assignment are generated again."""
+    """A worker loads new weights while it runs: its responses continue with them, and every token has its version."""
 
     def pull(load: Any, stop: object) -> PulledWeights:
         del stop
@@ -181,13 +181,13 @@ def test_weights_swapped_between_two_steps(cut: int, tmp_path: Path) -> None:
 
     async def main() -> None:
         engines = [engine(weights=clone()) for _ in range(2)]
-        async with scene(tmp_path, cut, pull=pull, engines=engines) as s:
+        async with scene(tmp_path, cut, pull=pull, engines=engines, staleness=1) as s:
             s.dispatch.set_offer(Offer(version=1, digest="d1", url=""))
             extra = Episode(
                 id="9/0", prompt=(20, 21), seed=9, max_tokens=4, sampling=Sampling(), stop=frozenset()
             )  # fmt: skip
             s.dispatch.open(extra, s.listener)  # waiting work is the reason to load the new version
-            await s.until(s.worker.host._orders.qsize, "the swap is ordered")
+            await s.until(lambda: s.worker._load_phase == "swap", "the swap is ordered")
             s.first.go.set()
             await s.until(lambda: "9/0" in s.ended, "the new response has ended")
             s.ended.discard("9/0")

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from windfall.link.messages import Stats
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
+from windfall.scheduling.version_window import VersionWindow
 from windfall.types import Lease
 
+ONE = VersionWindow().advance(1, "d", staleness=0)
 PATIENCE = Patience(suspect_s=3.0, gone_s=8.0, stalled_s=60.0, tick_s=0.25)
 TICK_S = PATIENCE.tick_s
 
@@ -48,10 +50,10 @@ def test_any_message_ends_suspicion() -> None:
     ready(members, "a")
     assert ticks(members, 0.0, 2.75) == []
     assert ticks(members, 3.0, 5.0) == [("a", "suspect")]  # reported once
-    assert members.routable(1, "d") == []
+    assert members.routable(ONE) == []
     assert members.seen("a", 5.0)
     assert not members.seen("a", 5.1)
-    assert [m.id for m in members.routable(1, "d")] == ["a"]
+    assert [m.id for m in members.routable(ONE)] == ["a"]
     assert ticks(members, 5.25, 7.75) == []
 
 
@@ -111,7 +113,7 @@ def test_worker_that_comes_back_is_a_new_member() -> None:
     second, third = members.join("a", Lease(), 1.0), members.join("a", Lease(), 1.0)
     assert [m.id for m in (first, second, third)] == ["a", "a#2", "a#3"]
     assert second.state is WorkerState.JOINING
-    assert members.routable(1, "d") == []
+    assert members.routable(ONE) == []
     assert members.join("b", Lease(), 1.0).id == "b"
 
 
@@ -279,9 +281,9 @@ NEXT: dict[Any, str] = {
 
 
 def _compare(members: Members, version: int, account: Account) -> None:
-    routable = {m.id for m in members.routable(version, f"v{version}")}
+    routable = {m.id for m in members.routable(VersionWindow().advance(version, f"v{version}", staleness=0))}
     account.routed += len(routable)
-    assert not members.routable(version, "another digest")
+    assert not members.routable(VersionWindow().advance(version, "another digest", staleness=0))
     for id, member in members.all.items():
         before = account.state.get(id, WorkerState.JOINING)
         assert member.state in NEXT[before].split(), f"{before} to {member.state}"
@@ -314,7 +316,7 @@ def test_routable_workers_are_ready_with_exactly_these_weights() -> None:
     ready(members, "suspect").suspect = True
     for state in WorkerState:
         ready(members, f"is {state}").state = state
-    assert [m.id for m in members.routable(1, "d")] == ["right", "is ready"]
+    assert [m.id for m in members.routable(ONE)] == ["right", "is ready"]
 
 
 @pytest.mark.parametrize(

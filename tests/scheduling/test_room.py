@@ -127,7 +127,7 @@ def test_responses_are_assigned_only_where_they_fit(prompts: list[int], workers:
     longest = {f"w{n}": size for n, (size, _) in enumerate(workers)}
     loads = [WorkerLoad(worker=f"w{n}", running=0, slots=slots) for n, (_, slots) in enumerate(workers)]
     before = list(ledger.queue)
-    out = placement.assign(loads, 1, coming=0, longest=longest)
+    out = placement.assign(loads, dict.fromkeys(longest, 1), coming=0, longest=longest)
     ledger.check()
     for worker, entries in out.items():
         assert len(entries) <= next(load.slots for load in loads if load.worker == worker)
@@ -144,7 +144,7 @@ def test_responses_move_only_where_they_fit() -> None:
     placement = Placement(ledger, balancing="algorithm2")
     for n in range(3):
         ledger.open(episode(f"{n}/0", 50))
-    placement.assign([WorkerLoad(worker="a", running=0, slots=9)], 1, coming=0)
+    placement.assign([WorkerLoad(worker="a", running=0, slots=9)], {"a": 1}, coming=0)
     loads = [WorkerLoad(worker="a", running=3, slots=9, waiting=2), WorkerLoad(worker="b", running=0, slots=9)]
     assert placement.reclaim(loads, {"a": 99, "b": 40}) == []
     assert placement._move_targets == {}

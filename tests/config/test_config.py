@@ -16,6 +16,8 @@ from windfall.errors import WindfallError
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml"))
 
+ASYNC_AND_DETERMINISTIC = "[run]\ndeterministic = true\n[rollout]\nstaleness = 2"
+
 
 def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     path = tmp_path / "recipe.toml"
@@ -53,6 +55,12 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("env = 'guess'", "'env' = 'guess': this is a section"),
         ("[train]\nminibatches = 3", "rollout.groups = 32 cannot be split into train.minibatches = 3 equal parts"),
         ("[rollout]\ngroups = 2\n[train]\nminibatches = 4", "Set rollout.groups to a multiple of train.minibatches."),
+        ("[rollout]\nstaleness = -1", "'rollout.staleness' = -1: Input should be greater than or equal to 0"),
+        ("[rollout]\nstaleness = 1.5", "'rollout.staleness' = 1.5: Input should be a valid integer"),
+        ("[rollout]\non_new_weights = 'stop'", "'rollout.on_new_weights' = 'stop': Input should be 'interrupt' or "),
+        (ASYNC_AND_DETERMINISTIC, "the order in which responses finish decides what each step is trained on"),
+        (ASYNC_AND_DETERMINISTIC, "run.deterministic = true excludes rollout.staleness = 2"),
+        (ASYNC_AND_DETERMINISTIC, "Set rollout.staleness = 0, or run.deterministic = false."),
     ],
 )
 def test_invalid_recipe_is_refused_with_a_fix(tmp_path: Path, toml: str, expected: str) -> None:
@@ -60,6 +68,14 @@ def test_invalid_recipe_is_refused_with_a_fix(tmp_path: Path, toml: str, expecte
     assert expected in message
     assert message.startswith(str(tmp_path / "recipe.toml"))
     assert len(message.splitlines()) == 1
+
+
+def test_training_is_synchronous_unless_the_recipe_says_otherwise() -> None:
+    assert (Recipe().rollout.staleness, Recipe().rollout.on_new_weights) == (0, "interrupt")
+    written = {"run": {"deterministic": True}, "rollout": {"staleness": 0, "on_new_weights": "finish"}}
+    assert parse(written, where="here").rollout.on_new_weights == "finish"
+    written = {"run": {"deterministic": False}, "rollout": {"staleness": 4}}
+    assert parse(written, where="here").rollout.staleness == 4
 
 
 def test_all_invalid_keys_are_reported_at_once(tmp_path: Path) -> None:

@@ -227,12 +227,15 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", [tensorboard(tmp_path / "board")])
     for step, reward in ((1, 0.25), (2, float("nan")), (3, 0.75)):
         log.scalar("step", step=step, reward=reward, text="word")
+    stale = {"staleness_mean": 0.5, "staleness_max": 1, "too_old": 2, "capped": 0.1, "drift": 0.2}
+    log.scalar("step", step=4, staleness_counts=[1, 1], **stale)
     with log.span("rollout", step=3, tokens=9):
         log.instant("checkpoint", step=3)
     log.close()
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    assert board.Tags()["scalars"] == ["step/reward"]
+    assert board.Tags()["scalars"] == ["step/reward", *(f"step/{name}" for name in stale)]
+    assert [board.Scalars(f"step/{name}")[0].value for name in stale] == pytest.approx(list(stale.values()))
     assert [(s.step, s.value) for s in board.Scalars("step/reward")] == [(1, 0.25), (3, 0.75)]
 
 

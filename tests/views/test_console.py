@@ -16,6 +16,7 @@ from rich.text import Text as Plain
 from windfall.config import Recipe
 from windfall.cost.bill import Totals, priced
 from windfall.events.log import Event, EventLog, read
+from windfall.views import staleness
 from windfall.views.console import BARS, Console, spark, summarize
 
 FOLDER = Path("runs/a [/b] c")  # invalid as markup, and three words in a shell
@@ -254,3 +255,93 @@ def test_worker_that_is_too_small_is_shown_once(tmp_path: Path, monkeypatch: pyt
     assert "w1 cannot run responses of 99 tokens" in lines[0]
     assert "no worker has more than 40" in lines[1]
     assert "w2 dismissed: no byte in 60 s" in lines[2]
+
+
+def stale_step(number: int, counts: list[int], **fields: Any) -> Event:
+    """A step of an asynchronous run, with the fields that the controller writes."""
+    values = [n for n, count in enumerate(counts) for _ in range(count)]
+    return step(number, 0.5, **{
+        "staleness_mean": sum(values) / len(values) if values else None, "staleness_max": max(values, default=0),
+        "staleness_counts": counts, "too_old": 0, "too_old_tokens": 0, "held_s": 0.0, "train_wait_s": 0.0,
+        "train_s": 1.0, "capped": 0.0, "drift": 0.0} | fields)  # fmt: skip
+
+
+def step_line(event: Event) -> str:
+    return Plain.from_markup(Console(Recipe(), FOLDER)._line(event)).plain
+
+
+def test_step_line_shows_what_staleness_cost() -> None:
+    lost = {"too_old": 3, "too_old_tokens": 1204, "train_wait_s": 1.2, "held_s": 0.44}
+    line = step_line(stale_step(7, [6, 4], **lost))
+    assert line.endswith("2.0 s  stale 0.4 (max 1)  too old 3 (1,204 tok)  waited 1.2 s  held 0.4 s")
+    assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("2.0 s  stale 2.0 (max 2)  held 2.0 s")
+
+
+@pytest.mark.parametrize(
+    "quiet",
+    [
+        step(7, 0.5, train_wait_s=3.0, capped=0.1, drift=0.2),
+        stale_step(7, [8, 0], train_wait_s=0.04, held_s=0.04),
+        stale_step(7, []),
+    ],
+    ids=["synchronous", "all on-policy", "nothing trained"],
+)
+def test_step_line_is_the_same_where_staleness_says_nothing(quiet: Event) -> None:
+    assert step_line(quiet) == step_line(step(7, 0.5))
+
+
+def test_summary_adds_up_staleness_over_the_run() -> None:
+    events = [
+        stale_step(1, [8], made=3000, s=4.0, train_wait_s=2.0, trained=3000),
+        stale_step(2, [1, 5, 2], too_old=2, too_old_tokens=60, held_s=0.5, capped=0.04, trained=1000, s=4.0),
+        stale_step(3, [], made=2000, too_old=1, too_old_tokens=30, held_s=1.0, s=2.0, trained=0, capped=None),
+    ]
+    lines = summary(events, finished=True).splitlines()
+    first = next(i for i, line in enumerate(lines) if "staleness" in line)
+    assert lines[first : first + 8] == [
+        "  staleness                  0.56 mean, 2 max",  # (5 + 2 * 2) / 16
+        "                             0   56.2% " + 30 * "█",
+        "                             1   31.2% " + 17 * "█",
+        "                             2   12.5% " + 7 * "█",
+        "  dropped as too old         1.5% of sampled tokens: 90 in 3 responses",  # of 3,000 + 1,000 + 2,000
+        "  trainer waited             20.0% of the time: 2.0 s",  # of 4 + 4 + 2
+        "  generation held back       1.5 s, to keep the bound on staleness",
+        "  importance weight capped   1.0% of trained tokens",  # 40 of 3,000 + 1,000
+    ]
+
+
+def test_summary_of_a_synchronous_run_does_not_mention_staleness() -> None:
+    plain = [step(1, 0.5), step(2, 0.5)]
+    measured = [{**e, "train_wait_s": 1.0, "capped": 0.1, "drift": 0.1} for e in plain]
+    assert summary(measured, finished=True) == summary(plain, finished=True)
+
+
+def test_summary_of_a_run_that_became_asynchronous_counts_only_those_steps() -> None:
+    """`rollout.staleness` may change on resume."""
+    text = summary([step(1, 0.5, train_wait_s=2.0), stale_step(2, [4], train_wait_s=1.0)], finished=False)
+    assert "trainer waited             50.0% of the time: 1.0 s" in text  # 1 of the 2 s of step 2
+
+
+def test_summary_of_stale_steps_without_trained_responses() -> None:
+    text = summary([stale_step(1, [], made=0, s=0.0, trained=0)], finished=False)
+    assert "mean" not in text
+    assert "dropped as too old         0% of sampled tokens" in text
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**9), max_size=40))
+def test_histogram_is_small_and_has_every_response(counts: list[int]) -> None:
+    rows = [row.split() for row in staleness.histogram(counts)]
+    assert len(rows) <= staleness.ROWS
+    assert all(row[2:] == [] or set(row[2]) == {"█"} for row in rows)
+    assert max((len(row[2]) for row in rows if row[2:]), default=0) == (staleness.BAR if any(counts) else 0)
+    rounding_error = 0.1 * len(rows)
+    shares = sum(float(row[1].strip("<%")) for row in rows)
+    assert abs(shares - (100.0 if any(counts) else 0.0)) <= rounding_error
+
+
+def test_histogram_merges_high_values() -> None:
+    assert [row.split()[0] for row in staleness.histogram([1] * 6)] == ["0", "1", "2", "3", "4", "5"]
+    rows = [row.split()[:2] for row in staleness.histogram([1, 1, 1, 1, 1, 1, 0, 0, 4, 0])]
+    assert rows == [["0", "10.0%"], ["1", "10.0%"], ["2", "10.0%"], ["3", "10.0%"], ["4", "10.0%"], ["5+", "50.0%"]]
+    assert [row.split()[0] for row in staleness.histogram([0, 0, 1, 0])] == ["0", "1", "2"]

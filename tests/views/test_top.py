@@ -63,6 +63,25 @@ def test_present_workers_come_before_gone_ones() -> None:
     ]
 
 
+STALENESS = {
+    "bound": 2, "mean": 0.44, "max": 1, "too_old": 3, "too_old_tokens": 1204, "held_s": 0.41, "train_wait_s": 1.2,
+}  # fmt: skip
+
+
+def test_staleness_of_the_last_step_is_shown() -> None:
+    text = shown(snapshot(staleness=STALENESS), live=True)
+    expected = "mean 0.4, max 1, bound 2; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
+    assert f"\nstaleness of the last step: {expected}\n" in text
+    calm = STALENESS | {"mean": None, "max": 0, "too_old": 0, "too_old_tokens": 0, "held_s": 0.0, "train_wait_s": 0.0}
+    assert "staleness of the last step: mean -, max 0, bound 2\n" in shown(snapshot(staleness=calm), live=True)
+
+
+def test_synchronous_run_shows_no_staleness() -> None:
+    earlier = shown(snapshot(), live=True)  # fleet.json of earlier versions has no such key
+    assert "stale" not in earlier
+    assert shown(snapshot(staleness=None), live=True) == earlier
+
+
 def test_only_the_newest_gone_workers_are_shown() -> None:
     fleet = snapshot(workers=[worker(f"g{i}", "gone") for i in range(50)] + [worker("here", "ready")])
     lines = shown(fleet, live=True).splitlines()[3:]

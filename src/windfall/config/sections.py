@@ -150,11 +150,13 @@ class RolloutSection(Section):
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for one call of the environment (`feedback` or `task`), in seconds from when the call starts to run."""
     staleness: int = Field(default=0, ge=0)
-    """Bound on the trainer's version minus the oldest version in a response, when the response is trained on. 0: a step
-    trains only on responses of the current version (synchronous). Above 0, generation goes on during training."""
+    """Upper limit for the staleness of a response: the trainer's version minus the oldest version among the tokens of
+    the response, when it is trained on. 0 is synchronous, on-policy training. Above 0, workers generate for later steps
+    while the trainer trains (docs/async.md); this excludes `run.deterministic`."""
     on_new_weights: Literal["interrupt", "finish"] = "interrupt"
-    """What workers do with running responses when new weights appear, if `staleness` is above 0. "interrupt" continues
-    them with the new weights; "finish" finishes them with the old ones first."""
+    """What a worker does with its running responses when there are new weights, if `staleness` is above 0. "interrupt"
+    swaps the weights between two engine steps: the responses keep their tokens, are prefilled again and continue.
+    "finish" finishes them with the old weights, takes no new work until then, and swaps."""
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """Sampling parameters; `temperature`, if given, replaces that of the recipe."""
@@ -444,5 +446,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
                 f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
+            )
+        if self.run.deterministic and self.rollout.staleness > 0:
+            raise ValueError(
+                f"run.deterministic = true excludes rollout.staleness = {self.rollout.staleness}: in asynchronous "
+                "training, the order in which responses finish decides what each step is trained on, so the run cannot "
+                "be repeated bit for bit. Set rollout.staleness = 0, or run.deterministic = false."
             )
         return self

@@ -25,6 +25,11 @@ MAX_ADVISED = 64
 Ended = Literal["finished", "stopped", "failed"]
 GONE_SHOWN = 50
 """Number of newest gone workers in a snapshot."""
+STALENESS = {
+    "mean": "staleness_mean", "max": "staleness_max", "too_old": "too_old", "too_old_tokens": "too_old_tokens",
+    "held_s": "held_s", "train_wait_s": "train_wait_s",
+}  # fmt: skip
+"""Keys of `staleness` in a snapshot, and the fields of a step event that they show."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class FleetReport:
         f, o = recipe.fleet, recipe.rollout
         self._recipe, self._dispatch, self._events = recipe, dispatch, events
         self._counted: dict[str, int] = {}
+        self._staleness: dict[str, Any] | None = None
+        """`staleness` of the snapshot."""
         self._advisor = Advisor(
             dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
             max_count=MAX_ADVISED, overlap=can_pipeline(recipe),
@@ -120,6 +127,16 @@ class FleetReport:
                 tokens_per_usd_best=a.tokens_per_usd_best,
             )  # fmt: skip
 
+    def note_staleness(self, fields: dict[str, Any] | None) -> None:
+        """Called after each step with the fields of its event, for the next snapshots. None: nothing to show."""
+        if fields is None or self._recipe.rollout.staleness == 0:
+            self._staleness = None
+            return
+        values = {key: fields[name] for key, name in STALENESS.items()}
+        # A mean over no responses is NaN, which JSON does not have.
+        finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
+        self._staleness = {"bound": self._recipe.rollout.staleness, **finite}
+
     def snapshot(self, *, step: int, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
         `ended`: how the run ended, or None while it runs."""
@@ -142,7 +159,7 @@ class FleetReport:
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
-            "counts": asdict(ledger.counts), "workers": workers,
+            "counts": asdict(ledger.counts), "workers": workers, "staleness": self._staleness,
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from windfall.config import KeyChange, Recipe
 from windfall.cost.bill import Totals, reserved_only
 from windfall.events.log import Event, read
+from windfall.views import staleness
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGE = ("lengths", "replaced", "speeds")
@@ -230,6 +231,7 @@ class Console:
                 f" (on the trainer alone ${alone.usd_per_million(e['trained']):,.2f})" if alone and alone.usd else ""
             )
             extras += f"  {at_least}${per_million:,.2f}/M tok{compared}"
+        extras += "".join(f"  {part}" for part in staleness.of_step(e))
         if e["missing"]:
             extras += f"  rewards missing {e['missing']}"
         if e.get("skipped"):
@@ -285,6 +287,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (not trained on)")
+    out += [f"  {label:<26} {text}" for label, text in staleness.of_run(steps)]
     out += [*_fleet(events, steps), *_dollars(events, steps)]
     out.append(f"  files                      {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
+from windfall.views import staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -81,7 +82,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
     for row in rows:
         out.add_row(*row)
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
-    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *advice])), out)
+    stale = [staleness.of_snapshot(snapshot["staleness"])] if snapshot.get("staleness") else []
+    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)
 
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:

@@ -1,0 +1,73 @@
+"""What fleet.json says about staleness, and that `windfall top` reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.config import parse
+from windfall.events.log import EventLog
+from windfall.launch.fleet_report import FleetReport
+from windfall.rollout.dispatch import Dispatch
+from windfall.views import top
+
+STEP = {
+    "staleness_mean": 0.44, "staleness_max": 1, "staleness_counts": [5, 4], "too_old": 3, "too_old_tokens": 1204,
+    "held_s": 0.41, "train_wait_s": 1.2,
+}  # fmt: skip
+SHOWN = {
+    "bound": 2, "mean": 0.44, "max": 1, "too_old": 3, "too_old_tokens": 1204, "held_s": 0.41, "train_wait_s": 1.2,
+}  # fmt: skip
+
+
+@contextmanager
+def report(folder: Path, *, staleness: int) -> Iterator[FleetReport]:
+    events = EventLog(folder / "events.jsonl")
+    recipe = parse({"rollout": {"staleness": staleness}}, where="here")
+    yield FleetReport(recipe, Dispatch(events=events), events)
+    events.close()
+
+
+def written(fleet: FleetReport) -> dict[str, Any]:
+    """The snapshot as the file has it: strict JSON."""
+    return json.loads(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None), allow_nan=False))
+
+
+def test_snapshot_has_the_staleness_of_the_last_step(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=2) as fleet:
+        assert written(fleet)["staleness"] is None  # before the first step
+        fleet.note_staleness(STEP)
+        assert written(fleet)["staleness"] == SHOWN
+        fleet.note_staleness({**STEP, "staleness_max": 2, "too_old": 0})
+        assert written(fleet)["staleness"] == SHOWN | {"max": 2, "too_old": 0}
+        fleet.note_staleness(None)
+        assert written(fleet)["staleness"] is None
+
+
+@pytest.mark.parametrize("mean", [float("nan"), None])
+def test_step_without_trained_responses_has_no_mean(tmp_path: Path, mean: float | None) -> None:
+    with report(tmp_path, staleness=2) as fleet:
+        fleet.note_staleness({**STEP, "staleness_mean": mean})
+        assert written(fleet)["staleness"] == SHOWN | {"mean": None}
+
+
+def test_synchronous_run_has_no_staleness(tmp_path: Path) -> None:
+    with report(tmp_path, staleness=0) as fleet:
+        fleet.note_staleness(None)
+        assert written(fleet)["staleness"] is None
+        fleet.note_staleness({"train_wait_s": 1.0})
+        assert written(fleet)["staleness"] is None
+
+
+def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with report(tmp_path, staleness=2) as fleet:
+        fleet.note_staleness(STEP)
+        (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
+    top.show(tmp_path, once=True)
+    line = "staleness of the last step: mean 0.4, max 1, bound 2; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
+    assert line in capsys.readouterr().out

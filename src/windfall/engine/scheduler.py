@@ -27,11 +27,9 @@ class Sequence:
     request: Request
     tokens: list[int]
     generated: int = 0
-    computed: int = 0
-    """The first `computed` tokens have their keys and values in `pages`."""
+    computed: int = 0  # the first `computed` tokens have their keys and values in `pages`
     pages: list[int] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)
-    """Keys of the full pages that are registered so far."""
+    keys: list[Key] = field(default_factory=list)  # keys of the full pages that are registered so far
 
     @property
     def position(self) -> int:

@@ -19,8 +19,7 @@ from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.types import LOCAL
 
-MAX_LOGGED_PER_S = 5
-"""Refusals logged per second; further refusals are not logged."""
+MAX_LOGGED_PER_S = 5  # refusals logged per second; further refusals are not logged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +48,7 @@ class Gate:
         self._trainer_secret = trainer_secret
         self.terms: Terms | None = None
         """None until a trainer has joined: the model is not known yet, and workers are asked to dial again later."""
-        self.workers = 0
-        """Workers connected now."""
+        self.workers = 0  # workers connected now
         self._logged_at: list[float] = []
         """Times of the refusals logged within the last second (monotonic clock, seconds)."""
 

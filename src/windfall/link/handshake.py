@@ -22,8 +22,7 @@ from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
 
-TIMEOUT_S = 10.0
-"""Seconds that each side waits for the other to complete the handshake."""
+TIMEOUT_S = 10.0  # seconds that each side waits for the other to complete the handshake
 SAME_VERSION = "install the same version of windfall on both"
 
 
@@ -49,8 +48,7 @@ class JoinRefused(LinkClosed):
     """The controller refused this peer, or this peer cannot join that controller; the text is the reason."""
 
     def __init__(self, why: str, *, again: bool) -> None:
-        self.again = again
-        """True if a later attempt may succeed."""
+        self.again = again  # True if a later attempt may succeed
         super().__init__(why)
 
 

@@ -28,8 +28,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 AUTH_TIMEOUT_S = 20.0
 MAX_UNAUTHENTICATED = 256
-REQUEST_BYTES = 8 << 10
-"""Approximate size of an HTTP request with all its headers."""
+REQUEST_BYTES = 8 << 10  # approximate size of an HTTP request with all its headers
 LOG_INTERVAL_S = 60.0
 MAX_FILES = 1 << 20
 

@@ -24,8 +24,7 @@ from windfall.link.base import BadFrame, FrameTooLarge, LinkClosed, clip
 from windfall.link.messages import MAX_FRAME_BYTES, encode
 
 Handler = Callable[["SocketLink"], Awaitable[None]]
-UNAUTHENTICATED_BYTES = 64 << 10
-"""Bytes accepted from a peer before it has authenticated, all frames together."""
+UNAUTHENTICATED_BYTES = 64 << 10  # bytes accepted from a peer before it has authenticated, all frames together
 
 
 class SocketLink:
@@ -102,17 +101,14 @@ class SocketLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    receives: Any
-    """Union of the messages that may arrive."""
+    receives: Any  # union of the messages that may arrive
     max_frame_bytes: int
-    handler: Handler
-    """Serves one link; the link is closed when it returns."""
+    handler: Handler  # serves one link; the link is closed when it returns
     heartbeat_s: float | None = None
     """Seconds between pings; a peer that does not answer is dropped. None: the peers send heartbeats themselves."""
     unauthenticated_bytes: int = UNAUTHENTICATED_BYTES
     """Bytes accepted from a peer before it has authenticated, all frames together."""
-    same_machine_only: bool = False
-    """Accept only connections from this machine."""
+    same_machine_only: bool = False  # accept only connections from this machine
 
 
 class Port:

@@ -20,8 +20,7 @@ from windfall.train.logprobs import Learner
 from windfall.train.sample import Sample
 from windfall.types import Request, Sampling
 
-EngineFactory = Callable[..., Any]
-"""Builds an engine from (model, kv_tokens, page_size, max_running, max_rows)."""
+EngineFactory = Callable[..., Any]  # builds an engine from (model, kv_tokens, page_size, max_running, max_rows)
 TEMPERATURE = 0.8
 
 
@@ -30,8 +29,7 @@ class Difference:
     """The largest difference from transformers in one comparison."""
 
     size: float
-    where: str
-    """The request or the weight that has this difference."""
+    where: str  # the request or the weight that has this difference
 
 
 def engine_difference(small: SmallModel, make: EngineFactory, *, longest: int, limit: float = math.inf) -> Difference:

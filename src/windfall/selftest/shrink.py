@@ -20,8 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 VOCABULARY = 128
-WINDOW = 20
-"""Tokens. The sequences of the test are longer, so a missing window is noticed."""
+WINDOW = 20  # Tokens. The sequences of the test are longer, so a missing window is noticed.
 ROPE_CHANGE = 24
 """Length in tokens at which a length-dependent rotary embedding changes in the test, if it changes within the run."""
 WIDTH, RANK, HIDDEN = 48, 16, 64

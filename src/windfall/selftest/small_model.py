@@ -21,10 +21,8 @@ from windfall.selftest import shrink
 
 MAX_PARAMETERS = 80_000_000
 """Upper limit for the parameters of the small model: the test should take seconds and little memory."""
-MAX_FORWARD_S = 5.0
-"""Upper limit for the seconds of one forward pass of the small model: the test runs about fifty."""
-LOGIT_STD = 4.0
-"""Standard deviation of the logits."""
+MAX_FORWARD_S = 5.0  # upper limit for the seconds of one forward pass of the small model: the test runs about fifty
+LOGIT_STD = 4.0  # standard deviation of the logits
 
 
 class SmallModel:

@@ -26,8 +26,7 @@ from windfall.models.load import cache_folder
 from windfall.selftest import shrink
 
 Fields = Mapping[str, Any]
-WEIGHTS_NATS = {4: 5e-3, 2: 0.2}
-"""Largest accepted difference of `check_weights` in nats, by bytes per parameter."""
+WEIGHTS_NATS = {4: 5e-3, 2: 0.2}  # largest accepted difference of `check_weights` in nats, by bytes per parameter
 
 _passed: set[str] = set()
 

@@ -45,8 +45,7 @@ class Address:
     port: int
     tls: ssl.SSLContext | None
     key: str
-    timeout_s: float
-    """Seconds without a byte after which a connection counts as broken."""
+    timeout_s: float  # seconds without a byte after which a connection counts as broken
 
     @property
     def name(self) -> str:

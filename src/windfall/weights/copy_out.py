@@ -15,8 +15,7 @@ from windfall.weights.manifest import TensorEntry
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 32 << 20
-"""Bytes copied between two events."""
+PIECE_BYTES = 32 << 20  # bytes copied between two events
 
 
 def ready_event(tensors: Iterable[torch.Tensor]) -> Any:

@@ -27,8 +27,7 @@ BLOCK = 1 << 16
 ALL, BITMAP, GAPS, POSITIONS = range(4)
 MAGIC = b"wfdelta1"
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("encoding", "u1")])
-SAMPLED = 64
-"""Blocks encoded first, if there are many, to give up early on a step that changed nearly everything."""
+SAMPLED = 64  # blocks encoded first, if there are many, to give up early on a step that changed nearly everything
 Part = tuple[Any, list[Any], list[Any]]
 """Encoded blocks: rows of the table, indices and values. The last two are bytes or arrays of bytes."""
 Bytes = np.ndarray

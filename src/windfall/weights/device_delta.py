@@ -23,8 +23,7 @@ from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, POSITIONS, ROW, Par
 from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
 
 SLAB = 1 << 27
-MAX_MEMORY_SHARE = 0.2
-"""Share of the device's free memory that the copy may take."""
+MAX_MEMORY_SHARE = 0.2  # share of the device's free memory that the copy may take
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,21 +37,16 @@ class Slab:
     """Blocks that are compared at once. They cover consecutive pieces of tensors with elements of one width."""
 
     width: int
-    pieces: list[tuple[int, int, int]]
-    """For each piece: offset of its tensor, first byte and end, all in the buffer."""
-    blocks: np.ndarray
-    """Numbers of the blocks."""
-    sizes: np.ndarray
-    """Elements of each block."""
-    ends: Tensor
-    """Cumulative sum of `sizes`, on the device."""
+    pieces: list[tuple[int, int, int]]  # for each piece: offset of its tensor, first byte and end, all in the buffer
+    blocks: np.ndarray  # numbers of the blocks
+    sizes: np.ndarray  # elements of each block
+    ends: Tensor  # cumulative sum of `sizes`, on the device
 
 
 class DeviceDelta:
     def __init__(self, entries: tuple[TensorEntry, ...], nbytes: int, device: torch.device) -> None:
         self.entries, self.device = entries, device
-        self.version: int | None = None
-        """Version that the copy holds; None if it holds no complete version."""
+        self.version: int | None = None  # version that the copy holds; None if it holds no complete version
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._slabs: list[Slab] = []
         self._sample: list[Slab] = []

@@ -19,10 +19,8 @@ import xxhash
 from windfall.backoff import delay_s
 from windfall.weights.connection import Address, Connection, ConnectionBroken, PullDamaged, PullFailed, PullGone
 
-PIECE_BYTES = 1 << 20
-"""Bytes read at once, and hashed while they are still in the CPU's cache."""
-SPAN_BYTES = 256 << 20
-"""Maximum of one request, so that a slow connection leaves work for the others."""
+PIECE_BYTES = 1 << 20  # bytes read at once, and hashed while they are still in the CPU's cache
+SPAN_BYTES = 256 << 20  # maximum of one request, so that a slow connection leaves work for the others
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 T = TypeVar("T")
 

@@ -22,11 +22,9 @@ from windfall.errors import WindfallError
 
 ALIGN_BYTES = 64
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 1 << 30
-MAX_BYTES = 1 << 44
-"""16 TiB. No model is larger, so a larger number is an error."""
+MAX_BYTES = 1 << 44  # 16 TiB. No model is larger, so a larger number is an error.
 MAX_ENTRIES = 1 << 20
-MAX_MANIFEST_BYTES = 128 << 20
-"""Enough for a million tensors. A larger answer is refused."""
+MAX_MANIFEST_BYTES = 128 << 20  # Enough for a million tensors. A larger answer is refused.
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "float16": 2, "bfloat16": 2,
@@ -39,8 +37,7 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    """First byte in the buffer."""
+    offset: int  # first byte in the buffer
     nbytes: int
 
 
@@ -49,10 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     nbytes: int
     chunk_bytes: int
     entries: tuple[TensorEntry, ...]
-    chunks: tuple[int, ...]
-    """xxh3_64 of each chunk."""
-    digest: str
-    """Hexadecimal xxh3_128 of layout and chunk checksums."""
+    chunks: tuple[int, ...]  # xxh3_64 of each chunk
+    digest: str  # hexadecimal xxh3_128 of layout and chunk checksums
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

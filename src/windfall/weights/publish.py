@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-DELTA_WRITE_BYTES = 8 << 20
-"""Bytes of a delta written by one call."""
+DELTA_WRITE_BYTES = 8 << 20  # bytes of a delta written by one call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,8 +86,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="publish")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
         """Enqueueing copies takes about as long as the copies, so it has its own thread."""
-        self._pinned: dict[int, int] = {}
-        """Addresses of the buffers whose pages are locked for the GPU, by descriptor."""
+        self._pinned: dict[int, int] = {}  # addresses of the buffers whose pages are locked for the GPU, by descriptor
         self._closed = False
 
     @property

@@ -20,10 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PIECE_BYTES = 4 << 20
-TURN_BYTES = 64 << 20
-"""Bytes after which a reader goes to the back of the queue."""
-SEND_TIMEOUT_US = 5000
-"""Microseconds that a thread waits for a reader whose buffers are full."""
+TURN_BYTES = 64 << 20  # bytes after which a reader goes to the back of the queue
+SEND_TIMEOUT_US = 5000  # microseconds that a thread waits for a reader whose buffers are full
 
 
 class Sender:

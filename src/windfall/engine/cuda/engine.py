@@ -38,8 +38,7 @@ from windfall.engine.torch.engine import check_request, copy_weights
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
 
-BURST = 8
-"""Decode steps per launch. The host notices the end of a response at most twice this many tokens late."""
+BURST = 8  # Decode steps per launch. The host notices the end of a response at most twice this many tokens late.
 
 
 class GraphEngine:
@@ -77,10 +76,8 @@ class GraphEngine:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
-        self._ready: deque[list[Chunk]] = deque()
-        """Chunks that the next steps return; each list has one version."""
-        self._ready_finished = 0
-        """Number of responses whose last chunk is in `_ready`."""
+        self._ready: deque[list[Chunk]] = deque()  # chunks that the next steps return; each list has one version
+        self._ready_finished = 0  # number of responses whose last chunk is in `_ready`
         self._steps = self._rows = self._generated = 0
 
     def __len__(self) -> int:

@@ -13,8 +13,7 @@ import numpy as np
 
 from windfall.types import Request
 
-ALIGN = 128
-"""Every section starts at a multiple of this many values, like a separate allocation would."""
+ALIGN = 128  # every section starts at a multiple of this many values, like a separate allocation would
 
 
 class HostState:

@@ -34,18 +34,14 @@ from windfall.types import Request
 @dataclass(slots=True, eq=False)
 class DeviceSequence:
     request: Request
-    tokens: list[int]
-    """All tokens known to the host: the prompt, and the generated tokens that were collected."""
+    tokens: list[int]  # all tokens known to the host: the prompt, and the generated tokens that were collected
     generated: int = 0
-    slot: int = -1
-    """-1: the sequence is waiting."""
-    prefilled: int = 0
-    """Number of first tokens whose keys and values were launched or found in the prefix cache."""
+    slot: int = -1  # -1: the sequence is waiting
+    prefilled: int = 0  # number of first tokens whose keys and values were launched or found in the prefix cache
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     """Keys of full pages of `tokens`, computed when needed. They depend on the tokens alone."""
-    finished: bool = False
-    """The response has ended or was cancelled: further tokens from the device are discarded."""
+    finished: bool = False  # the response has ended or was cancelled: further tokens from the device are discarded
 
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
@@ -70,15 +66,11 @@ class Launch:
     """One launch: a prefill of all chunks in one flat batch, then `steps` decode steps with one row per sequence."""
 
     prefill: list[PrefillChunk]
-    rows: list[DeviceSequence]
-    """The decoding sequences. Siblings are adjacent."""
-    slots: np.ndarray
-    """The slots of `rows`."""
+    rows: list[DeviceSequence]  # The decoding sequences. Siblings are adjacent.
+    slots: np.ndarray  # the slots of `rows`
     steps: int
-    longest: int
-    """Upper limit for the tokens that a row reads by itself, without the shared prefix of its group."""
-    prefix_groups: np.ndarray
-    """(G, 3): first row, rows, shared tokens of each group."""
+    longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
+    prefix_groups: np.ndarray  # (G, 3): first row, rows, shared tokens of each group
 
 
 class BatchPlanner:

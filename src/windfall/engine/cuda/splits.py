@@ -61,10 +61,8 @@ def fit_tiling(
 class PrefixSharing:
     """Which rows form prefix groups."""
 
-    max_rows: int
-    """Upper limit for the rows of a group; 0 or 1 disables groups."""
-    min_tokens: int = 64
-    """Minimum length of a shared prefix, in tokens."""
+    max_rows: int  # upper limit for the rows of a group; 0 or 1 disables groups
+    min_tokens: int = 64  # minimum length of a shared prefix, in tokens
     min_saved_tokens: int = 49_152
     """Minimum number of tokens that all groups together must save in a step. Groups cost one more launch per layer, and
     rows that read the same pages at about the same time find some of them in the L2 anyway. Measured on an H200 with

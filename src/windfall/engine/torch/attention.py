@@ -87,12 +87,9 @@ class Block:
     contexts padded to the same number of pages."""
 
     first: int
-    pages: Tensor
-    """(S * P,) page numbers."""
-    positions: Tensor
-    """(S, Q): the index of each row in its sequence."""
-    context: Tensor
-    """(P * page size,): 0, 1, 2, ..."""
+    pages: Tensor  # (S * P,) page numbers
+    positions: Tensor  # (S, Q): the index of each row in its sequence
+    context: Tensor  # (P * page size,): 0, 1, 2,
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, share: int, dtype: torch.dtype) -> Tensor:
@@ -114,10 +111,8 @@ class Block:
 class Paged:
     pools: Iterator[tuple[Tensor, Tensor]]
     """Keys and values, each (pages, page size, heads, size), for every attention of the model, in order."""
-    slots: Tensor
-    """Index in the cache for each row's own key and value: page * page size + offset."""
-    blocks: Sequence[Block]
-    """All rows of the step, in order."""
+    slots: Tensor  # index in the cache for each row's own key and value: page * page size + offset
+    blocks: Sequence[Block]  # all rows of the step, in order
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         pool = next(self.pools, None)

@@ -19,8 +19,7 @@ class Packed:
     longest one. `forward` and `backward` are for callers that compute gradients without autograd."""
 
     lengths: tuple[int, ...]
-    ends: Tensor
-    """(sequences + 1,) int32 on the device: the first row of each sequence, and the end of the last one."""
+    ends: Tensor  # (sequences + 1,) int32 on the device: the first row of each sequence, and the end of the last one
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed:

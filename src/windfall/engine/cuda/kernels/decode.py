@@ -41,8 +41,7 @@ from windfall.engine.cuda.splits import min_split_tokens
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups
 
 _LOG2E = 1.4426950408889634
-_MAX_PAIRS = 1 << 17
-"""Upper limit for the (row, kv head) pairs of a step."""
+_MAX_PAIRS = 1 << 17  # upper limit for the (row, kv head) pairs of a step
 _MAX_FUSED_PAIRS = 1024
 """Up to this number of pairs, one fused launch is faster than two, `rope_and_store` and `decode_attention`."""
 _finished: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()

@@ -25,8 +25,7 @@ from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.state import STOPS, DeviceState
 
 _BLOCK, _WARPS = 4096, 4
-_TRUNCATED_ROWS = 32
-"""Rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path."""
+_TRUNCATED_ROWS = 32  # rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path
 
 
 @triton.jit

@@ -322,8 +322,7 @@ ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pa
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
 ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
 
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def columns(frame: Tokens) -> tuple[array[int], array[float]]:

@@ -18,7 +18,6 @@ import aiohttp
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
-from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.link.base import BadFrame, FrameTooLarge, LinkClosed, clip
 from windfall.link.messages import MAX_FRAME_BYTES, encode
@@ -38,9 +37,8 @@ class SocketLink:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         authenticated: Callable[[], object] = lambda: None,
     ) -> None:
-        """`receives` is the union of the messages that may arrive; `drop` closes the connection without a handshake;
-        `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of an unauthenticated
-        peer."""
+        """`receives`: the union of the messages that may arrive; `drop` closes the connection without a handshake;
+        `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of a new peer."""
         self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
@@ -90,12 +88,10 @@ class SocketLink:
         raise BadFrame(f"{self.peer}: received a {frame.type.name} frame, expected a binary one")
 
     async def close(self, why: str = "") -> None:
-        # A closing handshake with a frozen peer would wait for ever, and its answer is not needed.
-        try:
+        # A closing handshake with a frozen peer would wait forever, and its answer is not needed.
+        with contextlib.suppress(TimeoutError, ConnectionError, RuntimeError):
             async with asyncio.timeout(1.0):
                 await self._socket.close(message=why.encode()[:120].decode(errors="ignore").encode())
-        except (TimeoutError, ConnectionError, RuntimeError):
-            pass
         self._drop()
 
 
@@ -131,19 +127,9 @@ class Port:
         app = web.Application(client_max_size=1024)
         for path in self._routes:
             app.router.add_get(path, self._accept)
-        self._runner = web.AppRunner(
-            app, access_log=None, logger=listener.log, shutdown_timeout=1.0, handle_signals=False, lingering_time=0.0
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None, "set up"
-        try:
-            self.port = await self._listener.listen(self._runner.server, self.host, self.port, self._ssl)
-        except OSError as e:
-            await self._runner.cleanup()
-            raise WindfallError(
-                f"cannot listen: {e.strerror or e}", where=f"{self.host}:{self.port}",
-                fix="Set fleet.host and fleet.port, or stop the process that uses the port.",
-            ) from e  # fmt: skip
+        fix = "Set fleet.host and fleet.port, or stop the process that uses the port."
+        options = {"shutdown_timeout": 1.0, "handle_signals": False}
+        self._runner, self.port = await self._listener.serve(app, self.host, self.port, self._ssl, fix, **options)
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
         route = self._routes[request.path]
@@ -153,7 +139,8 @@ class Port:
         if not socket.can_prepare(request):
             return web.Response(status=426, text="this port accepts only WebSockets: windfall worker --join URL\n")
         transport = request.transport
-        if route.same_machine_only and not (transport and _is_same_machine(transport)):
+        ends = (request.get_extra_info("peername"), request.get_extra_info("sockname"))
+        if route.same_machine_only and not listener.is_same_machine(*ends):
             return web.Response(status=403, text="this path accepts only processes on this machine\n")
         await socket.prepare(request)
         drop = transport.abort if transport else lambda: None
@@ -164,9 +151,8 @@ class Port:
         self._listener.limit_bytes(transport, route.unauthenticated_bytes, link.limit_exceeded)
         self._links.add(link)
         try:
-            await route.handler(link)
-        except LinkClosed:
-            pass
+            with contextlib.suppress(LinkClosed):
+                await route.handler(link)
         finally:
             self._links.discard(link)
             await link.close()
@@ -210,10 +196,6 @@ class Dialer:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-
-def _is_same_machine(transport: asyncio.BaseTransport) -> bool:
-    return listener.is_same_machine(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
 
 
 def _shut_down(raw: Any) -> None:

@@ -97,14 +97,12 @@ def _randomize(model: Any, seed: int) -> None:
         began_s = time.monotonic()
         std = float(model(input_ids=ids, use_cache=False).logits.float().std())
         if time.monotonic() - began_s > MAX_FORWARD_S:
-            raise WindfallError(
-                f"transformers needs {time.monotonic() - began_s:.0f} s for {ids.shape[1]} tokens of a small model of "
-                "this architecture on this machine, so the self-test would take too long"
-            )
+            slow = f"{time.monotonic() - began_s:.0f} s for {ids.shape[1]} tokens of a small model of this architecture"
+            raise WindfallError(f"transformers needs {slow} on this machine, so the self-test would take too long")
         if not 0 < std < float("inf"):
             raise ValueError(f"the logits of random weights have a standard deviation of {std}")
         scale.mul_(min(max(LOGIT_STD / std, 0.1), 10.0))
-    if not re.match(r"torch\.float32", str(model.dtype)):
+    if model.dtype != torch.float32:
         raise ValueError(f"its weights are {model.dtype}")
 
 

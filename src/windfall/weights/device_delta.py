@@ -78,21 +78,14 @@ class DeviceDelta:
         return None if pieces is None else self._copy_to_host(pieces)
 
     def _plan(self, manifest: Manifest) -> None:
-        ranges = manifest.ranges()
-        first, starts = 0, []
-        for e in ranges:
-            each = BLOCK * WIDTHS[e.dtype]
-            starts.append(np.arange(e.offset, e.offset + e.nbytes, each))
-            first += len(starts[-1])
-        self._slabs = list(_slabs([(e, e.offset, e.offset + e.nbytes) for e in ranges], range(first), self.device))
-        sample = delta.sample_blocks(first)
+        ranges, blocks = manifest.ranges(), delta.spans(manifest)
+        whole = [(e, e.offset, e.offset + e.nbytes) for e in ranges]
+        self._slabs = list(_slabs(whole, range(len(blocks)), self.device))
+        sample = delta.sample_blocks(len(blocks))
         if sample is not None:
-            chosen = np.concatenate(starts)[sample.start : sample.stop : sample.step]
-            owners = np.searchsorted([e.offset for e in ranges], chosen, "right") - 1
-            spans = []
-            for i, start in zip(owners, chosen.tolist(), strict=True):
-                e = ranges[i]
-                spans.append((e, start, min(start + BLOCK * WIDTHS[e.dtype], e.offset + e.nbytes)))
+            chosen = [blocks[i] for i in sample]
+            owners = np.searchsorted([e.offset for e in ranges], [b.start for b in chosen], "right") - 1
+            spans = [(ranges[i], b.start, b.stop) for i, b in zip(owners, chosen, strict=True)]
             self._sample = list(_slabs(spans, sample, self.device))
 
     def _part(self, slab: Slab, new: Mapping[int, Tensor]) -> Part:

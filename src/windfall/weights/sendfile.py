@@ -49,7 +49,7 @@ class Sender:
         finally:
             if turn is None:
                 _close(out, file)
-            else:  # closes at once, unless this was cancelled during a turn
+            else:  # closes at once, unless this was canceled during a turn
                 turn.add_done_callback(lambda _: _close(out, file))
 
     def close(self) -> None:

@@ -40,11 +40,9 @@ class Gate:
         """Without a `trainer_secret`, no trainer is accepted."""
         self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
         self._trainer_secret = trainer_secret
-        self.terms: Terms | None = None
-        """None until a trainer has joined: the model is not known yet, and workers are asked to dial again later."""
+        self.terms: Terms | None = None  # None until a trainer has joined: workers are asked to dial again later
         self.workers = 0  # workers connected now
-        self._logged_at: list[float] = []
-        """Times of the refusals logged within the last second (monotonic clock, seconds)."""
+        self._logged_at: list[float] = []  # times of the refusals logged within the last second (monotonic, s)
 
     async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
         """Authenticate a worker, and serve its link until it ends."""

@@ -45,8 +45,7 @@ class Listener:
         self, *, max_unauthenticated: int = MAX_UNAUTHENTICATED, auth_timeout_s: float = AUTH_TIMEOUT_S
     ) -> None:
         self.max_unauthenticated, self._auth_timeout_s = max_unauthenticated, auth_timeout_s
-        self._peers: dict[asyncio.BaseTransport, _UnauthenticatedPeer] = {}
-        """Unauthenticated peers, oldest connection first."""
+        self._peers: dict[asyncio.BaseTransport, _UnauthenticatedPeer] = {}  # oldest connection first
         self._server: asyncio.Server | None = None
 
     async def serve(

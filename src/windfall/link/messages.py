@@ -72,8 +72,7 @@ class Welcome(Message, frozen=True, tag=3):
     model: str  # fingerprint of the run's model
     engine: EngineSpec
     heartbeat_s: float  # seconds between two Stats
-    stalled_s: float = 60.0
-    """Seconds without an engine step, despite work, after which the engine counts as stuck and the worker exits."""
+    stalled_s: float = 60.0  # seconds without an engine step, despite work, after which the worker exits as stuck
 
 
 class Refused(Message, frozen=True, tag=4):
@@ -177,8 +176,7 @@ class Loaded(Message, frozen=True, tag=12):
     s: float  # Seconds that the load took. The first one may include building the engine.
     pulled_bytes: int  # bytes received for this version
     parts: LoadTimes = LoadTimes()
-    longest: int = 0
-    """Tokens of the longest sequence that the engine has room for, prompt and response together; 0 if unknown."""
+    longest: int = 0  # tokens of the longest sequence, prompt included, that fits into the engine; 0 if unknown
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -213,8 +211,7 @@ class Stats(Message, frozen=True, tag=16):
     preemptions: int = 0  # responses that the engine evicted from its KV cache and must prefill again
     reused_tokens: int = 0  # tokens that were not prefilled because the prefix cache had them
     waiting: int = 0  # part of `running` for which the engine has no room at present
-    loading: Literal["", "pull", "build", "swap"] = ""
-    """What the load of a version waits for: its bytes, the engine being built, or the engine taking the weights."""
+    loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap
     pulled_bytes: int = 0  # Bytes of weights received. A pull during which this does not grow is stuck.
 
 
@@ -250,8 +247,7 @@ class TrainerHello(Message, frozen=True, tag=18):
     version: int  # version of the published weights
     digest: str  # digest of the published weights
     url: str  # address of the weight server; the host `_` stands for the controller's host
-    facts: dict[str, int | float | str | bool]
-    """Fields for the event log: parameters, device, dtype, and derived settings."""
+    facts: dict[str, int | float | str | bool]  # for the event log: parameters, device, dtype, derived settings
 
 
 class TrainerWelcome(Message, frozen=True, tag=31):

@@ -42,8 +42,7 @@ class SocketLink:
         self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
-        self._limit_closing: asyncio.Future[Any] | None = None
-        """Set once the byte limit was exceeded: the close in progress."""
+        self._limit_closing: asyncio.Future[Any] | None = None  # the close, once the byte limit was exceeded
 
     def limit_exceeded(self) -> None:
         """Close the link: the peer has sent more than an unauthenticated peer may."""
@@ -100,10 +99,8 @@ class Route:
     receives: Any  # union of the messages that may arrive
     max_frame_bytes: int
     handler: Handler  # serves one link; the link is closed when it returns
-    heartbeat_s: float | None = None
-    """Seconds between pings; a peer that does not answer is dropped. None: the peers send heartbeats themselves."""
+    heartbeat_s: float | None = None  # seconds between pings that a peer must answer; None: peers send heartbeats
     unauthenticated_bytes: int = UNAUTHENTICATED_BYTES
-    """Bytes accepted from a peer before it has authenticated, all frames together."""
     same_machine_only: bool = False  # accept only connections from this machine
 
 

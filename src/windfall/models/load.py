@@ -131,8 +131,7 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """Convert a GGUF file to Hugging Face format. transformers cannot save a model loaded from a GGUF: copy its tensors
-    into a new model."""
+    """Convert to Hugging Face format, with a new model: transformers does not save one that was loaded from a GGUF."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -1,5 +1,4 @@
-"""Converts an environment's text to token ids and back: with the tokenizer's chat template if it has one, otherwise as
-plain text."""
+"""Converts an environment's text to token ids and back: with the tokenizer's chat template, or else as plain text."""
 
 from __future__ import annotations
 

@@ -152,8 +152,7 @@ def _content(name: str, token: Any, where: str) -> str:
 
 
 def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence[str], where: str) -> None:
-    """Add the listed tokens in the order of their ids, then the missing special tokens by name. A token that is new to
-    the vocabulary gets the next free id."""
+    """Add the listed tokens in the order of their ids, then the missing special tokens. New tokens get the next ids."""
     try:
         fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
         tokens = [

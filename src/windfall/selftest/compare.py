@@ -1,5 +1,4 @@
-"""Measures how far engine and trainer differ from transformers' own forward and backward pass on a small model. It
-decides nothing: see judge.py."""
+"""Measures how far engine and trainer differ from transformers on a small model. judge.py decides what is too far."""
 
 from __future__ import annotations
 
@@ -33,9 +32,8 @@ class Difference:
 
 
 def engine_difference(small: SmallModel, make: EngineFactory, *, longest: int, limit: float = math.inf) -> Difference:
-    """The largest difference of the log-probs of sampled tokens, in nats. It covers chunked prefill, decoding beyond
-    any window, siblings on shared pages, a response alone, one that is cut and resumed, and preempted responses. Stops
-    at the first difference above `limit`."""
+    """The largest difference of the log-probs of sampled tokens, in nats, or the first above `limit`. It covers chunked
+    prefill, decoding beyond any window, siblings on shared pages, a lone response, resuming, and preemption."""
     largest = Difference(size=0.0, where="nothing")
     for difference in _engine_differences(small, make, longest):
         largest = max(largest, difference, key=lambda d: d.size)

@@ -21,8 +21,7 @@ from typing import Any
 
 VOCABULARY = 128
 WINDOW = 20  # Tokens. The sequences of the test are longer, so a missing window is noticed.
-ROPE_CHANGE = 24
-"""Length in tokens at which a length-dependent rotary embedding changes in the test, if it changes within the run."""
+ROPE_CHANGE = 24  # tokens after which a rotary embedding changes in the test, if it changes within the run
 WIDTH, RANK, HIDDEN = 48, 16, 64
 DEPTHS = (4, 6, 8, 12, 16)
 LEVELS: tuple[frozenset[str], ...] = (

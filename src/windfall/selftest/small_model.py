@@ -19,8 +19,7 @@ from windfall.engine.torch import attention
 from windfall.errors import WindfallError
 from windfall.selftest import shrink
 
-MAX_PARAMETERS = 80_000_000
-"""Upper limit for the parameters of the small model: the test should take seconds and little memory."""
+MAX_PARAMETERS = 80_000_000  # upper limit for the small model: the test should take seconds and little memory
 MAX_FORWARD_S = 5.0  # upper limit for the seconds of one forward pass of the small model: the test runs about fifty
 LOGIT_STD = 4.0  # standard deviation of the logits
 
@@ -107,9 +106,8 @@ def _randomize(model: Any, seed: int) -> None:
 
 
 def _logits_scale(model: Any) -> Tensor:
-    """A weight that scales all logits. If input and output share their embedding, it is the weight of the last norm,
-    and the embedding is scaled down: otherwise the most likely next token would be the same token, whatever the layers
-    compute."""
+    """A weight that scales all logits. If input and output share their embedding, it is that of the last norm, and the
+    embedding is scaled down: otherwise the most likely token would repeat the last one, whatever the layers compute."""
     shared, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if shared is not out:
         return out

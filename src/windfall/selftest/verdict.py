@@ -63,11 +63,10 @@ def check_weights(model: Any) -> None:
     nats = compare.weights_difference(model)
     limit = WEIGHTS_NATS[model.dtype.itemsize]
     if not nats < limit:
-        raise WindfallError(
-            f"with the loaded weights, windfall's log-probs of a few tokens differ from transformers' by {nats:.2g} "
-            f"nats on average; rounding to {str(model.dtype).removeprefix('torch.')} is below {limit:g}",
-            where="model.path", fix="Check that the files are complete and that model.dtype is the trained dtype.",
-        )  # fmt: skip
+        what = f"with the loaded weights, windfall's log-probs of a few tokens differ from transformers' by {nats:.2g} "
+        what += f"nats on average; rounding to {str(model.dtype).removeprefix('torch.')} is below {limit:g}"
+        fix = "Check that the files are complete and that model.dtype is the trained dtype."
+        raise WindfallError(what, where="model.path", fix=fix)
 
 
 def _run_once(key: str, checked: Iterable[str], test: Callable[[Any], object]) -> str:

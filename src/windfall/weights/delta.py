@@ -28,9 +28,7 @@ ALL, BITMAP, GAPS, POSITIONS = range(4)
 MAGIC = b"wfdelta1"
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("encoding", "u1")])
 SAMPLED = 64  # blocks encoded first, if there are many, to give up early on a step that changed nearly everything
-Part = tuple[Any, list[Any], list[Any]]
-"""Encoded blocks: rows of the table, indices and values. The last two are bytes or arrays of bytes."""
-Bytes = np.ndarray
+Part = tuple[Any, list[Any], list[Any]]  # encoded blocks: rows of the table; indices and values as bytes or arrays
 
 
 class ByteSpan(NamedTuple):
@@ -106,7 +104,7 @@ def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest)
         target[_positions(encoding, index, len(target))] = values
 
 
-def _part(old: Bytes, new: Bytes, blocks: list[ByteSpan], which: Iterable[int]) -> Part:
+def _part(old: np.ndarray, new: np.ndarray, blocks: list[ByteSpan], which: Iterable[int]) -> Part:
     rows, indices, values = [], [], []
     for i in which:
         span = blocks[i]
@@ -155,7 +153,7 @@ def choose_encodings(
     return chosen, np.where(counts > 0, nbytes, 0)
 
 
-def _positions(encoding: int, index: Bytes, size: int) -> Any:
+def _positions(encoding: int, index: np.ndarray, size: int) -> Any:
     if encoding == ALL:
         return slice(None)
     if encoding == BITMAP:
@@ -165,7 +163,7 @@ def _positions(encoding: int, index: Bytes, size: int) -> Any:
     return (np.cumsum(index + (index != 255), dtype=np.int64) - 1)[index != 255]
 
 
-def _table(data: Bytes, blocks: list[ByteSpan]) -> tuple[list[tuple[int, int, int, int]], int]:
+def _table(data: np.ndarray, blocks: list[ByteSpan]) -> tuple[list[tuple[int, int, int, int]], int]:
     """The rows of the table, and where the indices start."""
     head = len(MAGIC) + 8
     if len(data) < head or data[: len(MAGIC)].tobytes() != MAGIC:
@@ -185,7 +183,7 @@ def _table(data: Bytes, blocks: list[ByteSpan]) -> tuple[list[tuple[int, int, in
     return table.tolist(), start
 
 
-def _check_index(encoding: int, changes: int, index: Bytes, size: int) -> None:
+def _check_index(encoding: int, changes: int, index: np.ndarray, size: int) -> None:
     if encoding == ALL:
         fits = len(index) == 0 and changes == size
     elif encoding == BITMAP:
@@ -203,7 +201,7 @@ def _check_index(encoding: int, changes: int, index: Bytes, size: int) -> None:
         raise _invalid("the index of a block does not match the block")
 
 
-def _flat(buffer: Any, manifest: Manifest) -> Bytes:
+def _flat(buffer: Any, manifest: Manifest) -> np.ndarray:
     flat = np.frombuffer(buffer, np.uint8)
     if len(flat) < manifest.nbytes:
         raise _invalid(f"the buffer has {len(flat)} bytes, the weights {manifest.nbytes}")

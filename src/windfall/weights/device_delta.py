@@ -50,8 +50,7 @@ class DeviceDelta:
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._slabs: list[Slab] = []
         self._sample: list[Slab] = []
-        self._host = torch.empty(0, dtype=torch.uint8)
-        """Pinned memory for the bytes that cross the bus; reused by the next `encode`."""
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned memory for the bytes that cross the bus; reused
 
     def store(self, sources: Mapping[TensorEntry, Tensor], version: int) -> None:
         """Copy this version, as the base of the next delta."""

@@ -65,8 +65,7 @@ class Download:
         self, to: Address, path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None], *,
         tries: int, stop: threading.Event, on_bytes: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """`verified` has the checksums of the chunks that the buffer holds, and is updated. `on_bytes` is called with
-        the number of bytes as they arrive, by one thread at a time."""
+        """`verified` (checksums of the buffer's chunks) is updated. `on_bytes` is called by one thread at a time."""
         self.to, self.path, self.view, self.chunks, self.chunk_bytes = to, path, view, source.chunks, source.chunk_bytes
         self.verified, self.tries, self.stop, self._on_bytes = verified, tries, stop, on_bytes
         self.retries = 0

@@ -77,14 +77,13 @@ class Publisher:
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder, self.dtype, self.chunk_bytes, self.with_delta = folder, dtype, chunk_bytes, delta
-        self.readable: tuple[Published, ...] = ()
-        """Newest first. The tuple is replaced as a whole, so that any thread may read it."""
+        self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self._spare: Buffer | None = None
         self._use_device_delta, self._device_delta = device_delta, None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="publish")
+        # Enqueueing copies takes about as long as the copies, so it has its own thread.
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
-        """Enqueueing copies takes about as long as the copies, so it has its own thread."""
         self._pinned: dict[int, int] = {}  # addresses of the buffers whose pages are locked for the GPU, by descriptor
         self._closed = False
 

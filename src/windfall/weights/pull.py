@@ -48,8 +48,7 @@ class Puller:
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
         self._buffer = mmap.mmap(-1, 1)
         self._view = memoryview(self._buffer)[:0]
-        self._verified: list[int | None] = []
-        """Checksums of the chunks that the buffer holds; None for a chunk that is not verified."""
+        self._verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
         self._chunk_bytes = 0
         self._lock = threading.Lock()
 

@@ -115,8 +115,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def warm(self, batches: Sequence[int], longest: int) -> None:
-        """Compile the kernels and capture the graphs of these batch sizes in advance. All rows are padding rows, so the
-        state does not change."""
+        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes."""
         for batch in batches:
             self._graphs.prepare(self._graph_key(batch, longest, False))
             fit = self.decoder.sharing().max_rows

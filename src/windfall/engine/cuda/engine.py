@@ -57,9 +57,8 @@ class GraphEngine:
         ops: Any = None,
         sharing: PrefixSharing | None = None,
     ) -> None:
-        """`longest`: upper limit for the tokens of a response, including its prompt. `ops`: the kernels to use instead
-        of the device's. `sharing`: which siblings form prefix groups. By default as many as fit;
-        `PrefixSharing(max_rows=0)` turns it off."""
+        """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
+        device's. `sharing`: which siblings form prefix groups; by default as many as fit, none if `max_rows` is 0."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)
@@ -144,8 +143,7 @@ class GraphEngine:
         self._device.pool.allocate()
 
     def warm(self, *sizes: int, longest: int | None = None) -> None:
-        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens, before
-        they are needed."""
+        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens."""
         slots = self._plan.host_state.slots
         self.wake()
         self._device.warm(

@@ -39,9 +39,8 @@ class DeviceSequence:
     slot: int = -1  # -1: the sequence is waiting
     prefilled: int = 0  # number of first tokens whose keys and values were launched or found in the prefix cache
     pages: list[int] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)
-    """Keys of full pages of `tokens`, computed when needed. They depend on the tokens alone."""
-    finished: bool = False  # the response has ended or was cancelled: further tokens from the device are discarded
+    keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
+    finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
@@ -77,13 +76,8 @@ class BatchPlanner:
     def __init__(
         self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing
     ) -> None:
-        self.pages, self.host_state, self.max_rows, self.burst, self.sharing = (
-            pages,
-            host_state,
-            max_rows,
-            burst,
-            sharing,
-        )
+        self.pages, self.host_state, self.sharing = pages, host_state, sharing
+        self.max_rows, self.burst = max_rows, burst
         self.running: dict[DeviceSequence, None] = {}  # in order of arrival
         self.waiting: deque[DeviceSequence] = deque()
         self.preemptions = self.reused_tokens = 0
@@ -103,7 +97,7 @@ class BatchPlanner:
         self.waiting.append(sequence)
 
     def remove(self, sequence: DeviceSequence) -> None:
-        """Remove a finished or cancelled sequence: its slot and pages are free at once."""
+        """Remove a finished or canceled sequence: its slot and pages are free at once."""
         sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
@@ -128,8 +122,8 @@ class BatchPlanner:
         )
 
     def restart_all(self) -> None:
-        """Send every running sequence back to the waiting queue, oldest first: their pages are no longer valid. Call
-        this only while nothing is in flight."""
+        """Send every running sequence back to the waiting queue, oldest first, because its pages are no longer valid.
+        Call this only while nothing is in flight."""
         for sequence in reversed(list(self.running)):
             self._release(sequence, register=False)
             self.waiting.appendleft(sequence)

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TILE = 16
-"""Queries (rows times query heads of a kv head) that read a shared prefix together. An attention tile has at least this
-many rows, whether they are used or not."""
+TILE = 16  # queries that read a shared prefix together (rows times query heads of a kv head): the smallest tile
 
 
 def min_split_tokens(pairs: int) -> int:
@@ -34,9 +32,7 @@ def splits_for(batch: int, kv_heads: int, longest: int, multiprocessors: int) ->
     return splits
 
 
-def fit_tiling(
-    block: int, stages: int, *, tile: int, head: int, itemsize: int, max_bytes: int
-) -> tuple[int, int]:  # fmt: skip
+def fit_tiling(block: int, stages: int, *, tile: int, head: int, itemsize: int, max_bytes: int) -> tuple[int, int]:
     """(keys of a block, stages) with which attention needs at most `max_bytes` of shared memory: stages are reduced
     first, down to two. The tile of queries keeps its size.
 

@@ -22,8 +22,7 @@ STOPS = 8  # upper limit for the stop tokens of a response that the device check
 
 class KVPool:
     """Keys and values of all layers in one tensor (layers, 2, pages + 1, kv_heads, page_size, head). The last page is
-    the scratch page. Kernels read the address from `base`, so a captured graph still works after the pool was freed and
-    allocated again elsewhere."""
+    the scratch page. Kernels read the address from `base`, so captured graphs survive a reallocation of the pool."""
 
     def __init__(
         self, *, layers: int, pages: int, page_size: int, kv_heads: int, head: int, dtype: torch.dtype, device: str
@@ -58,8 +57,7 @@ class DeviceState:
     """One row per slot (S). The last slot is the padding slot."""
 
     last: Tensor  # (S,) int32: the newest token, whose keys and values are not in the pool yet
-    length: Tensor
-    """(S,) int32: number of tokens whose keys and values are in the pool; also the index of `last` in the sequence."""
+    length: Tensor  # (S,) int32: tokens whose keys and values are in the pool; also the index of `last`
     left: Tensor  # (S,) int32: number of tokens that may still be generated; 0: the slot is inactive
     position: Tensor  # (S,) int32: index within the response of the next token
     seed: Tensor  # (S,) int64: the request's seed, as 64 bits
@@ -86,9 +84,8 @@ class DeviceState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """A prefill: chunks of several responses concatenated, T rows in total. Chunk n belongs to slot `slot[n]`, its rows
-    are `first[n]` to `first[n] + count[n] - 1` of the flat batch, and its first row is token `start[n]` of the
-    sequence."""
+    """A prefill: chunks of several responses concatenated, T rows in total. Chunk n belongs to slot `slot[n]`. It has
+    `count[n]` rows, starting at row `first[n]` of the flat batch; the first is token `start[n]` of the sequence."""
 
     slot: Tensor  # (N,) int32
     first: Tensor
@@ -107,6 +104,5 @@ class PrefixGroups:
     first: Tensor  # (G,) int32: first row of every group
     count: Tensor  # (G,) int32: number of rows; 0: an unused entry
     tokens: Tensor  # (G,) int32: length of the shared prefix in tokens, a multiple of the page size; 0: an unused entry
-    shared_tokens: Tensor
-    """(B,) int32: length in tokens of the prefix that a row shares with its group; 0: the row is in no group."""
+    shared_tokens: Tensor  # (B,) int32: tokens of the prefix that a row shares with its group; 0: it is in no group
     splits: int  # upper limit for the splits of a shared prefix

@@ -106,8 +106,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    pools: Iterator[tuple[Tensor, Tensor]]
-    """Keys and values, each (pages, page size, heads, size), for every attention of the model, in order."""
+    pools: Iterator[tuple[Tensor, Tensor]]  # keys and values of every attention: (pages, page size, heads, size) each
     slots: Tensor  # index in the cache for each row's own key and value: page * page size + offset
     blocks: Sequence[Block]  # all rows of the step, in order
 

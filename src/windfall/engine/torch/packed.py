@@ -29,8 +29,7 @@ class Packed:
 
     @staticmethod
     def pads(device: torch.device | str, dtype: torch.dtype) -> bool:
-        """Whether sequences are padded. Then memory and time grow with the number of sequences times the longest one;
-        otherwise with the number of tokens."""
+        """Whether sequences are padded: memory and time grow with sequences times the longest one, not with tokens."""
         return torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

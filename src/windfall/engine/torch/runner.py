@@ -59,13 +59,10 @@ class Runner:
         spans: list[RowSpan] = []
         # Sequences with the same number of rows are adjacent, longest context first: a block of rows is then a slice.
         order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
-        sampling: list[int] = []
-        for n in order:
-            r = rows[n]
+        for r in (rows[n] for n in order):
             spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.sequence.tokens[r.start : r.stop]
-            if r.samples:
-                sampling.append(n)
+        sampling = [n for n in order if rows[n].samples]
         ends = [s.first + s.count - 1 for s, n in zip(spans, order, strict=True) if rows[n].samples]
         logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
         sampled = dict(zip(sampling, self._sample(logits, [rows[n].sequence for n in sampling]), strict=True))

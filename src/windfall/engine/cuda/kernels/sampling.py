@@ -123,8 +123,7 @@ def _choose_token(
 def sample(
     logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
 ) -> None:
-    """Sample the next token of every active row, write it and its log-prob (inactive rows: -1 and 0), and update the
-    state. `truncate`: apply top-k and top-p."""
+    """See reference.py."""
     count, size = logits.shape
     if truncate:
         for i in range(0, count, _TRUNCATED_ROWS):

@@ -87,7 +87,7 @@ class Block:
     first: int
     pages: Tensor  # (S * P,) page numbers
     positions: Tensor  # (S, Q): the index of each row in its sequence
-    context: Tensor  # (P * page size,): 0, 1, 2,
+    context: Tensor  # (P * page size,): 0, 1, 2, ...
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, share: int, dtype: torch.dtype) -> Tensor:

@@ -61,7 +61,7 @@ def test_proof_depends_on_all_its_parts() -> None:
               ("token", "hello", "nur", b"ab", b"c"), ("token", "hello", "run", b"a", b"bc"),
               ("token", "hello", "run", b"abc"), ("token", "hellorun", "", b"ab", b"c")]  # fmt: skip
     for token, purpose, run, *nonces in others:
-        assert not auth.equal(proof, auth.proof(token, purpose, run, *nonces))
+        assert proof != auth.proof(token, purpose, run, *nonces)
     assert auth.weights_key("token") != "token"
     assert len({auth.nonce() for _ in range(100)}) == 100
 

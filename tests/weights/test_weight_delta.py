@@ -19,7 +19,7 @@ B = delta.BLOCK
 def described(*tensors: tuple[str, int]) -> Manifest:
     rows = [(f"t{i}", dtype, (n,), i) for i, (dtype, n) in enumerate(tensors)]
     entries, nbytes = manifest.layout(rows)
-    chunks = tuple(range(manifest.chunk_count(nbytes, 1 << 20)))
+    chunks = tuple(range(-(-nbytes // (1 << 20))))
     return manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=1 << 20, chunks=chunks)
 
 

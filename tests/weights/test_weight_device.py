@@ -33,7 +33,7 @@ def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, 
         if not e.nbytes:
             continue
         data[e.offset : e.offset + e.nbytes] = tensors[e.name].reshape(-1).view(torch.uint8).cpu().numpy()
-    chunks = tuple(range(manifest.chunk_count(nbytes, 1 << 20)))
+    chunks = tuple(range(-(-nbytes // (1 << 20))))
     made = manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=1 << 20, chunks=chunks)
     return made, data, {e: tensors[e.name] for e in entries}
 

@@ -23,14 +23,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    steps: int = 0
-    """Model steps since the start."""
-    rows: int = 0
-    """Tokens computed since the start, in prefill and decode."""
-    generated: int = 0
-    """Tokens generated since the start."""
-    reused_tokens: int = 0
-    """Tokens found in the prefix cache since the start."""
+    steps: int = 0  # model steps since the start
+    rows: int = 0  # tokens computed since the start, in prefill and decode
+    generated: int = 0  # tokens generated since the start
+    reused_tokens: int = 0  # tokens found in the prefix cache since the start
     preemptions: int = 0
-    waiting: int = 0
-    """Responses that wait for room now."""
+    waiting: int = 0  # responses that wait for room now

@@ -33,7 +33,7 @@ class Pages:
         self._key: list[Key | None] = [None] * count
         self._by_key: dict[Key, int] = {}
         self._unused = list(range(count - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free pages with a key; least recently freed first
+        self._cached: OrderedDict[int, Key] = OrderedDict()  # free pages with a key; least recently freed first
 
     @property
     def free(self) -> int:
@@ -44,8 +44,9 @@ class Pages:
         if self._unused:
             page = self._unused.pop()
         elif self._cached:
-            page, _ = self._cached.popitem(last=False)
-            self._drop_key(page)
+            page, key = self._cached.popitem(last=False)
+            del self._by_key[key]
+            self._key[page] = None
         else:
             return None
         self._references[page] = 1
@@ -72,10 +73,10 @@ class Pages:
         for page in reversed(list(pages)):
             self._references[page] -= 1
             if self._references[page] == 0:
-                if self._key[page] is None:
+                if (key := self._key[page]) is None:
                     self._unused.append(page)
                 else:
-                    self._cached[page] = None
+                    self._cached[page] = key
 
     def clear_cache(self) -> None:
         """Remove all keys, because new weights made the contents invalid. Held pages stay held."""
@@ -83,12 +84,6 @@ class Pages:
         self._cached.clear()
         self._by_key.clear()
         self._key = [None] * self.count
-
-    def _drop_key(self, page: int) -> None:
-        key = self._key[page]
-        if key is not None:
-            del self._by_key[key]
-            self._key[page] = None
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the rules above hold, given the pages of every live sequence."""

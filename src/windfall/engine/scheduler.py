@@ -27,11 +27,9 @@ class Sequence:
     request: Request
     tokens: list[int]
     generated: int = 0
-    computed: int = 0
-    """The first `computed` tokens have their keys and values in `pages`."""
+    computed: int = 0  # the first `computed` tokens have their keys and values in `pages`
     pages: list[int] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)
-    """Keys of the full pages that are registered so far."""
+    keys: list[Key] = field(default_factory=list)  # keys of the full pages that are registered so far
 
     @property
     def position(self) -> int:
@@ -63,7 +61,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a finished or cancelled sequence: its pages are free at once."""
+        """Remove a finished or canceled sequence: its pages are free at once."""
         if sequence in self.running:
             del self.running[sequence]
             self._release(sequence)
@@ -75,25 +73,14 @@ class Scheduler:
         rows: list[ScheduledRows] = []
         left = self.max_rows
         for sequence in list(self.running):
-            if left == 0:
-                break
-            if sequence not in self.running:  # an older sequence has just preempted it
-                continue
-            stop = min(len(sequence.tokens), sequence.computed + left)
-            if self._allocate(sequence, stop, may_preempt=True):
-                rows.append(self._rows(sequence, stop))
-                left -= stop - sequence.computed
-        while left > 0 and self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break
-            self.waiting.popleft()
+            if sequence in self.running:  # otherwise an older sequence has just preempted it
+                left -= self._add_rows(sequence, left, rows, may_preempt=True)
+        while left > 0 and self.waiting and len(self.running) < self.max_running and self._admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
             self.running[sequence] = None
-            stop = min(len(sequence.tokens), sequence.computed + left)
-            room = self._allocate(sequence, stop, may_preempt=False)
-            assert room, "a sequence was admitted without room for it"
-            rows.append(self._rows(sequence, stop))
-            left -= stop - sequence.computed
+            count = self._add_rows(sequence, left, rows, may_preempt=False)
+            assert count, "a sequence was admitted without room for it"
+            left -= count
         return rows
 
     def complete(self, rows: Iterable[ScheduledRows]) -> None:
@@ -146,16 +133,20 @@ class Scheduler:
                 return False
         return True
 
-    def _rows(self, sequence: Sequence, stop: int) -> ScheduledRows:
-        """The rows up to `stop`. Pages that they fill are registered now: a sibling admitted later in the same step may
-        use them, because every layer writes the keys and values of all rows before any row reads them."""
-        size = self.pages.size
+    def _add_rows(self, sequence: Sequence, most: int, rows: list[ScheduledRows], *, may_preempt: bool) -> int:
+        """Add at most `most` rows and return their number; 0 if there are no pages. Pages that they fill are registered
+        now: a sibling admitted later in the same step may use them, because every layer writes the keys and values of
+        all rows before any row reads them."""
+        size, stop = self.pages.size, min(len(sequence.tokens), sequence.computed + most)
+        if not most or not self._allocate(sequence, stop, may_preempt=may_preempt):
+            return 0
         while (len(sequence.keys) + 1) * size <= stop:
             n = len(sequence.keys)
             key = key_of(sequence.keys[-1] if n else ROOT, sequence.tokens[n * size : (n + 1) * size])
             self.pages.register(sequence.pages[n], key)
             sequence.keys.append(key)
-        return ScheduledRows(sequence, sequence.computed, stop, stop == len(sequence.tokens))
+        rows.append(ScheduledRows(sequence, sequence.computed, stop, stop == len(sequence.tokens)))
+        return stop - sequence.computed
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)

@@ -31,8 +31,7 @@ def clip(text: object) -> str:
 
 
 class Link(Protocol):
-    peer: str
-    """Address of the other end, for logs and errors."""
+    peer: str  # address of the other end, for logs and errors
 
     async def send(self, message: object) -> None:
         """Send a message. Waits while the peer does not read. Raises LinkClosed once the peer is gone."""

@@ -8,36 +8,29 @@ the disk.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+import msgspec
 
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.types import LOCAL
 
-MAX_LOGGED_PER_S = 5
-"""Refusals logged per second; further refusals are not logged."""
+MAX_LOGGED_PER_S = 5  # refusals logged per second; further refusals are not logged
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What the Welcome of every worker contains."""
 
     model: str
     engine: m.EngineSpec
     heartbeat_s: float
     stalled_s: float = 60.0
-
-
-@runtime_checkable
-class LimitedLink(Protocol):
-    """A link that is limited in time and bytes until its peer is authenticated. A link in memory has no such limits."""
-
-    def authenticated(self) -> object: ...
 
 
 class Gate:
@@ -47,12 +40,9 @@ class Gate:
         """Without a `trainer_secret`, no trainer is accepted."""
         self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
         self._trainer_secret = trainer_secret
-        self.terms: Terms | None = None
-        """None until a trainer has joined: the model is not known yet, and workers are asked to dial again later."""
-        self.workers = 0
-        """Workers connected now."""
-        self._logged_at: list[float] = []
-        """Times of the refusals logged within the last second (monotonic clock, seconds)."""
+        self.terms: Terms | None = None  # None until a trainer has joined: workers are asked to dial again later
+        self.workers = 0  # workers connected now
+        self._logged_at: list[float] = []  # times of the refusals logged within the last second (monotonic, s)
 
     async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
         """Authenticate a worker, and serve its link until it ends."""
@@ -71,22 +61,12 @@ class Gate:
         elif not 0 <= hello.lease.price_usd_per_h < math.inf:
             await self._refuse(link, f"invalid price: {hello.lease.price_usd_per_h} $ per hour")
         elif self.workers >= self.max_workers:
-            await self._refuse(
-                link, f"the run has its maximum of {self.max_workers} workers (fleet.max_workers)", again=True
-            )
+            why = f"the run has its maximum of {self.max_workers} workers (fleet.max_workers)"
+            await self._refuse(link, why, again=True)
         else:
             self.workers += 1
             try:
-                await link.send(
-                    m.Welcome(
-                        proof=proof,
-                        worker=hello.name,
-                        model=terms.model,
-                        engine=terms.engine,
-                        heartbeat_s=terms.heartbeat_s,
-                        stalled_s=terms.stalled_s,
-                    )
-                )
+                await link.send(m.Welcome(proof=proof, worker=hello.name, **msgspec.structs.asdict(terms)))
                 await serve(link, hello)
             finally:
                 self.workers -= 1
@@ -117,8 +97,8 @@ class Gate:
         except LinkClosed:
             pass
         else:
-            if isinstance(link, LimitedLink):
-                link.authenticated()
+            if lift_limits := getattr(link, "authenticated", None):  # a link in memory has no limits
+                lift_limits()
             return hello, proof
         return None, b""
 
@@ -126,11 +106,9 @@ class Gate:
         why = clip(why)
         if not again:
             self._log_refusal(link, why)
-        try:
+        with contextlib.suppress(LinkClosed, TimeoutError):
             async with asyncio.timeout(1.0):
                 await link.send(m.Refused(why=why, again=again))
-        except (LinkClosed, TimeoutError):
-            pass
         await link.close(why)
 
     def _log_refusal(self, link: Link, why: str) -> None:

@@ -14,6 +14,7 @@ The controller calls `challenge` (link/gate.py). The peers call `join` (worker/a
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,7 @@ from windfall.link import auth
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed, clip
 
-TIMEOUT_S = 10.0
-"""Seconds that each side waits for the other to complete the handshake."""
+TIMEOUT_S = 10.0  # seconds that each side waits for the other to complete the handshake
 SAME_VERSION = "install the same version of windfall on both"
 
 
@@ -49,8 +49,7 @@ class JoinRefused(LinkClosed):
     """The controller refused this peer, or this peer cannot join that controller; the text is the reason."""
 
     def __init__(self, why: str, *, again: bool) -> None:
-        self.again = again
-        """True if a later attempt may succeed."""
+        self.again = again  # True if a later attempt may succeed
         super().__init__(why)
 
 
@@ -78,7 +77,7 @@ async def challenge(link: Link, role: Role, run: str, secret: Callable[[Any], st
     if (
         not needed
         or len(hello.nonce) != auth.NONCE_BYTES
-        or not auth.equal(hello.proof, auth.proof(needed, role.hello_purpose, run, nonce, hello.nonce))
+        or not hmac.compare_digest(hello.proof, auth.proof(needed, role.hello_purpose, run, nonce, hello.nonce))
     ):
         raise PeerRefused("wrong token, or a proof for another challenge")
     return hello, auth.proof(needed, role.welcome_purpose, run, nonce, hello.nonce)
@@ -107,6 +106,6 @@ async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -
     if isinstance(answer, m.Refused):
         raise JoinRefused(clip(answer.why), again=answer.again)
     expected = auth.proof(secret, role.welcome_purpose, opening.run, opening.nonce, nonce)
-    if not isinstance(answer, role.welcome) or not auth.equal(answer.proof, expected):
+    if not isinstance(answer, role.welcome) or not hmac.compare_digest(answer.proof, expected):
         raise ControllerUnverified(f"{link.peer}: does not know the secret: it is not the controller of this run")
     return answer

@@ -24,12 +24,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+
+from windfall.errors import WindfallError
 
 AUTH_TIMEOUT_S = 20.0
 MAX_UNAUTHENTICATED = 256
-REQUEST_BYTES = 8 << 10
-"""Approximate size of an HTTP request with all its headers."""
+REQUEST_BYTES = 8 << 10  # approximate size of an HTTP request with all its headers
 LOG_INTERVAL_S = 60.0
 MAX_FILES = 1 << 20
 
@@ -43,35 +45,40 @@ class Listener:
         self, *, max_unauthenticated: int = MAX_UNAUTHENTICATED, auth_timeout_s: float = AUTH_TIMEOUT_S
     ) -> None:
         self.max_unauthenticated, self._auth_timeout_s = max_unauthenticated, auth_timeout_s
-        self._peers: dict[asyncio.BaseTransport, _UnauthenticatedPeer] = {}
-        """Unauthenticated peers, oldest connection first."""
+        self._peers: dict[asyncio.BaseTransport, _UnauthenticatedPeer] = {}  # oldest connection first
         self._server: asyncio.Server | None = None
 
-    async def listen(
-        self, make_protocol: Callable[[], Any], host: str, port: int, ssl: tls.SSLContext | None, backlog: int = 128
-    ) -> int:
-        """Listen, and return the port. `make_protocol` creates the handler of one connection, like a web.Server.
-        Raises OSError if the port is not available."""
+    async def serve(
+        self, app: web.Application, host: str, port: int, ssl: tls.SSLContext | None, fix: str, backlog: int = 128,
+        **options: Any,
+    ) -> tuple[web.AppRunner, int]:  # fmt: skip
+        """Serve `app` with a runner of these `options`. Returns runner and port, or raises WindfallError with `fix`."""
+        runner = web.AppRunner(app, access_log=None, logger=log, lingering_time=0.0, **options)
+        await runner.setup()
+        server: Any = runner.server
         loop = asyncio.get_running_loop()
         _limit_descriptor_errors(loop)
-        self._server = await loop.create_server(
-            lambda: _UnauthenticatedPeer(self, make_protocol()), host, port, ssl=ssl, backlog=backlog,
-            reuse_address=True, ssl_handshake_timeout=self._auth_timeout_s if ssl else None,
-        )  # fmt: skip
-        return self._server.sockets[0].getsockname()[1]
+        try:
+            self._server = await loop.create_server(
+                lambda: _UnauthenticatedPeer(self, server()), host, port, ssl=ssl, backlog=backlog,
+                reuse_address=True, ssl_handshake_timeout=self._auth_timeout_s if ssl else None,
+            )  # fmt: skip
+        except OSError as e:
+            await runner.cleanup()
+            raise WindfallError(f"cannot listen: {e.strerror or e}", where=f"{host}:{port}", fix=fix) from e
+        return runner, self._server.sockets[0].getsockname()[1]
 
     def authenticated(self, transport: asyncio.BaseTransport | None) -> None:
         """Lift the limits of this peer. Has no effect if they were lifted before, or if the peer is gone."""
         peer = self._peers.pop(transport, None) if transport else None
         if peer is not None:
-            peer.cancel_timeout()
+            peer.timeout.cancel()
             peer.transport.set_protocol(peer.inner)
 
     def limit_bytes(
         self, transport: asyncio.BaseTransport | None, max_bytes: int, exceeded: Callable[[], object]
     ) -> None:
-        """Accept `max_bytes` after the request until this peer is authenticated. Further bytes are dropped, and
-        `exceeded` is called."""
+        """Until this peer is authenticated, accept only `max_bytes` after the request, then call `exceeded`."""
         peer = self._peers.get(transport) if transport else None
         if peer is not None:
             peer.max_bytes, peer.exceeded = REQUEST_BYTES + max_bytes, exceeded
@@ -83,14 +90,14 @@ class Listener:
         if self._server is not None:
             self._server.close()
 
-    def add(self, peer: _UnauthenticatedPeer) -> Callable[[], None]:
-        """Register a new connection, and start its timeout. Returns a function that cancels the timeout."""
+    def add(self, peer: _UnauthenticatedPeer) -> asyncio.TimerHandle:
+        """Register a new connection, and start its timeout."""
         if len(self._peers) >= self.max_unauthenticated:
             busiest = Counter(p.address for p in self._peers.values()).most_common(1)[0][0]
             oldest = next(t for t, p in self._peers.items() if p.address == busiest)
-            self._peers.pop(oldest).abort()
+            self._peers.pop(oldest).transport.abort()
         self._peers[peer.transport] = peer
-        return asyncio.get_running_loop().call_later(self._auth_timeout_s, peer.abort).cancel
+        return asyncio.get_running_loop().call_later(self._auth_timeout_s, peer.transport.abort)
 
     def remove(self, peer: _UnauthenticatedPeer) -> None:
         self._peers.pop(peer.transport, None)
@@ -100,23 +107,22 @@ class _UnauthenticatedPeer(asyncio.Protocol):
     """Forwards everything to the inner protocol, and counts the bytes received."""
 
     transport: asyncio.Transport
+    timeout: asyncio.TimerHandle
 
     def __init__(self, listener: Listener, inner: Any) -> None:
         self.inner, self._listener = inner, listener
-        self.address = "?"
         self.received_bytes, self.max_bytes = 0, 1 << 62
         self.exceeded: Callable[[], object] = lambda: None
-        self.cancel_timeout: Callable[[], None] = lambda: None
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if peer else "?"
         self.inner.connection_made(transport)
-        self.cancel_timeout = self._listener.add(self)
+        self.timeout = self._listener.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.cancel_timeout()
+        self.timeout.cancel()
         self._listener.remove(self)
         self.inner.connection_lost(exc)
 
@@ -135,9 +141,6 @@ class _UnauthenticatedPeer(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.inner.resume_writing()
-
-    def abort(self) -> None:
-        self.transport.abort()
 
 
 def is_same_machine(peer: Any, own: Any) -> bool:
@@ -183,11 +186,8 @@ def _limit_descriptor_errors(loop: asyncio.AbstractEventLoop) -> None:
             if time.monotonic() - logged_s >= LOG_INTERVAL_S:
                 logged_s = time.monotonic()
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                log.error(
-                    "%s: connections wait. This process may open %d files; raise the limit with ulimit -n",
-                    error.strerror,
-                    limit,
-                )
+                fix = f"This process may open {limit} files; raise the limit with ulimit -n"
+                log.error("%s: connections wait. %s", error.strerror, fix)
         elif isinstance(error, ValueError) and "._start_serving(" in context.get("message", ""):
             pass  # asyncio retries, hundreds of times, after the port was closed
         elif previous is not None:

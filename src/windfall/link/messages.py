@@ -19,8 +19,7 @@ import msgspec
 from windfall.types import Finish, Lease, Sampling
 
 PROTOCOL = 4
-MAX_FRAME_BYTES = 8 << 20
-"""Size limit of a worker's frames: far above an engine step of thousands of responses."""
+MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
 
@@ -31,98 +30,68 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Challenge(Message, frozen=True, tag=1):
     """Controller to worker or trainer, first message on a link: prove that you know the secret (link/handshake.py)."""
 
-    protocol: int
-    """PROTOCOL of the controller."""
-    run: str
-    """Name of the run."""
-    nonce: bytes
-    """Random bytes that the peer's proof must cover."""
+    protocol: int  # PROTOCOL of the controller
+    run: str  # name of the run
+    nonce: bytes  # random bytes that the peer's proof must cover
 
 
 class Hello(Message, frozen=True, tag=2):
     """Worker to controller: the answer to Challenge."""
 
-    protocol: int
-    """PROTOCOL of the worker."""
-    nonce: bytes
-    """Random bytes that the controller's proof must cover."""
-    proof: bytes
-    """HMAC that shows that the worker knows the run's token."""
-    name: str
-    """Name of the worker, 1 to 64 printable characters."""
+    protocol: int  # PROTOCOL of the worker
+    nonce: bytes  # random bytes that the controller's proof must cover
+    proof: bytes  # HMAC that shows that the worker knows the run's token
+    name: str  # name of the worker, 1 to 64 printable characters
     lease: Lease = Lease()
-    model: str = ""
-    """Fingerprint of the model that the worker has built. Empty: none yet, it will build the run's."""
-    version: int = -1
-    """Version of the weights that the worker holds already; -1 if it has none."""
-    digest: str = ""
-    """Digest of these weights."""
-    age_s: float = 0.0
-    """Seconds that the worker's process has been running. It is billed from its start."""
+    model: str = ""  # Fingerprint of the model that the worker has built. Empty: none yet, it will build the run's.
+    version: int = -1  # version of the weights that the worker holds already; -1 if it has none
+    digest: str = ""  # digest of these weights
+    age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker needs to build the run's engine. Where a number is 0, the worker chooses it from its own memory."""
 
-    model_config: str
-    """The model's configuration as JSON. The weights are pulled separately."""
+    model_config: str  # The model's configuration as JSON. The weights are pulled separately.
     dtype: str
-    kv_tokens: int
-    """Capacity of the KV cache, in tokens."""
-    page_size: int
-    """Tokens in one page of the KV cache."""
-    max_running: int
-    """Limit of responses that are decoded at once."""
-    max_rows: int
-    """Limit of token rows in one forward pass."""
+    kv_tokens: int  # capacity of the KV cache, in tokens
+    page_size: int  # tokens in one page of the KV cache
+    max_running: int  # limit of responses that are decoded at once
+    max_rows: int  # limit of token rows in one forward pass
     deterministic: bool
-    longest: int
-    """Tokens of the longest possible sequence, prompt and response together."""
-    wanted: int
-    """Responses of one training step. No worker needs room for more."""
-    checked: tuple[str, ...] = ()
-    """Self-tests of this model that passed on the trainer; see selftest/verdict.py."""
+    longest: int  # tokens of the longest possible sequence, prompt and response together
+    wanted: int  # Responses of one training step. No worker needs room for more.
+    checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see selftest/verdict.py
 
 
 class Welcome(Message, frozen=True, tag=3):
     """Controller to worker: the worker has joined the run."""
 
-    proof: bytes
-    """HMAC that shows that the controller knows the run's token."""
-    worker: str
-    """The controller's name for this worker."""
-    model: str
-    """Fingerprint of the run's model."""
+    proof: bytes  # HMAC that shows that the controller knows the run's token
+    worker: str  # the controller's name for this worker
+    model: str  # fingerprint of the run's model
     engine: EngineSpec
-    heartbeat_s: float
-    """Seconds between two Stats."""
-    stalled_s: float = 60.0
-    """Seconds without an engine step, despite work, after which the engine counts as stuck and the worker exits."""
+    heartbeat_s: float  # seconds between two Stats
+    stalled_s: float = 60.0  # seconds without an engine step, despite work, after which the worker exits as stuck
 
 
 class Refused(Message, frozen=True, tag=4):
     """Controller to worker or trainer, before it closes the link: this peer may not join."""
 
     why: str
-    again: bool = False
-    """True if a later attempt may succeed."""
+    again: bool = False  # True if a later attempt may succeed
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One response to generate, or to continue."""
 
     handle: int
-    prompt: bytes
-    """Prompt and the tokens generated so far: consecutive uint32."""
-    position: int
-    """Position in the response of the first token to generate."""
-    seed: int
-    """Sampling is a function of the seed, the position and the logits."""
-    max_tokens: int
-    """Tokens to generate at most, from `position` on."""
+    prompt: bytes  # prompt and the tokens generated so far: consecutive uint32
+    position: int  # position in the response of the first token to generate
+    seed: int  # sampling is a function of the seed, the position and the logits
+    max_tokens: int  # tokens to generate at most, from `position` on
     sampling: Sampling
-    stop: tuple[int, ...]
-    """Token ids that end the response."""
+    stop: tuple[int, ...]  # token ids that end the response
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -141,10 +110,8 @@ class Load(Message, frozen=True, tag=7):
     """Controller to worker, for a new version: pull these weights and load them into the engine."""
 
     version: int
-    digest: str
-    """Digest that the pulled weights must have."""
-    url: str
-    """Address of the weight server. The host `_` stands for the controller's host, as the worker reaches it."""
+    digest: str  # digest that the pulled weights must have
+    url: str  # Address of the weight server. The host `_` stands for the controller's host, as the worker reaches it.
 
 
 class Pause(Message, frozen=True, tag=8):
@@ -179,35 +146,25 @@ class Tokens(Message, frozen=True, tag=11):
     Response `handles[i]` got `counts[i]` tokens, the first of them at `positions[i]`. Empty `counts`: one token each.
     """
 
-    version: int
-    """Version of the weights that generated the tokens."""
+    version: int  # version of the weights that generated the tokens
     handles: tuple[int, ...]
     positions: tuple[int, ...]
     counts: tuple[int, ...]
-    tokens: bytes
-    """Token ids of all responses, in the order of `handles`: consecutive uint32."""
-    logprobs: bytes
-    """Log-probs of these tokens: consecutive float32."""
-    finished: dict[int, Finish]
-    """Finish reasons of the responses that ended, by index in `handles`."""
+    tokens: bytes  # token ids of all responses, in the order of `handles`: consecutive uint32
+    logprobs: bytes  # log-probs of these tokens: consecutive float32
+    finished: dict[int, Finish]  # finish reasons of the responses that ended, by index in `handles`
 
 
 class LoadTimes(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Where the time until Loaded was spent. Parts overlap, so their sum exceeds the total. All but the last two belong
     to the start of the process, and are 0 from the worker's second version on."""
 
-    age_s: float = 0.0
-    """Seconds that the worker's process has been running."""
-    import_s: float = 0.0
-    """Seconds until the libraries were imported and the device was found."""
-    build_s: float = 0.0
-    """Seconds to build the engine, without weights."""
-    warm_s: float = 0.0
-    """Seconds to load or compile kernels and to capture graphs."""
-    pull_s: float = 0.0
-    """Seconds to pull and verify the weights."""
-    swap_s: float = 0.0
-    """Seconds to copy the weights into the engine."""
+    age_s: float = 0.0  # seconds that the worker's process has been running
+    import_s: float = 0.0  # seconds until the libraries were imported and the device was found
+    build_s: float = 0.0  # seconds to build the engine, without weights
+    warm_s: float = 0.0  # seconds to load or compile kernels and to capture graphs
+    pull_s: float = 0.0  # seconds to pull and verify the weights
+    swap_s: float = 0.0  # seconds to copy the weights into the engine
 
 
 class Loaded(Message, frozen=True, tag=12):
@@ -215,15 +172,11 @@ class Loaded(Message, frozen=True, tag=12):
 
     version: int
     digest: str
-    slots: int
-    """Responses that the worker can run at once."""
-    s: float
-    """Seconds that the load took. The first one may include building the engine."""
-    pulled_bytes: int
-    """Bytes received for this version."""
+    slots: int  # responses that the worker can run at once
+    s: float  # Seconds that the load took. The first one may include building the engine.
+    pulled_bytes: int  # bytes received for this version
     parts: LoadTimes = LoadTimes()
-    longest: int = 0
-    """Tokens of the longest sequence that the engine has room for, prompt and response together; 0 if unknown."""
+    longest: int = 0  # tokens of the longest sequence, prompt included, that fits into the engine; 0 if unknown
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -243,42 +196,30 @@ class Rejected(Message, frozen=True, tag=14):
 class Notice(Message, frozen=True, tag=15):
     """Worker to controller: the worker's machine will be preempted."""
 
-    source: str
-    """The cloud or signal that gave the notice."""
-    left_s: float | None
-    """Seconds until the machine is taken; None if unknown."""
+    source: str  # the cloud or signal that gave the notice
+    left_s: float | None  # seconds until the machine is taken; None if unknown
     detail: str = ""
 
 
 class Stats(Message, frozen=True, tag=16):
     """Worker to controller, every `heartbeat_s`: the heartbeat. Counters start with the process."""
 
-    running: int
-    """Responses assigned to the engine and not finished."""
-    made: int
-    """Tokens generated."""
-    steps: int
-    """Engine steps."""
-    idle_s: float
-    """Seconds since the last engine step while the engine has work; 0 while it has none."""
-    preemptions: int = 0
-    """Responses that the engine evicted from its KV cache and must prefill again."""
-    reused_tokens: int = 0
-    """Tokens that were not prefilled because the prefix cache had them."""
-    waiting: int = 0
-    """Part of `running` for which the engine has no room at present."""
-    loading: Literal["", "pull", "build", "swap"] = ""
-    """What the load of a version waits for: its bytes, the engine being built, or the engine taking the weights."""
-    pulled_bytes: int = 0
-    """Bytes of weights received. A pull during which this does not grow is stuck."""
+    running: int  # responses assigned to the engine and not finished
+    made: int  # tokens generated
+    steps: int  # engine steps
+    idle_s: float  # seconds since the last engine step while the engine has work; 0 while it has none
+    preemptions: int = 0  # responses that the engine evicted from its KV cache and must prefill again
+    reused_tokens: int = 0  # tokens that were not prefilled because the prefix cache had them
+    waiting: int = 0  # part of `running` for which the engine has no room at present
+    loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap
+    pulled_bytes: int = 0  # Bytes of weights received. A pull during which this does not grow is stuck.
 
 
 class Left(Message, frozen=True, tag=17):
     """Worker to controller, last message on a link: the worker exits."""
 
     why: str
-    refused: bool = False
-    """True if this worker cannot run the model, and could not if it were restarted."""
+    refused: bool = False  # True if this worker cannot run the model, and could not if it were restarted
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -295,39 +236,25 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class TrainerHello(Message, frozen=True, tag=18):
     """Trainer to controller: the answer to Challenge."""
 
-    protocol: int
-    """PROTOCOL of the trainer."""
-    nonce: bytes
-    """Random bytes that the controller's proof must cover."""
-    proof: bytes
-    """HMAC that shows that the trainer knows its secret."""
-    step: int
-    """Steps completed."""
-    next_task: int
-    """Index of the first task that was not drawn yet."""
-    micro_tokens: int
-    """Tokens in one forward and backward pass."""
-    model: str
-    """Fingerprint of the model."""
-    engine: EngineSpec
-    """The engine that workers must build."""
-    version: int
-    """Version of the published weights."""
-    digest: str
-    """Digest of the published weights."""
-    url: str
-    """Address of the weight server; the host `_` stands for the controller's host."""
-    facts: dict[str, int | float | str | bool]
-    """Fields for the event log: parameters, device, dtype, and derived settings."""
-    open_tasks: tuple[int, ...] = ()
-    """Tasks before `next_task` that were drawn but not trained on."""
+    protocol: int  # PROTOCOL of the trainer
+    nonce: bytes  # random bytes that the controller's proof must cover
+    proof: bytes  # HMAC that shows that the trainer knows its secret
+    step: int  # steps completed
+    next_task: int  # index of the first task that was not drawn yet
+    micro_tokens: int  # tokens in one forward and backward pass
+    model: str  # fingerprint of the model
+    engine: EngineSpec  # the engine that workers must build
+    version: int  # version of the published weights
+    digest: str  # digest of the published weights
+    url: str  # address of the weight server; the host `_` stands for the controller's host
+    facts: dict[str, int | float | str | bool]  # for the event log: parameters, device, dtype, derived settings
+    open_tasks: tuple[int, ...] = ()  # tasks before `next_task` that were drawn but not trained on
 
 
 class TrainerWelcome(Message, frozen=True, tag=31):
     """Controller to trainer: the trainer has joined the run."""
 
-    proof: bytes
-    """HMAC that shows that this is the run's controller, not another process that took over its port."""
+    proof: bytes  # HMAC that shows that this is the run's controller, not another process that took over its port
 
 
 class Prepare(Message, frozen=True, tag=19):
@@ -339,8 +266,7 @@ class Prepare(Message, frozen=True, tag=19):
 class Prepared(Message, frozen=True, tag=20):
     """Trainer to controller: the answer to Prepare."""
 
-    old: tuple[bytes, ...]
-    """Old log-probs of each sample: float64."""
+    old: tuple[bytes, ...]  # old log-probs of each sample: float64
 
 
 class Accumulate(Message, frozen=True, tag=21):
@@ -352,32 +278,24 @@ class Accumulate(Message, frozen=True, tag=21):
 class Done(Message, frozen=True, tag=22):
     """Trainer to controller: the answer to Accumulate."""
 
-    s: float
-    """Seconds that it took."""
+    s: float  # seconds that it took
 
 
 class Update(Message, frozen=True, tag=23):
     """Controller to trainer: make one optimizer update with the accumulated gradient."""
 
-    step: int | None
-    """Set on the last update of a step: the resulting weights are published as this version."""
-    next_task: int | None
-    """Set on the last update of a step: index of the first task that was not drawn yet."""
-    open_tasks: tuple[int, ...] = ()
-    """Set on the last update of a step: tasks before `next_task` that were drawn but not trained on."""
+    step: int | None  # set on the last update of a step: the resulting weights are published as this version
+    next_task: int | None  # set on the last update of a step: index of the first task that was not drawn yet
+    open_tasks: tuple[int, ...] = ()  # set with `next_task`: tasks before it that were drawn but not trained on
 
 
 class Updated(Message, frozen=True, tag=24):
     """Trainer to controller: the answer to Update."""
 
-    report: dict[str, float | int | str]
-    """Fields of a train.base.Report."""
-    version: int
-    """Version of the published weights."""
-    digest: str
-    """Digest of the published weights."""
-    s: float
-    """Seconds that it took."""
+    report: dict[str, float | int | str]  # fields of a train.base.Report
+    version: int  # version of the published weights
+    digest: str  # digest of the published weights
+    s: float  # seconds that it took
 
 
 class Save(Message, frozen=True, tag=25):
@@ -394,8 +312,7 @@ class Failed(Message, frozen=True, tag=27):
     """Trainer to controller: the requested work raised an error. The trainer's process ends after this message."""
 
     error: str
-    final: bool = False
-    """True if a person must fix the cause: another trainer would fail in the same way."""
+    final: bool = False  # True if a person must fix the cause: another trainer would fail in the same way
 
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
@@ -403,8 +320,7 @@ ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pa
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
 ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
 
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def columns(frame: Tokens) -> tuple[array[int], array[float]]:

@@ -18,14 +18,12 @@ import aiohttp
 import msgspec
 from aiohttp import WebSocketError, WSMsgType, web
 
-from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.link.base import BadFrame, FrameTooLarge, LinkClosed, clip
 from windfall.link.messages import MAX_FRAME_BYTES, encode
 
 Handler = Callable[["SocketLink"], Awaitable[None]]
-UNAUTHENTICATED_BYTES = 64 << 10
-"""Bytes accepted from a peer before it has authenticated, all frames together."""
+UNAUTHENTICATED_BYTES = 64 << 10  # bytes accepted from a peer before it has authenticated, all frames together
 
 
 class SocketLink:
@@ -39,14 +37,12 @@ class SocketLink:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         authenticated: Callable[[], object] = lambda: None,
     ) -> None:
-        """`receives` is the union of the messages that may arrive; `drop` closes the connection without a handshake;
-        `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of an unauthenticated
-        peer."""
+        """`receives`: the union of the messages that may arrive; `drop` closes the connection without a handshake;
+        `max_frame_bytes` limits frames in both directions; `authenticated` lifts the limits of a new peer."""
         self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
-        self._limit_closing: asyncio.Future[Any] | None = None
-        """Set once the byte limit was exceeded: the close in progress."""
+        self._limit_closing: asyncio.Future[Any] | None = None  # the close, once the byte limit was exceeded
 
     def limit_exceeded(self) -> None:
         """Close the link: the peer has sent more than an unauthenticated peer may."""
@@ -91,28 +87,21 @@ class SocketLink:
         raise BadFrame(f"{self.peer}: received a {frame.type.name} frame, expected a binary one")
 
     async def close(self, why: str = "") -> None:
-        # A closing handshake with a frozen peer would wait for ever, and its answer is not needed.
-        try:
+        # A closing handshake with a frozen peer would wait forever, and its answer is not needed.
+        with contextlib.suppress(TimeoutError, ConnectionError, RuntimeError):
             async with asyncio.timeout(1.0):
                 await self._socket.close(message=why.encode()[:120].decode(errors="ignore").encode())
-        except (TimeoutError, ConnectionError, RuntimeError):
-            pass
         self._drop()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    receives: Any
-    """Union of the messages that may arrive."""
+    receives: Any  # union of the messages that may arrive
     max_frame_bytes: int
-    handler: Handler
-    """Serves one link; the link is closed when it returns."""
-    heartbeat_s: float | None = None
-    """Seconds between pings; a peer that does not answer is dropped. None: the peers send heartbeats themselves."""
+    handler: Handler  # serves one link; the link is closed when it returns
+    heartbeat_s: float | None = None  # seconds between pings that a peer must answer; None: peers send heartbeats
     unauthenticated_bytes: int = UNAUTHENTICATED_BYTES
-    """Bytes accepted from a peer before it has authenticated, all frames together."""
-    same_machine_only: bool = False
-    """Accept only connections from this machine."""
+    same_machine_only: bool = False  # accept only connections from this machine
 
 
 class Port:
@@ -135,19 +124,9 @@ class Port:
         app = web.Application(client_max_size=1024)
         for path in self._routes:
             app.router.add_get(path, self._accept)
-        self._runner = web.AppRunner(
-            app, access_log=None, logger=listener.log, shutdown_timeout=1.0, handle_signals=False, lingering_time=0.0
-        )
-        await self._runner.setup()
-        assert self._runner.server is not None, "set up"
-        try:
-            self.port = await self._listener.listen(self._runner.server, self.host, self.port, self._ssl)
-        except OSError as e:
-            await self._runner.cleanup()
-            raise WindfallError(
-                f"cannot listen: {e.strerror or e}", where=f"{self.host}:{self.port}",
-                fix="Set fleet.host and fleet.port, or stop the process that uses the port.",
-            ) from e  # fmt: skip
+        fix = "Set fleet.host and fleet.port, or stop the process that uses the port."
+        options = {"shutdown_timeout": 1.0, "handle_signals": False}
+        self._runner, self.port = await self._listener.serve(app, self.host, self.port, self._ssl, fix, **options)
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
         route = self._routes[request.path]
@@ -157,7 +136,8 @@ class Port:
         if not socket.can_prepare(request):
             return web.Response(status=426, text="this port accepts only WebSockets: windfall worker --join URL\n")
         transport = request.transport
-        if route.same_machine_only and not (transport and _is_same_machine(transport)):
+        ends = (request.get_extra_info("peername"), request.get_extra_info("sockname"))
+        if route.same_machine_only and not listener.is_same_machine(*ends):
             return web.Response(status=403, text="this path accepts only processes on this machine\n")
         await socket.prepare(request)
         drop = transport.abort if transport else lambda: None
@@ -168,9 +148,8 @@ class Port:
         self._listener.limit_bytes(transport, route.unauthenticated_bytes, link.limit_exceeded)
         self._links.add(link)
         try:
-            await route.handler(link)
-        except LinkClosed:
-            pass
+            with contextlib.suppress(LinkClosed):
+                await route.handler(link)
         finally:
             self._links.discard(link)
             await link.close()
@@ -214,10 +193,6 @@ class Dialer:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-
-
-def _is_same_machine(transport: asyncio.BaseTransport) -> bool:
-    return listener.is_same_machine(transport.get_extra_info("peername"), transport.get_extra_info("sockname"))
 
 
 def _shut_down(raw: Any) -> None:

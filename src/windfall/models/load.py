@@ -78,10 +78,7 @@ def load(name: str, *, dtype: str, device: str) -> Any:
 def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
     """Raise WindfallError for weights that are missing from the files or have another shape: transformers would give
     them random values. It does not count tied weights and computed buffers as missing."""
-    fix = (
-        "Does config.json belong to these weights? Copy or download the folder again, or save the whole model again "
-        "with save_pretrained."
-    )
+    fix = "Does config.json belong to these weights? Download the folder again, or repeat save_pretrained."
     wrong = [
         f"{name} ({list(found)} in the file, {list(wanted)} by config.json)"
         for name, found, wanted in sorted(loaded["mismatched_keys"])
@@ -134,8 +131,7 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """Convert a GGUF file to Hugging Face format. transformers does not save a model that was loaded from a GGUF, so
-    its tensors are copied into a new model."""
+    """Convert to Hugging Face format, with a new model: transformers does not save one that was loaded from a GGUF."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -1,5 +1,4 @@
-"""Converts an environment's text to token ids and back: with the tokenizer's chat template if it has one, otherwise as
-plain text."""
+"""Converts an environment's text to token ids and back: with the tokenizer's chat template, or else as plain text."""
 
 from __future__ import annotations
 
@@ -23,21 +22,15 @@ class Text:
 
     def prompt(self, prompt: Prompt) -> tuple[int, ...]:
         """The ids of a task's prompt, up to the start of the policy's answer. A plain string is one user message."""
-        if not isinstance(prompt, str):
-            if not self._chat:
-                raise WindfallError(
-                    "a prompt is a list of messages, but the model's tokenizer has no chat template",
-                    where="env",
-                    fix="Use a model with a chat template, or make every prompt a string.",
-                )
-            return self._encode(self._render(prompt))
-        if not self._chat:
+        if self._chat:
+            return self._encode(self._render([_message("user", prompt)] if isinstance(prompt, str) else prompt))
+        if isinstance(prompt, str):
             return tuple(self._tokenizer.encode(prompt))
-        return self._encode(self._render([_message("user", prompt)]))
+        what = "a prompt is a list of messages, but the model's tokenizer has no chat template"
+        raise WindfallError(what, where="env", fix="Use a model with a chat template, or make every prompt a string.")
 
     def observation(self, text: str) -> tuple[int, ...]:
-        """The ids after a turn that ended with a stop token: the environment's text, then the start of the next
-        turn."""
+        """The ids after a turn that ended with a stop token: the environment's text and the start of the next turn."""
         if not self._chat:
             return self._encode(text)
         rendered = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", text)])
@@ -49,15 +42,13 @@ class Text:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        copies = [dict(message) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            return self._tokenizer.apply_chat_template(copies, tokenize=False, add_generation_prompt=True)
         except TemplateError as e:
+            what = f"the chat template cannot render these messages: {e}"
             roles = ", ".join(message["role"] for message in messages)
-            raise WindfallError(
-                f"the chat template cannot render these messages: {e}", where="env", fix=f"The roles were: {roles}."
-            ) from e
+            raise WindfallError(what, where="env", fix=f"The roles were: {roles}.") from e
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

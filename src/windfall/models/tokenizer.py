@@ -66,32 +66,21 @@ class Tokenizer:
         assert not tokenize, "not supported: render first, then encode"
         if self._template is None:
             raise WindfallError("this tokenizer has no chat template", where=self._where, fix="Encode plain text.")
+        given = {"messages": list(messages), "tools": None, "documents": None, **self._specials}
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._specials,
-            )
+            return self._template.render(given, add_generation_prompt=add_generation_prompt)
         except _TEMPLATE_ERRORS as e:
-            raise WindfallError(
-                f"the chat template cannot render these messages: {e}",
-                where=self._where,
-                fix=f"The roles were: {', '.join(str(m.get('role')) for m in messages) or 'none'}.",
-            ) from e
+            what = f"the chat template cannot render these messages: {e}"
+            roles = ", ".join(str(m.get("role")) for m in messages) or "none"
+            raise WindfallError(what, where=self._where, fix=f"The roles were: {roles}.") from e
 
 
 def load(folder: Path) -> Tokenizer:
     """The tokenizer of a model's folder. Raises WindfallError with the file's name if it cannot be loaded."""
-    folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise WindfallError(
-            "no tokenizer.json in this folder",
-            where=str(folder),
-            fix="Create one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER).",
-        )
+        fix = "Create one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        raise WindfallError("no tokenizer.json in this folder", where=str(folder), fix=fix)
     try:
         backend = Backend.from_file(str(file))
     except Exception as e:  # the package raises no more specific error for a file that it cannot read
@@ -113,7 +102,7 @@ def load(folder: Path) -> Tokenizer:
 
 def stop_ids(folder: Path) -> list[int]:
     """The ids of the stop tokens in generation_config.json; empty if it has none."""
-    file = Path(folder) / "generation_config.json"
+    file = folder / "generation_config.json"
     stops = _json(file).get("eos_token_id")
     ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(type(i) is int and i >= 0 for i in ids):
@@ -142,8 +131,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any], where: str) -> tuple[dict[str, str], list[str]]:
-    """The named special tokens, which templates can use, and those without a name. A model may have more than the usual
-    seven names."""
+    """The named special tokens, which templates can use, and those without a name. A model may have its own names."""
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and isinstance(v, str))}
     if isinstance(more, dict):
@@ -164,8 +152,7 @@ def _content(name: str, token: Any, where: str) -> str:
 
 
 def _add_missing(backend: Backend, listed: Mapping[str, Any], specials: Sequence[str], where: str) -> None:
-    """Add the listed tokens in the order of their ids, then the missing special tokens by name. A token that is new to
-    the vocabulary gets the next free id."""
+    """Add the listed tokens in the order of their ids, then the missing special tokens. New tokens get the next ids."""
     try:
         fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
         tokens = [
@@ -218,11 +205,8 @@ def _compile(template: str, where: str) -> Template:
     try:
         return env.from_string(template)
     except TemplateSyntaxError as e:
-        raise WindfallError(
-            f"the chat template is not valid: line {e.lineno}: {e.message}",
-            where=where,
-            fix="Write a valid template into chat_template.jinja.",
-        ) from e
+        what = f"the chat template is not valid: line {e.lineno}: {e.message}"
+        raise WindfallError(what, where=where, fix="Write a valid template into chat_template.jinja.") from e
 
 
 def _tojson(

@@ -1,5 +1,4 @@
-"""Measures how far engine and trainer differ from transformers' own forward and backward pass on a small model. It
-decides nothing: see judge.py."""
+"""Measures how far engine and trainer differ from transformers on a small model. judge.py decides what is too far."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from windfall.train.logprobs import Learner
 from windfall.train.sample import Sample
 from windfall.types import Request, Sampling
 
-EngineFactory = Callable[..., Any]
-"""Builds an engine from (model, kv_tokens, page_size, max_running, max_rows)."""
+EngineFactory = Callable[..., Any]  # builds an engine from (model, kv_tokens, page_size, max_running, max_rows)
 TEMPERATURE = 0.8
 
 
@@ -30,14 +28,12 @@ class Difference:
     """The largest difference from transformers in one comparison."""
 
     size: float
-    where: str
-    """The request or the weight that has this difference."""
+    where: str  # the request or the weight that has this difference
 
 
 def engine_difference(small: SmallModel, make: EngineFactory, *, longest: int, limit: float = math.inf) -> Difference:
-    """The largest difference of the log-probs of sampled tokens, in nats. It covers chunked prefill, decoding beyond
-    any window, siblings on shared pages, a response alone, one that is cut and resumed, and preempted responses. Stops
-    at the first difference above `limit`."""
+    """The largest difference of the log-probs of sampled tokens, in nats, or the first above `limit`. It covers chunked
+    prefill, decoding beyond any window, siblings on shared pages, a lone response, resuming, and preemption."""
     largest = Difference(size=0.0, where="nothing")
     for difference in _engine_differences(small, make, longest):
         largest = max(largest, difference, key=lambda d: d.size)

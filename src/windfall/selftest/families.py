@@ -1,5 +1,4 @@
-"""The architectures of transformers that windfall might run, each as a configuration, for the table in
-docs/models.md."""
+"""The architectures of transformers that windfall might run, as configurations, for the table in docs/models.md."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _judge(
             raise WindfallError(f"{what}: {error}", where="model.path", fix=FIX) from e
         if not measured.refused:
             if keep:
-                _cached[json.dumps(config.to_dict(), sort_keys=True, default=str), longest, device, seed] = small
+                _cached[_key(config, longest, device, seed)] = small
             return measured
         first = first or measured
         if determinism.neighbor_dependence(small) is None:
@@ -108,12 +108,14 @@ def _judge(
 
 
 def _small_model(config: Any, names: list[str] | None, longest: int, device: str, seed: int) -> SmallModel:
-    """The small model of the trainer's test is cached only for the engine's test, which comes next: building it takes
-    half the time of a test."""
-    key = (json.dumps(config.to_dict(), sort_keys=True, default=str), longest, device, seed)
-    cached = _cached.pop(key, None)
+    """The trainer's test leaves its small model to the engine's, which is next: building it takes half the time."""
+    cached = _cached.pop(_key(config, longest, device, seed), None)
     _cached.clear()
     return cached or build_small_model(config, names, longest=longest, device=device, seed=seed)
+
+
+def _key(config: Any, *rest: Any) -> Any:
+    return json.dumps(config.to_dict(), sort_keys=True, default=str), *rest
 
 
 def _name(config: Any) -> str:

@@ -20,10 +20,8 @@ from itertools import pairwise
 from typing import Any
 
 VOCABULARY = 128
-WINDOW = 20
-"""Tokens. The sequences of the test are longer, so a missing window is noticed."""
-ROPE_CHANGE = 24
-"""Length in tokens at which a length-dependent rotary embedding changes in the test, if it changes within the run."""
+WINDOW = 20  # Tokens. The sequences of the test are longer, so a missing window is noticed.
+ROPE_CHANGE = 24  # tokens after which a rotary embedding changes in the test, if it changes within the run
 WIDTH, RANK, HIDDEN = 48, 16, 64
 DEPTHS = (4, 6, 8, 12, 16)
 LEVELS: tuple[frozenset[str], ...] = (
@@ -63,7 +61,7 @@ def _shrink_fields(fields: dict[str, Any], config: Any, what: frozenset[str], de
             fields[name] = _shrink_fields(value, inner, what, depth, longest)
     if "heads" in what:
         _heads(fields, getattr(config, "attribute_map", {}), 4 if "more heads" in what else 2)
-    layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
+    layers = _layers(fields)
     for name, value in fields.items():
         fields[name] = _size(name, value, what)
     if "experts" in what:
@@ -120,11 +118,15 @@ def _experts(fields: dict[str, Any]) -> None:
 
 def _covers(fields: dict[str, Any], depth: int) -> bool:
     """Whether the first `depth` layers include every value of every list with one entry per layer."""
-    layers = next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
+    layers = _layers(fields)
     if layers is None:
         return all(_covers(v, depth) for v in fields.values() if isinstance(v, dict))
     lists = [v for v in fields.values() if isinstance(v, list) and len(v) == layers and not _indices(v)]
     return all({str(x) for x in v} == {str(x) for x in v[:depth]} for v in lists)
+
+
+def _layers(fields: dict[str, Any]) -> int | None:
+    return next((v for n, v in fields.items() if _DEPTH.match(n) and isinstance(v, int)), None)
 
 
 def _indices(value: list[Any]) -> bool:
@@ -146,13 +148,10 @@ def _shrink_depth(fields: dict[str, Any], layers: int, depth: int) -> None:
 
 def _move_rope_change(fields: dict[str, Any], longest: int) -> None:
     """Let a rotary embedding that changes at some length change within the test, if it changes within the run."""
-    rope = fields.get("rope_parameters")
-    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
-    for one in (k for k in kinds if isinstance(k, dict) and k.get("rope_type") == "longrope"):
-        before = one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-        if not before or longest <= before:
+    for rope, before in _changing_ropes(fields):
+        if longest <= before:
             continue
-        one["original_max_position_embeddings"] = ROPE_CHANGE
+        rope["original_max_position_embeddings"] = ROPE_CHANGE
         if fields.get("original_max_position_embeddings"):
             fields["original_max_position_embeddings"] = ROPE_CHANGE
         if fields.get("max_position_embeddings"):
@@ -161,21 +160,22 @@ def _move_rope_change(fields: dict[str, Any], longest: int) -> None:
 
 def fixed_rope_tokens(fields: Mapping[str, Any]) -> int | None:
     """Number of tokens up to which the rotary embedding is constant; None if it never changes."""
-    rope = fields.get("rope_parameters")
-    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []
-    found = [
-        one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
-        for one in kinds
-        if isinstance(one, dict) and one.get("rope_type") == "longrope"
-    ]
-    return min((f for f in found if f), default=None)
+    return min((before for _, before in _changing_ropes(fields)), default=None)
 
 
 def rope_changes_within(fields: Mapping[str, Any], longest: int) -> bool:
     """Whether a rotary embedding changes within `longest` tokens."""
-    after = copy.deepcopy(dict(fields))
-    _move_rope_change(after, longest)
-    return after != fields
+    return any(longest > before for _, before in _changing_ropes(fields))
+
+
+def _changing_ropes(fields: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
+    """The parameters of each rotary embedding that changes with the length, and the tokens before it changes."""
+    rope = fields.get("rope_parameters")
+    for one in [rope, *rope.values()] if isinstance(rope, dict) else []:
+        if isinstance(one, dict) and one.get("rope_type") == "longrope":
+            before = one.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+            if before:
+                yield one, before
 
 
 def same_weight_kinds(names: Iterable[str], others: Iterable[str]) -> bool:

@@ -19,12 +19,9 @@ from windfall.engine.torch import attention
 from windfall.errors import WindfallError
 from windfall.selftest import shrink
 
-MAX_PARAMETERS = 80_000_000
-"""Upper limit for the parameters of the small model: the test should take seconds and little memory."""
-MAX_FORWARD_S = 5.0
-"""Upper limit for the seconds of one forward pass of the small model: the test runs about fifty."""
-LOGIT_STD = 4.0
-"""Standard deviation of the logits."""
+MAX_PARAMETERS = 80_000_000  # upper limit for the small model: the test should take seconds and little memory
+MAX_FORWARD_S = 5.0  # upper limit for the seconds of one forward pass of the small model: the test runs about fifty
+LOGIT_STD = 4.0  # standard deviation of the logits
 
 
 class SmallModel:
@@ -99,21 +96,18 @@ def _randomize(model: Any, seed: int) -> None:
         began_s = time.monotonic()
         std = float(model(input_ids=ids, use_cache=False).logits.float().std())
         if time.monotonic() - began_s > MAX_FORWARD_S:
-            raise WindfallError(
-                f"transformers needs {time.monotonic() - began_s:.0f} s for {ids.shape[1]} tokens of a small model of "
-                "this architecture on this machine, so the self-test would take too long"
-            )
+            slow = f"{time.monotonic() - began_s:.0f} s for {ids.shape[1]} tokens of a small model of this architecture"
+            raise WindfallError(f"transformers needs {slow} on this machine, so the self-test would take too long")
         if not 0 < std < float("inf"):
             raise ValueError(f"the logits of random weights have a standard deviation of {std}")
         scale.mul_(min(max(LOGIT_STD / std, 0.1), 10.0))
-    if not re.match(r"torch\.float32", str(model.dtype)):
+    if model.dtype != torch.float32:
         raise ValueError(f"its weights are {model.dtype}")
 
 
 def _logits_scale(model: Any) -> Tensor:
-    """A weight that scales all logits. If input and output share their embedding, it is the weight of the last norm,
-    and the embedding is scaled down: otherwise the most likely next token would be the same token, whatever the layers
-    compute."""
+    """A weight that scales all logits. If input and output share their embedding, it is that of the last norm, and the
+    embedding is scaled down: otherwise the most likely token would repeat the last one, whatever the layers compute."""
     shared, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if shared is not out:
         return out

@@ -11,6 +11,7 @@ measured again each time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +27,7 @@ from windfall.models.load import cache_folder
 from windfall.selftest import shrink
 
 Fields = Mapping[str, Any]
-WEIGHTS_NATS = {4: 5e-3, 2: 0.2}
-"""Largest accepted difference of `check_weights` in nats, by bytes per parameter."""
+WEIGHTS_NATS = {4: 5e-3, 2: 0.2}  # largest accepted difference of `check_weights` in nats, by bytes per parameter
 
 _passed: set[str] = set()
 
@@ -41,9 +41,7 @@ def check_engine(
     weights; `checked`: keys of checks that other processes have passed. Returns the key of this check."""
     key = cache_key("engine", fields, device=device, longest=longest, deterministic=deterministic)
 
-    def test() -> object:
-        from windfall.selftest import judge  # imports torch and transformers: only if the result is not known
-
+    def test(judge: Any) -> object:
         how: dict[str, Any] = {"device": device, "longest": longest, "names": names}
         return judge.judge_engine(_config(fields), make, deterministic=deterministic, **how)
 
@@ -53,13 +51,8 @@ def check_engine(
 def check_trainer(fields: Fields, *, device: str, longest: int, names: Iterable[str] | None = None) -> str:
     """Raise WindfallError unless the trainer computes what transformers computes. Returns the key of this check."""
     key = cache_key("trainer", fields, device=device, longest=longest)
-
-    def test() -> object:
-        from windfall.selftest import judge
-
-        return judge.judge_trainer(_config(fields), device=device, longest=longest, names=names)
-
-    return _run_once(key, (), test)
+    how = {"device": device, "longest": longest, "names": names}
+    return _run_once(key, (), lambda judge: judge.judge_trainer(_config(fields), **how))
 
 
 def check_weights(model: Any) -> None:
@@ -70,18 +63,22 @@ def check_weights(model: Any) -> None:
     nats = compare.weights_difference(model)
     limit = WEIGHTS_NATS[model.dtype.itemsize]
     if not nats < limit:
-        raise WindfallError(
-            f"with the loaded weights, windfall's log-probs of a few tokens differ from transformers' by {nats:.2g} "
-            f"nats on average; rounding to {str(model.dtype).removeprefix('torch.')} is below {limit:g}",
-            where="model.path", fix="Check that the files are complete and that model.dtype is the trained dtype.",
-        )  # fmt: skip
+        what = f"with the loaded weights, windfall's log-probs of a few tokens differ from transformers' by {nats:.2g} "
+        what += f"nats on average; rounding to {str(model.dtype).removeprefix('torch.')} is below {limit:g}"
+        fix = "Check that the files are complete and that model.dtype is the trained dtype."
+        raise WindfallError(what, where="model.path", fix=fix)
 
 
-def _run_once(key: str, checked: Iterable[str], test: Callable[[], object]) -> str:
-    path = _folder() / key
+def _run_once(key: str, checked: Iterable[str], test: Callable[[Any], object]) -> str:
+    """Call `test` with the module judge.py, unless the check is known to have passed."""
+    path = cache_folder() / "checked" / key
     if key not in _passed and key not in checked and not path.is_file():
-        test()
-        _remember(path)
+        from windfall.selftest import judge  # imports torch and transformers: only if the result is not known
+
+        test(judge)
+        with contextlib.suppress(OSError):  # then the next process runs the test again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
     _passed.add(key)
     return key
 
@@ -99,18 +96,14 @@ def cache_key(what: str, fields: Fields, *, device: str, longest: int, determini
 def _config(fields: Fields) -> Any:
     from transformers import AutoConfig
 
-    rest = {name: value for name, value in fields.items() if name != "model_type"}
-    return AutoConfig.for_model(fields["model_type"], **rest)
+    return AutoConfig.for_model(**fields)
 
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Versions of torch and transformers, and a hash of windfall's own code, which may be edited without a new
-    version."""
-    root = Path(__file__).parent.parent
-    files = sorted(p for part in ("engine", "train", "selftest", "worker") for p in (root / part).rglob("*.py"))
-    digest = xxhash.xxh3_64()
-    for path in files:
+    """Versions of torch and transformers, and a hash of windfall's code, which may change without a new version."""
+    root, digest = Path(__file__).parent.parent, xxhash.xxh3_64()
+    for path in sorted(p for part in ("engine", "train", "selftest", "worker") for p in (root / part).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest(), *(metadata.version(name) for name in ("torch", "transformers"))
 
@@ -121,16 +114,3 @@ def _kind(device: str) -> str:
     import torch
 
     return f"cuda {torch.cuda.get_device_capability()}"
-
-
-def _folder() -> Path:
-    return cache_folder() / "checked"
-
-
-def _remember(path: Path) -> None:
-    """Create the file if possible. Otherwise the next process runs the test again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError:
-        return

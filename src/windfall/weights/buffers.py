@@ -17,8 +17,7 @@ import numpy as np
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 
-MAX_MEMORY_SHARE = 0.9
-"""Share of the free memory that a buffer may take."""
+MAX_MEMORY_SHARE = 0.9  # share of the free memory that a buffer may take
 
 
 class Buffer:

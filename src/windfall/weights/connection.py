@@ -45,8 +45,7 @@ class Address:
     port: int
     tls: ssl.SSLContext | None
     key: str
-    timeout_s: float
-    """Seconds without a byte after which a connection counts as broken."""
+    timeout_s: float  # seconds without a byte after which a connection counts as broken
 
     @property
     def name(self) -> str:
@@ -54,15 +53,14 @@ class Address:
 
 
 def parse_address(url: str, *, key: str, timeout_s: float, tls: ssl.SSLContext | None) -> Address:
+    fix = "Use an address like http://10.0.0.5:9001."
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as e:
-        raise WindfallError(f"not an address: {e}", where=url, fix="Use an address like http://10.0.0.5:9001.") from e
+        raise WindfallError(f"not an address: {e}", where=url, fix=fix) from e
     if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query:
-        raise WindfallError(
-            "not the address of a weight server", where=url, fix="Use an address like http://10.0.0.5:9001."
-        )
+        raise WindfallError("not the address of a weight server", where=url, fix=fix)
     if parts.scheme == "http" and tls is not None:
         raise WindfallError("TLS is configured, but the address is not https", where=url, fix="Use https://.")
     if parts.scheme == "https":
@@ -101,10 +99,8 @@ class Connection:
 
     def get(self, path: str, start: int = 0, stop: int | None = None) -> int:
         """Request bytes `start` to `stop` of `path`. Returns their number; they must be read before the next `get`."""
-        range_header = "" if stop is None else f"Range: bytes={start}-{stop - 1}\r\n"
-        head = (
-            f"GET {path} HTTP/1.1\r\nHost: {self.to.name}\r\nAuthorization: Bearer {self.to.key}\r\n{range_header}\r\n"
-        )
+        head = f"GET {path} HTTP/1.1\r\nHost: {self.to.name}\r\nAuthorization: Bearer {self.to.key}\r\n"
+        head += "\r\n" if stop is None else f"Range: bytes={start}-{stop - 1}\r\n\r\n"
         try:
             self._sock.sendall(head.encode())
         except OSError as e:
@@ -137,9 +133,8 @@ class Connection:
         data, piece = b"", bytearray(4096)
         while b"\r\n\r\n" not in data:
             if len(data) > MAX_HEAD_BYTES:
-                raise ConnectionBroken(
-                    f"{self.to.name} answered {path} with a header of more than {MAX_HEAD_BYTES} bytes"
-                )
+                what = f"a header of more than {MAX_HEAD_BYTES} bytes"
+                raise ConnectionBroken(f"{self.to.name} answered {path} with {what}")
             data += piece[: self._recv(memoryview(piece), 0)]
         head, _, self._buffered = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")

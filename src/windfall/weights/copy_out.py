@@ -15,8 +15,7 @@ from windfall.weights.manifest import TensorEntry
 if TYPE_CHECKING:
     import torch
 
-PIECE_BYTES = 32 << 20
-"""Bytes copied between two events."""
+PIECE_BYTES = 32 << 20  # bytes copied between two events
 
 
 def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
@@ -33,8 +32,7 @@ def ready_event(tensors: Iterable[torch.Tensor]) -> Any:
 
 def copy(buffer: Buffer, sources: Mapping[TensorEntry, torch.Tensor], after: Any) -> Iterator[tuple[int, Any]]:
     """Copy the tensors, and yield pairs (end, event) with rising `end`: after the event (None: now), all bytes up to
-    `end` have arrived. `after` is the result of `ready_event`, possibly from another thread. Enqueueing copies from a
-    GPU can take as long as the copies."""
+    `end` have arrived. `after`: from `ready_event`, maybe of another thread. Enqueueing may take as long as copying."""
     import torch
 
     rows = sorted(((e, t.detach()) for e, t in sources.items() if e.nbytes), key=lambda row: row[0].offset)

@@ -27,11 +27,8 @@ BLOCK = 1 << 16
 ALL, BITMAP, GAPS, POSITIONS = range(4)
 MAGIC = b"wfdelta1"
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("encoding", "u1")])
-SAMPLED = 64
-"""Blocks encoded first, if there are many, to give up early on a step that changed nearly everything."""
-Part = tuple[Any, list[Any], list[Any]]
-"""Encoded blocks: rows of the table, indices and values. The last two are bytes or arrays of bytes."""
-Bytes = np.ndarray
+SAMPLED = 64  # blocks encoded first, if there are many, to give up early on a step that changed nearly everything
+Part = tuple[Any, list[Any], list[Any]]  # encoded blocks: rows of the table; indices and values as bytes or arrays
 
 
 class ByteSpan(NamedTuple):
@@ -76,7 +73,8 @@ def sample_blocks(blocks: int) -> range | None:
 
 def worthwhile(parts: list[Part], nbytes: int, max_ratio: float) -> bool:
     """Whether the delta of some blocks is at most `max_ratio` of their `nbytes`."""
-    return _size(parts) <= max_ratio * nbytes
+    size = sum(len(rows) * ROW.itemsize + sum(map(len, index + values)) for rows, index, values in parts)
+    return size <= max_ratio * nbytes
 
 
 def join(parts: list[Part], nbytes: int, max_ratio: float) -> list[Any] | None:
@@ -91,21 +89,22 @@ def join(parts: list[Part], nbytes: int, max_ratio: float) -> list[Any] | None:
 def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest) -> None:
     """Write the changes into `buffer`. An invalid blob is refused before the buffer is changed."""
     flat, data, blocks = _flat(buffer, manifest), np.asarray(memoryview(blob)), spans(manifest)
-    table, at = _table(data, blocks)
+    rows, at = _table(data, blocks)
     indices = []
-    for row in table:
-        indices.append(data[at : at + int(row["index_bytes"])])
-        at += int(row["index_bytes"])
-        _check_index(int(row["encoding"]), int(row["changes"]), indices[-1], _elements(blocks[row["block"]]))
-    for row, index in zip(table, indices, strict=True):
-        span = blocks[row["block"]]
-        values = data[at : at + int(row["changes"]) * span.width].view(f"<u{span.width}")
-        at += len(values) * span.width
-        target = flat[span.start : span.stop].view(f"<u{span.width}")
-        target[_positions(int(row["encoding"]), index, len(target))] = values
+    for block, changes, index_bytes, encoding in rows:
+        start, stop, width = blocks[block]
+        indices.append(data[at : at + index_bytes])
+        at += index_bytes
+        _check_index(encoding, changes, indices[-1], (stop - start) // width)
+    for (block, changes, _, encoding), index in zip(rows, indices, strict=True):
+        start, stop, width = blocks[block]
+        values = data[at : at + changes * width].view(f"<u{width}")
+        at += changes * width
+        target = flat[start:stop].view(f"<u{width}")
+        target[_positions(encoding, index, len(target))] = values
 
 
-def _part(old: Bytes, new: Bytes, blocks: list[ByteSpan], which: Iterable[int]) -> Part:
+def _part(old: np.ndarray, new: np.ndarray, blocks: list[ByteSpan], which: Iterable[int]) -> Part:
     rows, indices, values = [], [], []
     for i in which:
         span = blocks[i]
@@ -127,19 +126,17 @@ def _index(changed: np.ndarray, count: int, width: int) -> tuple[int, bytes]:
     bitmap = -(-size // 8)
     if (size - count) * width <= min(bitmap, count):
         return ALL, b""
-    if count >= bitmap:  # one byte or more per change cannot be shorter
-        return BITMAP, np.packbits(changed, bitorder="little").tobytes()
-    positions = np.flatnonzero(changed)
-    gaps = np.diff(positions, prepend=-1) - 1
-    skips, rest = np.divmod(gaps, 255)
-    length = count + int(skips.sum())
-    if length > min(2 * count, bitmap):
+    if count < bitmap:  # otherwise one byte or more per change cannot be shorter than the bitmap
+        positions = np.flatnonzero(changed)
+        skips, rest = np.divmod(np.diff(positions, prepend=-1) - 1, 255)
+        length = count + int(skips.sum())
+        if length <= min(2 * count, bitmap):
+            out = np.full(length, 255, np.uint8)
+            out[np.cumsum(skips + 1) - 1] = rest
+            return GAPS, out.tobytes()
         if 2 * count < bitmap:
             return POSITIONS, positions.astype("<u2").tobytes()
-        return BITMAP, np.packbits(changed, bitorder="little").tobytes()
-    out = np.full(length, 255, np.uint8)
-    out[np.cumsum(skips + 1) - 1] = rest
-    return GAPS, out.tobytes()
+    return BITMAP, np.packbits(changed, bitorder="little").tobytes()
 
 
 def choose_encodings(
@@ -156,7 +153,7 @@ def choose_encodings(
     return chosen, np.where(counts > 0, nbytes, 0)
 
 
-def _positions(encoding: int, index: Bytes, size: int) -> Any:
+def _positions(encoding: int, index: np.ndarray, size: int) -> Any:
     if encoding == ALL:
         return slice(None)
     if encoding == BITMAP:
@@ -166,7 +163,8 @@ def _positions(encoding: int, index: Bytes, size: int) -> Any:
     return (np.cumsum(index + (index != 255), dtype=np.int64) - 1)[index != 255]
 
 
-def _table(data: Bytes, blocks: list[ByteSpan]) -> tuple[np.ndarray, int]:
+def _table(data: np.ndarray, blocks: list[ByteSpan]) -> tuple[list[tuple[int, int, int, int]], int]:
+    """The rows of the table, and where the indices start."""
     head = len(MAGIC) + 8
     if len(data) < head or data[: len(MAGIC)].tobytes() != MAGIC:
         raise _invalid("it does not start with the magic bytes")
@@ -182,10 +180,10 @@ def _table(data: Bytes, blocks: list[ByteSpan]) -> tuple[np.ndarray, int]:
     sizes = start + table["index_bytes"].sum(dtype=np.int64) + (table["changes"] * widths).sum(dtype=np.int64)
     if sizes != len(data):
         raise _invalid(f"its table describes {sizes} bytes, but it has {len(data)}")
-    return table, start
+    return table.tolist(), start
 
 
-def _check_index(encoding: int, changes: int, index: Bytes, size: int) -> None:
+def _check_index(encoding: int, changes: int, index: np.ndarray, size: int) -> None:
     if encoding == ALL:
         fits = len(index) == 0 and changes == size
     elif encoding == BITMAP:
@@ -203,17 +201,7 @@ def _check_index(encoding: int, changes: int, index: Bytes, size: int) -> None:
         raise _invalid("the index of a block does not match the block")
 
 
-def _elements(span: ByteSpan) -> int:
-    return (span.stop - span.start) // span.width
-
-
-def _size(parts: list[Part]) -> int:
-    return sum(
-        len(rows) * ROW.itemsize + sum(map(len, indices)) + sum(map(len, values)) for rows, indices, values in parts
-    )
-
-
-def _flat(buffer: Any, manifest: Manifest) -> Bytes:
+def _flat(buffer: Any, manifest: Manifest) -> np.ndarray:
     flat = np.frombuffer(buffer, np.uint8)
     if len(flat) < manifest.nbytes:
         raise _invalid(f"the buffer has {len(flat)} bytes, the weights {manifest.nbytes}")

@@ -23,8 +23,7 @@ from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, POSITIONS, ROW, Par
 from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
 
 SLAB = 1 << 27
-MAX_MEMORY_SHARE = 0.2
-"""Share of the device's free memory that the copy may take."""
+MAX_MEMORY_SHARE = 0.2  # share of the device's free memory that the copy may take
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,26 +37,20 @@ class Slab:
     """Blocks that are compared at once. They cover consecutive pieces of tensors with elements of one width."""
 
     width: int
-    pieces: list[tuple[int, int, int]]
-    """For each piece: offset of its tensor, first byte and end, all in the buffer."""
-    blocks: np.ndarray
-    """Numbers of the blocks."""
-    sizes: np.ndarray
-    """Elements of each block."""
-    ends: Tensor
-    """Cumulative sum of `sizes`, on the device."""
+    pieces: list[tuple[int, int, int]]  # for each piece: offset of its tensor, first byte and end, all in the buffer
+    blocks: np.ndarray  # numbers of the blocks
+    sizes: np.ndarray  # elements of each block
+    ends: Tensor  # cumulative sum of `sizes`, on the device
 
 
 class DeviceDelta:
     def __init__(self, entries: tuple[TensorEntry, ...], nbytes: int, device: torch.device) -> None:
         self.entries, self.device = entries, device
-        self.version: int | None = None
-        """Version that the copy holds; None if it holds no complete version."""
+        self.version: int | None = None  # version that the copy holds; None if it holds no complete version
         self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._slabs: list[Slab] = []
         self._sample: list[Slab] = []
-        self._host = torch.empty(0, dtype=torch.uint8)
-        """Pinned memory for the bytes that cross the bus; reused by the next `encode`."""
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned memory for the bytes that cross the bus; reused
 
     def store(self, sources: Mapping[TensorEntry, Tensor], version: int) -> None:
         """Copy this version, as the base of the next delta."""
@@ -84,21 +77,14 @@ class DeviceDelta:
         return None if pieces is None else self._copy_to_host(pieces)
 
     def _plan(self, manifest: Manifest) -> None:
-        ranges = manifest.ranges()
-        first, starts = 0, []
-        for e in ranges:
-            each = BLOCK * WIDTHS[e.dtype]
-            starts.append(np.arange(e.offset, e.offset + e.nbytes, each))
-            first += len(starts[-1])
-        self._slabs = list(_slabs([(e, e.offset, e.offset + e.nbytes) for e in ranges], range(first), self.device))
-        sample = delta.sample_blocks(first)
+        ranges, blocks = manifest.ranges(), delta.spans(manifest)
+        whole = [(e, e.offset, e.offset + e.nbytes) for e in ranges]
+        self._slabs = list(_slabs(whole, range(len(blocks)), self.device))
+        sample = delta.sample_blocks(len(blocks))
         if sample is not None:
-            chosen = np.concatenate(starts)[sample.start : sample.stop : sample.step]
-            owners = np.searchsorted([e.offset for e in ranges], chosen, "right") - 1
-            spans = []
-            for i, start in zip(owners, chosen.tolist(), strict=True):
-                e = ranges[i]
-                spans.append((e, start, min(start + BLOCK * WIDTHS[e.dtype], e.offset + e.nbytes)))
+            chosen = [blocks[i] for i in sample]
+            owners = np.searchsorted([e.offset for e in ranges], [b.start for b in chosen], "right") - 1
+            spans = [(ranges[i], b.start, b.stop) for i, b in zip(owners, chosen, strict=True)]
             self._sample = list(_slabs(spans, sample, self.device))
 
     def _part(self, slab: Slab, new: Mapping[int, Tensor]) -> Part:

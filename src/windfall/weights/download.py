@@ -12,17 +12,18 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import NoReturn, TypeVar
 
 import xxhash
 
 from windfall.backoff import delay_s
+from windfall.errors import WindfallError
 from windfall.weights.connection import Address, Connection, ConnectionBroken, PullDamaged, PullFailed, PullGone
+from windfall.weights.manifest import MAX_MANIFEST_BYTES, ChunkedManifest
 
-PIECE_BYTES = 1 << 20
-"""Bytes read at once, and hashed while they are still in the CPU's cache."""
-SPAN_BYTES = 256 << 20
-"""Maximum of one request, so that a slow connection leaves work for the others."""
+PIECE_BYTES = 1 << 20  # bytes read at once, and hashed while they are still in the CPU's cache
+SPAN_BYTES = 256 << 20  # maximum of one request, so that a slow connection leaves work for the others
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 T = TypeVar("T")
 
@@ -34,10 +35,7 @@ class Retry:
         self.tries, self.stop, self.stopped = tries, stop, stopped
         self.failures = self.total = 0
 
-    def progress(self) -> None:
-        self.failures = 0
-
-    def back_off(self, why: ConnectionBroken, what: str) -> None:
+    def back_off(self, why: Exception, what: str) -> None:
         """Wait before the next attempt, or raise PullFailed after the last one."""
         self.failures += 1
         if self.failures >= self.tries:
@@ -48,37 +46,29 @@ class Retry:
             raise PullFailed(f"{what}: stopped") from why
 
 
-def download_small(
-    to: Address, path: str, limit_bytes: int, retry: Retry, parse: Callable[[bytes], T]
-) -> tuple[T, int]:
-    """Download a small file in one piece. Returns the result of `parse` and the size in bytes. `parse` raises
-    ConnectionBroken if the content is not the expected one."""
+def download_manifest(to: Address, path: str, retry: Retry, parse: Callable[[bytes], T]) -> tuple[T, int]:
+    """Returns the result of `parse` and the size in bytes. `parse` raises ConnectionBroken or WindfallError if it does
+    not get what it expects: the bytes may be damaged, and a retry may succeed."""
     while True:
-        connection = None
         try:
-            connection = Connection(to, retry.stopped)
-            length = connection.get(path)
-            if length > limit_bytes:
-                raise PullFailed(f"{path} has {length} bytes; the limit is {limit_bytes}")
-            return parse(connection.read(length)), length
-        except ConnectionBroken as e:
+            with closing(Connection(to, retry.stopped)) as connection:
+                length = connection.get(path)
+                if length > MAX_MANIFEST_BYTES:
+                    raise PullFailed(f"{path} has {length} bytes; the limit is {MAX_MANIFEST_BYTES}")
+                return parse(connection.read(length)), length
+        except (ConnectionBroken, WindfallError) as e:
             retry.back_off(e, path)
-        finally:
-            if connection:
-                connection.close()
 
 
 class Download:
     def __init__(
-        self, to: Address, path: str, view: memoryview, chunks: Sequence[int], chunk_bytes: int,
-        verified: list[int | None], *, tries: int, stop: threading.Event,
-        on_bytes: Callable[[int], None] = lambda count: None,
+        self, to: Address, path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None], *,
+        tries: int, stop: threading.Event, on_bytes: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """`verified` has the checksums of the chunks that the buffer holds, and is updated. `on_bytes` is called with
-        the number of bytes as they arrive, by one thread at a time."""
-        self.to, self.path, self.view, self.chunks, self.chunk_bytes = to, path, view, chunks, chunk_bytes
+        """`verified` (checksums of the buffer's chunks) is updated. `on_bytes` is called by one thread at a time."""
+        self.to, self.path, self.view, self.chunks, self.chunk_bytes = to, path, view, source.chunks, source.chunk_bytes
         self.verified, self.tries, self.stop, self._on_bytes = verified, tries, stop, on_bytes
-        self.received = self.retries = 0
+        self.retries = 0
         self._damaged: Counter[int] = Counter()
         self._lock, self._failed = threading.Lock(), threading.Event()
         self._errors: list[PullFailed] = []
@@ -134,9 +124,8 @@ class Download:
                     n = connection.read_into(self.view[at : min(limit, at + PIECE_BYTES)])
                     hasher.update(self.view[at : at + n])
                     at += n
-                    retry.progress()
+                    retry.failures = 0
                     with self._lock:
-                        self.received += n
                         self._on_bytes(n)
                     if at == limit:
                         intact = hasher.intdigest() == self.chunks[chunk]

@@ -22,11 +22,9 @@ from windfall.errors import WindfallError
 
 ALIGN_BYTES = 64
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64, 1 << 30
-MAX_BYTES = 1 << 44
-"""16 TiB. No model is larger, so a larger number is an error."""
+MAX_BYTES = 1 << 44  # 16 TiB. No model is larger, so a larger number is an error.
 MAX_ENTRIES = 1 << 20
-MAX_MANIFEST_BYTES = 128 << 20
-"""Enough for a million tensors. A larger answer is refused."""
+MAX_MANIFEST_BYTES = 128 << 20  # Enough for a million tensors. A larger answer is refused.
 WIDTHS = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "float16": 2, "bfloat16": 2,
@@ -39,40 +37,33 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    """First byte in the buffer."""
+    offset: int  # first byte in the buffer
     nbytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: int
+class ChunkedManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nbytes: int
     chunk_bytes: int
-    entries: tuple[TensorEntry, ...]
-    chunks: tuple[int, ...]
-    """xxh3_64 of each chunk."""
-    digest: str
-    """Hexadecimal xxh3_128 of layout and chunk checksums."""
+    chunks: tuple[int, ...]  # xxh3_64 of each chunk
+    digest: str  # hexadecimal xxh3_128 of layout and chunk checksums
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+
+class Manifest(ChunkedManifest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    version: int
+    entries: tuple[TensorEntry, ...]
 
     def ranges(self) -> list[TensorEntry]:
         """One entry for each byte range, in order. Tied tensors are included once, by their first name."""
         return sorted({e.offset: e for e in reversed(self.entries) if e.nbytes}.values(), key=lambda e: e.offset)
 
 
-class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeltaManifest(ChunkedManifest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The manifest of a delta: a blob that turns the weights with digest `base` into those with `digest`."""
 
     base: str
-    digest: str
-    nbytes: int
-    chunk_bytes: int
-    chunks: tuple[int, ...]
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
 
 
 T = TypeVar("T", Manifest, DeltaManifest)
@@ -90,16 +81,14 @@ def make(
     return manifest
 
 
-def decode(data: bytes) -> Manifest:
-    manifest = _decode(data, Manifest)
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode a manifest of this kind. Raises WindfallError if it violates a rule."""
+    try:
+        manifest = msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as e:
+        raise _invalid(f"cannot be decoded: {e}") from e
     _check(manifest)
     return manifest
-
-
-def decode_delta(data: bytes) -> DeltaManifest:
-    delta = _decode(data, DeltaManifest)
-    _check_chunks(delta)
-    return delta
 
 
 def layout(tensors: list[tuple[str, str, tuple[int, ...], int]]) -> tuple[tuple[TensorEntry, ...], int]:
@@ -125,23 +114,17 @@ def width(dtype: str, name: str) -> int:
     return WIDTHS[dtype]
 
 
-def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    return -(-nbytes // chunk_bytes)
-
-
 def _digest(entries: tuple[TensorEntry, ...], nbytes: int, chunk_bytes: int, chunks: tuple[int, ...]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((entries, nbytes, chunk_bytes, chunks)))
 
 
-def _decode(data: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as e:
-        raise _invalid(f"cannot be decoded: {e}") from e
-
-
-def _check(m: Manifest) -> None:
-    _check_chunks(m)
+def _check(m: Manifest | DeltaManifest) -> None:
+    if not 0 <= m.nbytes <= MAX_BYTES or not MIN_CHUNK_BYTES <= m.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise _invalid(f"invalid size: {m.nbytes} bytes in chunks of {m.chunk_bytes}")
+    if len(m.chunks) != -(-m.nbytes // m.chunk_bytes) or not all(0 <= c < 1 << 64 for c in m.chunks):
+        raise _invalid(f"{len(m.chunks)} checksums for {m.nbytes} bytes in chunks of {m.chunk_bytes}")
+    if isinstance(m, DeltaManifest):
+        return
     if m.version < 0:
         raise _invalid(f"version {m.version} is negative")
     if len(m.entries) > MAX_ENTRIES or len({e.name for e in m.entries}) != len(m.entries):
@@ -166,14 +149,5 @@ def _check(m: Manifest) -> None:
         raise _invalid("the digest does not match the content")
 
 
-def _check_chunks(m: Manifest | DeltaManifest) -> None:
-    if not 0 <= m.nbytes <= MAX_BYTES or not MIN_CHUNK_BYTES <= m.chunk_bytes <= MAX_CHUNK_BYTES:
-        raise _invalid(f"invalid size: {m.nbytes} bytes in chunks of {m.chunk_bytes}")
-    if len(m.chunks) != chunk_count(m.nbytes, m.chunk_bytes) or not all(0 <= c < 1 << 64 for c in m.chunks):
-        raise _invalid(f"{len(m.chunks)} checksums for {m.nbytes} bytes in chunks of {m.chunk_bytes}")
-
-
-def _invalid(what: str, fix: str = "") -> WindfallError:
-    return WindfallError(
-        what, where="weight manifest", fix=fix or "Install the same version of windfall on trainer and worker."
-    )
+def _invalid(what: str, fix: str = "Install the same version of windfall on trainer and worker.") -> WindfallError:
+    return WindfallError(what, where="weight manifest", fix=fix)

@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_BYTES = 4 << 20
-DELTA_WRITE_BYTES = 8 << 20
-"""Bytes of a delta written by one call."""
+DELTA_WRITE_BYTES = 8 << 20  # bytes of a delta written by one call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,21 +73,18 @@ class Publisher:
         threads: int | None = None,
         device_delta: bool | None = None,
     ) -> None:
-        """`device_delta`: whether to compute deltas on the tensors' device; None: if it is a GPU with room for a
-        copy."""
+        """`device_delta`: compute deltas on the tensors' device; None: if it is a GPU with room for a copy."""
         if dtype is not None:
             manifest.width(dtype, "all")
         self.folder, self.dtype, self.chunk_bytes, self.with_delta = folder, dtype, chunk_bytes, delta
-        self.readable: tuple[Published, ...] = ()
-        """Newest first. The tuple is replaced as a whole, so that any thread may read it."""
+        self.readable: tuple[Published, ...] = ()  # newest first; replaced as a whole, so any thread may read it
         self._spare: Buffer | None = None
         self._use_device_delta, self._device_delta = device_delta, None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="publish")
+        # Enqueueing copies takes about as long as the copies, so it has its own thread.
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
-        """Enqueueing copies takes about as long as the copies, so it has its own thread."""
-        self._pinned: dict[int, int] = {}
-        """Addresses of the buffers whose pages are locked for the GPU, by descriptor."""
+        self._pinned: dict[int, int] = {}  # addresses of the buffers whose pages are locked for the GPU, by descriptor
         self._closed = False
 
     @property
@@ -101,17 +97,14 @@ class Publisher:
     def publish(
         self, version: int, tensors: Mapping[str, torch.Tensor], *, copied: Callable[[], None] | None = None
     ) -> Manifest:
-        """Publish a version; it can be pulled when this returns. `copied` is called once the tensors may change
-        again."""
+        """The version can be pulled when this returns. `copied` is called once the tensors may change again."""
         with self._lock:
             if self._closed:
                 raise WindfallError("the weight publisher is closed", where=f"version {version}")
             previous = self.readable[0] if self.readable else None
             if previous and version <= previous.manifest.version:
-                raise WindfallError(
-                    f"version {version} is not newer than {previous.manifest.version}", where="weights",
-                    fix="Publish versions in rising order.",
-                )  # fmt: skip
+                what = f"version {version} is not newer than {previous.manifest.version}"
+                raise WindfallError(what, where="weights", fix="Publish versions in rising order.")
             entries, nbytes, sources = self._layout(tensors)
             buffer = self._spare_buffer(nbytes, entries)
             base = previous if self.with_delta and previous and previous.manifest.entries == entries else None
@@ -220,8 +213,7 @@ class Publisher:
         return has_base, pieces
 
     def _device_encoder(self, entries: tuple[TensorEntry, ...], nbytes: int, devices: set[torch.device]) -> Any:
-        """The DeviceDelta with the previous version; a new, empty one if the layout is new; None if it cannot be
-        used."""
+        """The DeviceDelta with the previous version; an empty one if the layout is new; None if there can be none."""
         if not self.with_delta or self._use_device_delta is False or len(devices) != 1 or not nbytes:
             return None
         (device,) = devices
@@ -263,23 +255,20 @@ class Publisher:
             parts += [(at + i, data[i : i + DELTA_WRITE_BYTES]) for i in starts]
             at += len(data)
         # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-        for _ in self._pool.map(lambda part: _write(stored.fd, *part), parts):
-            pass
+        list(self._pool.map(lambda part: _write(stored.fd, *part), parts))
         return stored
 
     def _published(
         self, new_manifest: Manifest, buffer: Buffer, base: Published | None, delta_buffer: Buffer | None
     ) -> Published:
+        published = Published(manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer)
         if base is None or delta_buffer is None:
-            return Published(manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer)
-        delta_manifest = DeltaManifest(
+            return published
+        made = DeltaManifest(
             base=base.manifest.digest, digest=new_manifest.digest, nbytes=delta_buffer.nbytes,
             chunk_bytes=self.chunk_bytes, chunks=self._hashes(delta_buffer.data),
         )  # fmt: skip
-        return Published(
-            manifest=new_manifest, encoded=new_manifest.encode(), buffer=buffer, delta=delta_manifest,
-            delta_encoded=delta_manifest.encode(), delta_buffer=delta_buffer,
-        )  # fmt: skip
+        return replace(published, delta=made, delta_encoded=made.encode(), delta_buffer=delta_buffer)
 
     def _chunks(self, nbytes: int) -> range:
         return range(0, nbytes, self.chunk_bytes)

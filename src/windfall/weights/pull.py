@@ -26,8 +26,8 @@ import xxhash
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
 from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, parse_address
-from windfall.weights.download import Download, Retry, download_small
-from windfall.weights.manifest import DeltaManifest, Manifest
+from windfall.weights.download import Download, Retry, download_manifest
+from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
 
 if TYPE_CHECKING:
     import torch
@@ -38,32 +38,22 @@ T = TypeVar("T")
 
 class Puller:
     def __init__(
-        self,
-        *,
-        key: str,
-        parallel: int = 4,
-        timeout_s: float = 20.0,
-        tries: int = 5,
-        ssl: tls.SSLContext | None = None,
+        self, *, key: str, parallel: int = 4, timeout_s: float = 20.0, tries: int = 5, ssl: tls.SSLContext | None = None
     ) -> None:
         if not (key.isascii() and key.isprintable() and key) or parallel < 1 or tries < 1 or timeout_s <= 0:
-            raise WindfallError(
-                "a puller needs a printable key, and values above zero for parallel, tries and timeout_s",
-                where="weights",
-            )
+            what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
+            raise WindfallError(what, where="weights")
         self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
         self.held: Manifest | None = None
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
         self._buffer = mmap.mmap(-1, 1)
         self._view = memoryview(self._buffer)[:0]
-        self._verified: list[int | None] = []
-        """Checksums of the chunks that the buffer holds; None for a chunk that is not verified."""
+        self._verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
         self._chunk_bytes = 0
         self._lock = threading.Lock()
 
     def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Manifest:
-        """Pull this version. Raises PullGone if it is withdrawn, or PullFailed. `stop` ends the pull at its next read
-        or wait."""
+        """Raises PullFailed, or PullGone if the version is withdrawn. `stop` ends the pull at its next read or wait."""
         with self._lock:
             if self.held is None or self.held.digest != digest:
                 to = parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
@@ -90,14 +80,13 @@ class Puller:
         base = f"/weights/{version}"
 
         def parse(data: bytes) -> Manifest:
-            got = manifest.decode(data)
+            got = manifest.decode(data, Manifest)
             if got.digest != digest or got.version != version:
-                raise ConnectionBroken(
-                    f"{to.name} has version {got.version} with digest {got.digest}, expected {version}, {digest}"
-                )
+                has = f"version {got.version} with digest {got.digest}"
+                raise ConnectionBroken(f"{to.name} has {has}, expected {version}, {digest}")
             return got
 
-        wanted = self._download_small(to, f"{base}/manifest", stop, parse)
+        wanted = self._download_manifest(to, f"{base}/manifest", stop, parse)
         held, self.held = self.held, None
         self._resize(wanted)
         if held and held.entries == wanted.entries and held.chunk_bytes == wanted.chunk_bytes:
@@ -106,19 +95,18 @@ class Puller:
         self.held = wanted
 
     def _apply_delta(self, to: Address, base: str, held: Manifest, wanted: Manifest, stop: threading.Event) -> None:
-        """Update the buffer toward `wanted` with a delta. After any failure here, the full download corrects the
-        buffer."""
+        """Update the buffer toward `wanted` with a delta. After any failure, the full download corrects the buffer."""
         path, size = f"{base}/delta/{held.digest}", wanted.chunk_bytes
         missing = size * sum(a != b for a, b in zip(self._verified, wanted.chunks, strict=True))
 
         def parse(data: bytes) -> DeltaManifest:
-            got = manifest.decode_delta(data)
+            got = manifest.decode(data, DeltaManifest)
             if (got.base, got.digest) != (held.digest, wanted.digest):
                 raise ConnectionBroken(f"{to.name} has a different delta at {path}")
             return got
 
         try:
-            delta_manifest = self._download_small(to, f"{path}/manifest", stop, parse)
+            delta_manifest = self._download_manifest(to, f"{path}/manifest", stop, parse)
             if delta_manifest.nbytes >= missing:
                 return
             blob = memoryview(bytearray(delta_manifest.nbytes))
@@ -137,7 +125,8 @@ class Puller:
         self.delta_used += self._verified == list(wanted.chunks)
 
     def _resize(self, wanted: Manifest) -> None:
-        if len(self._view) != wanted.nbytes:
+        resized = len(self._view) != wanted.nbytes
+        if resized:
             try:
                 self._buffer = mmap.mmap(-1, max(wanted.nbytes, 1))
             except (OSError, OverflowError) as e:
@@ -146,34 +135,25 @@ class Puller:
                 with contextlib.suppress(OSError):  # a kernel without huge pages
                     self._buffer.madvise(mmap.MADV_HUGEPAGE)
             self._view = memoryview(self._buffer)[: wanted.nbytes]
-            self._verified = [None] * len(wanted.chunks)
-        elif self._chunk_bytes != wanted.chunk_bytes:
+        if resized or self._chunk_bytes != wanted.chunk_bytes:
             self._verified = [None] * len(wanted.chunks)
         self._chunk_bytes = wanted.chunk_bytes
 
-    def _download_small(self, to: Address, path: str, stop: threading.Event, parse: Callable[[bytes], T]) -> T:
-        def parse_or_retry(data: bytes) -> T:
-            try:
-                return parse(data)
-            except WindfallError as e:  # possibly damaged in transit: a retry may succeed
-                raise ConnectionBroken(str(e)) from e
-
+    def _download_manifest(self, to: Address, path: str, stop: threading.Event, parse: Callable[[bytes], T]) -> T:
         retry = Retry(self.tries, stop, stop.is_set)
         try:
-            got, received = download_small(to, path, manifest.MAX_MANIFEST_BYTES, retry, parse_or_retry)
+            got, received = download_manifest(to, path, retry, parse)
         finally:
             self.retries += retry.total
         self.bytes_received += received
         return got
 
     def _download(
-        self, to: Address, path: str, view: memoryview, source: Manifest | DeltaManifest, verified: list[int | None],
+        self, to: Address, path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None],
         stop: threading.Event,
     ) -> None:  # fmt: skip
-        download = Download(
-            to, path, view, source.chunks, source.chunk_bytes, verified, tries=self.tries, stop=stop,
-            on_bytes=self._count_bytes,
-        )  # fmt: skip
+        options = {"tries": self.tries, "stop": stop, "on_bytes": self._count_bytes}
+        download = Download(to, path, view, source, verified, **options)
         try:
             download.run(self.parallel)
         finally:

@@ -20,10 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PIECE_BYTES = 4 << 20
-TURN_BYTES = 64 << 20
-"""Bytes after which a reader goes to the back of the queue."""
-SEND_TIMEOUT_US = 5000
-"""Microseconds that a thread waits for a reader whose buffers are full."""
+TURN_BYTES = 64 << 20  # bytes after which a reader goes to the back of the queue
+SEND_TIMEOUT_US = 5000  # microseconds that a thread waits for a reader whose buffers are full
 
 
 class Sender:
@@ -51,7 +49,7 @@ class Sender:
         finally:
             if turn is None:
                 _close(out, file)
-            else:  # closes at once, unless this was cancelled during a turn
+            else:  # closes at once, unless this was canceled during a turn
                 turn.add_done_callback(lambda _: _close(out, file))
 
     def close(self) -> None:

@@ -41,16 +41,6 @@ WRITE_TIMEOUT_S = 30.0
 RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 
 
-class Server:
-    def __init__(self, runner: web.AppRunner, port: int, sender: Sender, limits: listener.Listener) -> None:
-        self.port, self._runner, self._sender, self._listener = port, runner, sender, limits
-
-    async def close(self) -> None:
-        self._listener.close()
-        await self._runner.cleanup()
-        self._sender.close()
-
-
 async def serve(
     publisher: Publisher,
     *,
@@ -63,35 +53,34 @@ async def serve(
 ) -> Server:
     """Start the server; it listens when this returns. Port 0 selects a free port."""
     if not key:
-        raise WindfallError(
-            "the weight server has no key", where=f"{host}:{port}", fix="Pass the key derived from the run's token."
-        )
+        fix = "Pass the key derived from the run's token."
+        raise WindfallError("the weight server has no key", where=f"{host}:{port}", fix=fix)
     limits = limits or listener.Listener()
-    handlers = _Handlers(publisher, key, ssl is not None, write_timeout_s, limits)
-    app = web.Application(middlewares=[handlers.admit], client_max_size=1024)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", handlers.manifest)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/full", handlers.full)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", handlers.delta_manifest)
-    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", handlers.delta)
-    runner = web.AppRunner(
-        app, access_log=None, logger=listener.log, shutdown_timeout=0.5, keepalive_timeout=60.0, lingering_time=0.0
-    )
-    await runner.setup()
-    assert runner.server is not None, "set up"
-    try:
-        port = await limits.listen(runner.server, host, port, ssl, backlog=1024)
-    except OSError as e:
-        await runner.cleanup()
-        raise WindfallError(f"cannot listen: {e}", where=f"{host}:{port}", fix="Choose another port.") from e
-    return Server(runner, port, handlers.sender, limits)
+    server = Server(publisher, key, ssl is not None, write_timeout_s, limits)
+    app = web.Application(middlewares=[server.admit], client_max_size=1024)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", server.manifest)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/full", server.full)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", server.delta_manifest)
+    app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", server.delta)
+    options = {"backlog": 1024, "shutdown_timeout": 0.5, "keepalive_timeout": 60.0}
+    server.runner, server.port = await limits.serve(app, host, port, ssl, "Choose another port.", **options)
+    return server
 
 
-class _Handlers:
+class Server:
+    port: int
+    runner: web.AppRunner
+
     def __init__(
         self, publisher: Publisher, key: str, tls: bool, write_timeout_s: float, limits: listener.Listener
     ) -> None:
         self.publisher, self.key, self.tls = publisher, f"Bearer {key}".encode(), tls
         self.write_timeout_s, self.sender, self.listener = write_timeout_s, Sender(), limits
+
+    async def close(self) -> None:
+        self.listener.close()
+        await self.runner.cleanup()
+        self.sender.close()
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -120,15 +109,12 @@ class _Handlers:
 
     def _find(self, request: web.Request) -> Published:
         version = int(request.match_info["version"])
-        published = self.publisher.find(version)
-        if published is None:
-            current = self.publisher.current
-            if current and version < current.version:
-                raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
-            raise web.HTTPNotFound(
-                text=f"version {version} is not published; current is {current and current.version}\n"
-            )
-        return published
+        if published := self.publisher.find(version):
+            return published
+        current = self.publisher.current
+        if current and version < current.version:
+            raise web.HTTPGone(text=f"version {version} is withdrawn; current is {current.version}\n")
+        raise web.HTTPNotFound(text=f"version {version} is not published; current is {current and current.version}\n")
 
     def _find_delta(self, request: web.Request) -> Published:
         published = self._find(request)
@@ -162,15 +148,11 @@ class _Handlers:
             else:
                 sock, file, fd = transport.get_extra_info("socket"), fd, -1
                 transport.pause_reading()
-                await self.sender.send(
-                    sock, file, start, stop, timeout_s=self.write_timeout_s, may_continue=may_continue
-                )
+                limits: dict[str, Any] = {"timeout_s": self.write_timeout_s, "may_continue": may_continue}
+                await self.sender.send(sock, file, start, stop, **limits)
                 transport.resume_reading()
             await response.write_eof()
-        except (
-            OSError,
-            TimeoutError,
-        ):  # the reader is gone or stalled, or the version is withdrawn; affects only this connection
+        except OSError:  # the reader is gone or stalled, or the version is withdrawn; affects only this connection
             _reset(transport)
         finally:
             if fd >= 0:
@@ -208,7 +190,6 @@ def _range(request: web.Request, nbytes: int) -> tuple[int, int]:
     start = int(match[1]) if match else 0
     stop = int(match[2]) + 1 if match and match[2] else nbytes
     if match is None or not start < stop <= nbytes:
-        raise web.HTTPRequestRangeNotSatisfiable(
-            headers={"Content-Range": f"bytes */{nbytes}"}, text=f"{header!r} is not a range of {nbytes} bytes\n"
-        )
+        text = f"{header!r} is not a range of {nbytes} bytes\n"
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{nbytes}"}, text=text)
     return start, stop

@@ -171,7 +171,7 @@ class EngineRun:
         self.asked: dict[str, Request] = {}
         self.said: dict[str, list[int]] = {}
         self.ended: set[str] = set()
-        self.cancelled: set[str] = set()
+        self.canceled: set[str] = set()
 
     def add(self, **fields: Any) -> None:
         request = Request(id=str(len(self.asked)), **fields)
@@ -180,7 +180,7 @@ class EngineRun:
 
     def cancel(self, id: str) -> None:
         self.engine.cancel(id)
-        self.cancelled.add(id)
+        self.canceled.add(id)
 
     def step(self) -> None:
         chunks = self.engine.step()
@@ -189,12 +189,12 @@ class EngineRun:
         assert len({c.id for c in chunks}) == len(chunks)
         for c in chunks:
             self._take(c)
-        assert len(self.engine) == len(self.asked.keys() - self.ended - self.cancelled)
+        assert len(self.engine) == len(self.asked.keys() - self.ended - self.canceled)
 
     def _take(self, c: Chunk) -> None:
         request, said = self.asked[c.id], self.said[c.id]
         assert c.tokens
-        assert c.id not in self.ended | self.cancelled
+        assert c.id not in self.ended | self.canceled
         assert c.position == request.position + len(said)
         for token in c.tokens:
             assert not said or said[-1] not in request.stop, "the response continues after its end"
@@ -239,7 +239,7 @@ def test_every_response_is_returned_once_and_complete(
         if not len(run.engine):
             break
         run.step()
-    assert run.ended | run.cancelled == run.asked.keys()
+    assert run.ended | run.canceled == run.asked.keys()
     assert run.engine.step() == []  # pending launches have only discarded tokens
     assert run.engine._plan.pages.free == pages
     assert run.engine.counters.generated >= sum(len(s) for s in run.said.values())
@@ -283,7 +283,7 @@ def test_pending_launch_is_collected_before_any_preemption() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 20])
-def test_response_cancelled_in_flight_returns_nothing(most: int) -> None:
+def test_response_canceled_in_flight_returns_nothing(most: int) -> None:
     run = EngineRun(kv_tokens=512, page_size=4, max_running=4, max_rows=64)
     run.add(prompt=(3, 4, 5), seed=1, max_tokens=most)
     run.add(prompt=(3, 4, 5), seed=2, max_tokens=20)
@@ -311,7 +311,7 @@ def test_only_changes_are_uploaded_and_at_most_two_launches_are_pending() -> Non
 
 
 def test_siblings_form_prefix_groups_wherever_they_were_started() -> None:
-    """Six siblings, two of them started elsewhere; then one is cancelled and others end."""
+    """Six siblings, two of them started elsewhere; then one is canceled and others end."""
     run = EngineRun(kv_tokens=4096, page_size=4, max_running=16, max_rows=512)
     prompt = PROMPTS[4]
     for n in range(6):

@@ -53,16 +53,14 @@ def unsupported_reason(model: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderLayer:
-    input_norm: Tensor
-    """Weight of the norm before attention."""
+    input_norm: Tensor  # weight of the norm before attention
     qkv: Tensor
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
-    mlp_norm: Tensor
-    """Weight of the norm before the MLP."""
+    mlp_norm: Tensor  # weight of the norm before the MLP
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor

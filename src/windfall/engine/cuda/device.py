@@ -28,8 +28,7 @@ from windfall.engine.cuda.state import STOPS, DeviceState, KVPool, PrefixGroups,
 
 DEPTH = 2
 PREFIX_GROUP_SECTIONS = ("group_first", "group_count", "group_tokens", "shared_tokens")
-ALIGN = 32
-"""Every array of an upload starts at a multiple of this many int32 values."""
+ALIGN = 32  # every array of an upload starts at a multiple of this many int32 values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +37,7 @@ class PendingLaunch:
 
     work: Launch
     version: int
-    sampled: Tensor
-    """(1 + steps, 2, batch) int32 in host memory; valid only after `wait`."""
+    sampled: Tensor  # (1 + steps, 2, batch) int32 in host memory; valid only after `wait`
     event: Any
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
@@ -117,8 +115,7 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def warm(self, batches: Sequence[int], longest: int) -> None:
-        """Compile the kernels and capture the graphs of these batch sizes in advance. All rows are padding rows, so the
-        state does not change."""
+        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes."""
         for batch in batches:
             self._graphs.prepare(self._graph_key(batch, longest, False))
             fit = self.decoder.sharing().max_rows

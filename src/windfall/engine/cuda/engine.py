@@ -38,8 +38,7 @@ from windfall.engine.torch.engine import check_request, copy_weights
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Finish, Request
 
-BURST = 8
-"""Decode steps per launch. The host notices the end of a response at most twice this many tokens late."""
+BURST = 8  # Decode steps per launch. The host notices the end of a response at most twice this many tokens late.
 
 
 class GraphEngine:
@@ -58,9 +57,8 @@ class GraphEngine:
         ops: Any = None,
         sharing: PrefixSharing | None = None,
     ) -> None:
-        """`longest`: upper limit for the tokens of a response, including its prompt. `ops`: the kernels to use instead
-        of the device's. `sharing`: which siblings form prefix groups. By default as many as fit;
-        `PrefixSharing(max_rows=0)` turns it off."""
+        """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
+        device's. `sharing`: which siblings form prefix groups; by default as many as fit, none if `max_rows` is 0."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)
@@ -77,10 +75,8 @@ class GraphEngine:
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
-        self._ready: deque[list[Chunk]] = deque()
-        """Chunks that the next steps return; each list has one version."""
-        self._ready_finished = 0
-        """Number of responses whose last chunk is in `_ready`."""
+        self._ready: deque[list[Chunk]] = deque()  # chunks that the next steps return; each list has one version
+        self._ready_finished = 0  # number of responses whose last chunk is in `_ready`
         self._steps = self._rows = self._generated = 0
 
     def __len__(self) -> int:
@@ -147,8 +143,7 @@ class GraphEngine:
         self._device.pool.allocate()
 
     def warm(self, *sizes: int, longest: int | None = None) -> None:
-        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens, before
-        they are needed."""
+        """Compile the kernels and capture the graphs for these numbers of responses, of up to `longest` tokens."""
         slots = self._plan.host_state.slots
         self.wake()
         self._device.warm(

@@ -39,10 +39,8 @@ class GraphKey(NamedTuple):
     batch: int
     truncate: bool
     splits: int
-    prefix_groups: int = 0
-    """Upper limit for the prefix groups of the step; 0 disables them."""
-    prefix_splits: int = 1
-    """Upper limit for the splits of a shared prefix."""
+    prefix_groups: int = 0  # upper limit for the prefix groups of the step; 0 disables them
+    prefix_splits: int = 1  # upper limit for the splits of a shared prefix
 
 
 class Graphs:
@@ -51,8 +49,7 @@ class Graphs:
         self._step, self._device = step, device
         self._captured: dict[GraphKey, Any] = {}
         self._memory: Any = None
-        self._side: Any = None
-        """The stream for all captures: cuBLAS allocates memory for every stream it is used on."""
+        self._side: Any = None  # the stream for all captures: cuBLAS allocates memory for every stream it is used on
 
     def __len__(self) -> int:
         return len(self._captured)

@@ -13,8 +13,7 @@ import numpy as np
 
 from windfall.types import Request
 
-ALIGN = 128
-"""Every section starts at a multiple of this many values, like a separate allocation would."""
+ALIGN = 128  # every section starts at a multiple of this many values, like a separate allocation would
 
 
 class HostState:
@@ -57,8 +56,7 @@ class HostState:
         self._write(self.offsets["table"] + slot * self.pages_each + first, pages)
 
     def page_tables(self, slots: np.ndarray, columns: int) -> np.ndarray:
-        """The first `columns` entries of the page tables of these slots. Entries after a response's last page are
-        undefined."""
+        """The first `columns` page numbers of these slots; undefined after the last page of a response."""
         return self._section("table").reshape(-1, self.pages_each)[:, :columns][slots]
 
     def set_rows(self, slots: np.ndarray, batch: int) -> None:

@@ -34,18 +34,13 @@ from windfall.types import Request
 @dataclass(slots=True, eq=False)
 class DeviceSequence:
     request: Request
-    tokens: list[int]
-    """All tokens known to the host: the prompt, and the generated tokens that were collected."""
+    tokens: list[int]  # all tokens known to the host: the prompt, and the generated tokens that were collected
     generated: int = 0
-    slot: int = -1
-    """-1: the sequence is waiting."""
-    prefilled: int = 0
-    """Number of first tokens whose keys and values were launched or found in the prefix cache."""
+    slot: int = -1  # -1: the sequence is waiting
+    prefilled: int = 0  # number of first tokens whose keys and values were launched or found in the prefix cache
     pages: list[int] = field(default_factory=list)
-    keys: list[Key] = field(default_factory=list)
-    """Keys of full pages of `tokens`, computed when needed. They depend on the tokens alone."""
-    finished: bool = False
-    """The response has ended or was cancelled: further tokens from the device are discarded."""
+    keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
+    finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
@@ -70,28 +65,19 @@ class Launch:
     """One launch: a prefill of all chunks in one flat batch, then `steps` decode steps with one row per sequence."""
 
     prefill: list[PrefillChunk]
-    rows: list[DeviceSequence]
-    """The decoding sequences. Siblings are adjacent."""
-    slots: np.ndarray
-    """The slots of `rows`."""
+    rows: list[DeviceSequence]  # The decoding sequences. Siblings are adjacent.
+    slots: np.ndarray  # the slots of `rows`
     steps: int
-    longest: int
-    """Upper limit for the tokens that a row reads by itself, without the shared prefix of its group."""
-    prefix_groups: np.ndarray
-    """(G, 3): first row, rows, shared tokens of each group."""
+    longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
+    prefix_groups: np.ndarray  # (G, 3): first row, rows, shared tokens of each group
 
 
 class BatchPlanner:
     def __init__(
         self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing
     ) -> None:
-        self.pages, self.host_state, self.max_rows, self.burst, self.sharing = (
-            pages,
-            host_state,
-            max_rows,
-            burst,
-            sharing,
-        )
+        self.pages, self.host_state, self.sharing = pages, host_state, sharing
+        self.max_rows, self.burst = max_rows, burst
         self.running: dict[DeviceSequence, None] = {}  # in order of arrival
         self.waiting: deque[DeviceSequence] = deque()
         self.preemptions = self.reused_tokens = 0
@@ -111,7 +97,7 @@ class BatchPlanner:
         self.waiting.append(sequence)
 
     def remove(self, sequence: DeviceSequence) -> None:
-        """Remove a finished or cancelled sequence: its slot and pages are free at once."""
+        """Remove a finished or canceled sequence: its slot and pages are free at once."""
         sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
@@ -136,8 +122,8 @@ class BatchPlanner:
         )
 
     def restart_all(self) -> None:
-        """Send every running sequence back to the waiting queue, oldest first: their pages are no longer valid. Call
-        this only while nothing is in flight."""
+        """Send every running sequence back to the waiting queue, oldest first, because its pages are no longer valid.
+        Call this only while nothing is in flight."""
         for sequence in reversed(list(self.running)):
             self._release(sequence, register=False)
             self.waiting.appendleft(sequence)

@@ -56,7 +56,7 @@ def rope_and_store(
     qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
     sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
-    """Normalize (where there are weights) and rotate queries and keys, and store keys and values in the pool. Returns
+    """Normalize queries and keys where there are weights, rotate them, and store keys and values in the pool. Returns
     the queries (T, heads, head)."""
     head = qkv.shape[-1] // (heads + 2 * kv_heads)
     q, k, v = qkv.view(-1, heads + 2 * kv_heads, head).split([heads, kv_heads, kv_heads], 1)
@@ -88,9 +88,8 @@ def decode_attention(
     q: Tensor, rows: Tensor, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None,
     splits: int, prefix_groups: PrefixGroups | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend one query per row to tokens 0 to `length` of its slot. The result is zero for rows of inactive slots. The
-    rows of a prefix group read the shared prefix from the pages of the group's first row, except where there is a
-    window."""
+    """Attend one query per row to tokens 0 to `length` of its slot. The result is zero for rows of inactive slots.
+    Without a window, the rows of a prefix group read the shared prefix from the pages of the group's first row."""
     del splits  # they do not change the sum
     at = rows.long()
     length, active = state.length[at], state.left[at] > 0
@@ -98,9 +97,8 @@ def decode_attention(
     table = state.table[at, :pages].long()
     if prefix_groups is not None and window is None:
         _use_shared_prefix(table, prefix_groups, pool.page_size)
-    k, v = (
-        _data(pool)[layer][i][table].transpose(1, 2).flatten(2, 3).float() for i in (0, 1)
-    )  # (B, kv_heads, tokens, head)
+    # (B, kv_heads, tokens, head)
+    k, v = (_data(pool)[layer][i][table].transpose(1, 2).flatten(2, 3).float() for i in (0, 1))
     token = torch.arange(k.shape[2], device=q.device)
     visible = token <= length[:, None]
     if window is not None:
@@ -185,8 +183,7 @@ def sample(
 
 
 def truncated_probs(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities with everything outside top-k and top-p set to zero; ties keep vocabulary order. The host waits for
-    nothing."""
+    """Probabilities, zero outside top-k and top-p; ties keep vocabulary order. The host waits for nothing."""
     p = logp.exp()
     ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)

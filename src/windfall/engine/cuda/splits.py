@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TILE = 16
-"""Queries (rows times query heads of a kv head) that read a shared prefix together. An attention tile has at least this
-many rows, whether they are used or not."""
+TILE = 16  # queries that read a shared prefix together (rows times query heads of a kv head): the smallest tile
 
 
 def min_split_tokens(pairs: int) -> int:
@@ -34,9 +32,7 @@ def splits_for(batch: int, kv_heads: int, longest: int, multiprocessors: int) ->
     return splits
 
 
-def fit_tiling(
-    block: int, stages: int, *, tile: int, head: int, itemsize: int, max_bytes: int
-) -> tuple[int, int]:  # fmt: skip
+def fit_tiling(block: int, stages: int, *, tile: int, head: int, itemsize: int, max_bytes: int) -> tuple[int, int]:
     """(keys of a block, stages) with which attention needs at most `max_bytes` of shared memory: stages are reduced
     first, down to two. The tile of queries keeps its size.
 
@@ -61,10 +57,8 @@ def fit_tiling(
 class PrefixSharing:
     """Which rows form prefix groups."""
 
-    max_rows: int
-    """Upper limit for the rows of a group; 0 or 1 disables groups."""
-    min_tokens: int = 64
-    """Minimum length of a shared prefix, in tokens."""
+    max_rows: int  # upper limit for the rows of a group; 0 or 1 disables groups
+    min_tokens: int = 64  # minimum length of a shared prefix, in tokens
     min_saved_tokens: int = 49_152
     """Minimum number of tokens that all groups together must save in a step. Groups cost one more launch per layer, and
     rows that read the same pages at about the same time find some of them in the L2 anyway. Measured on an H200 with

@@ -17,14 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-STOPS = 8
-"""Upper limit for the stop tokens of a response that the device checks."""
+STOPS = 8  # upper limit for the stop tokens of a response that the device checks
 
 
 class KVPool:
     """Keys and values of all layers in one tensor (layers, 2, pages + 1, kv_heads, page_size, head). The last page is
-    the scratch page. Kernels read the address from `base`, so a captured graph still works after the pool was freed and
-    allocated again elsewhere."""
+    the scratch page. Kernels read the address from `base`, so captured graphs survive a reallocation of the pool."""
 
     def __init__(
         self, *, layers: int, pages: int, page_size: int, kv_heads: int, head: int, dtype: torch.dtype, device: str
@@ -58,26 +56,16 @@ class KVPool:
 class DeviceState:
     """One row per slot (S). The last slot is the padding slot."""
 
-    last: Tensor
-    """(S,) int32: the newest token, whose keys and values are not in the pool yet."""
-    length: Tensor
-    """(S,) int32: number of tokens whose keys and values are in the pool; also the index of `last` in the sequence."""
-    left: Tensor
-    """(S,) int32: number of tokens that may still be generated; 0: the slot is inactive."""
-    position: Tensor
-    """(S,) int32: index within the response of the next token."""
-    seed: Tensor
-    """(S,) int64: the request's seed, as 64 bits."""
-    temperature: Tensor
-    """(S,) float32; 0: greedy."""
-    top_k: Tensor
-    """(S,) int32; 0: no limit."""
-    top_p: Tensor
-    """(S,) float32; 1: no limit."""
-    stop: Tensor
-    """(S, STOPS) int32: stop tokens, padded with -1."""
-    table: Tensor
-    """(S, pages per response) int32: page table, the pages of every slot in order."""
+    last: Tensor  # (S,) int32: the newest token, whose keys and values are not in the pool yet
+    length: Tensor  # (S,) int32: tokens whose keys and values are in the pool; also the index of `last`
+    left: Tensor  # (S,) int32: number of tokens that may still be generated; 0: the slot is inactive
+    position: Tensor  # (S,) int32: index within the response of the next token
+    seed: Tensor  # (S,) int64: the request's seed, as 64 bits
+    temperature: Tensor  # (S,) float32; 0: greedy
+    top_k: Tensor  # (S,) int32; 0: no limit
+    top_p: Tensor  # (S,) float32; 1: no limit
+    stop: Tensor  # (S, STOPS) int32: stop tokens, padded with -1
+    table: Tensor  # (S, pages per response) int32: page table, the pages of every slot in order
 
     @staticmethod
     def new(slots: int, pages_each: int, device: str) -> DeviceState:
@@ -96,21 +84,16 @@ class DeviceState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """A prefill: chunks of several responses concatenated, T rows in total. Chunk n belongs to slot `slot[n]`, its rows
-    are `first[n]` to `first[n] + count[n] - 1` of the flat batch, and its first row is token `start[n]` of the
-    sequence."""
+    """A prefill: chunks of several responses concatenated, T rows in total. Chunk n belongs to slot `slot[n]`. It has
+    `count[n]` rows, starting at row `first[n]` of the flat batch; the first is token `start[n]` of the sequence."""
 
-    slot: Tensor
-    """(N,) int32."""
+    slot: Tensor  # (N,) int32
     first: Tensor
     count: Tensor
     start: Tensor
-    row_slot: Tensor
-    """(T,) int32: the slot of every row."""
-    row_position: Tensor
-    """(T,) int32: the index of every row in its sequence."""
-    longest: int
-    """Rows of the longest chunk."""
+    row_slot: Tensor  # (T,) int32: the slot of every row
+    row_position: Tensor  # (T,) int32: the index of every row in its sequence
+    longest: int  # rows of the longest chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,13 +101,8 @@ class PrefixGroups:
     """Rows of a decode step that read a shared prefix together. Group n is rows `first[n]` to `first[n] + count[n] -
     1`. Their page tables start with the same pages: `tokens[n]` tokens, all before the newest token of every row."""
 
-    first: Tensor
-    """(G,) int32: first row of every group."""
-    count: Tensor
-    """(G,) int32: number of rows; 0: an unused entry."""
-    tokens: Tensor
-    """(G,) int32: length of the shared prefix in tokens, a multiple of the page size; 0: an unused entry."""
-    shared_tokens: Tensor
-    """(B,) int32: length in tokens of the prefix that a row shares with its group; 0: the row is in no group."""
-    splits: int
-    """Upper limit for the splits of a shared prefix."""
+    first: Tensor  # (G,) int32: first row of every group
+    count: Tensor  # (G,) int32: number of rows; 0: an unused entry
+    tokens: Tensor  # (G,) int32: length of the shared prefix in tokens, a multiple of the page size; 0: an unused entry
+    shared_tokens: Tensor  # (B,) int32: tokens of the prefix that a row shares with its group; 0: it is in no group
+    splits: int  # upper limit for the splits of a shared prefix

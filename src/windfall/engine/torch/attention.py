@@ -37,10 +37,8 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if other.get(name) is not None]
     unknown += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * bool(dropout)
     if unknown:
-        raise WindfallError(
-            f"{type(module).__name__} needs attention with {', '.join(unknown)}, which is not supported",
-            fix="Use a model without it, such as Llama, Qwen, Mistral or SmolLM.",
-        )
+        what = f"{type(module).__name__} needs attention with {', '.join(unknown)}, which is not supported"
+        raise WindfallError(what, fix="Use a model without it, such as Llama, Qwen, Mistral or SmolLM.")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return batch.attend(q, k, v, scale, sliding_window).contiguous().unsqueeze(0), None
@@ -87,17 +85,13 @@ class Block:
     contexts padded to the same number of pages."""
 
     first: int
-    pages: Tensor
-    """(S * P,) page numbers."""
-    positions: Tensor
-    """(S, Q): the index of each row in its sequence."""
-    context: Tensor
-    """(P * page size,): 0, 1, 2, ..."""
+    pages: Tensor  # (S * P,) page numbers
+    positions: Tensor  # (S, Q): the index of each row in its sequence
+    context: Tensor  # (P * page size,): 0, 1, 2, ...
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, share: int, dtype: torch.dtype) -> Tensor:
-        """(S, 1, share * Q, C): 0 where a row may attend, -inf where not; repeated for all `share` query heads of a key
-        head."""
+        """(S, 1, share * Q, C): 0 where a row may attend, else -inf; repeated for all query heads of a key head."""
         cached = self._masks.get((window, share))
         if cached is None:
             at = self.positions[..., None]
@@ -112,12 +106,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    pools: Iterator[tuple[Tensor, Tensor]]
-    """Keys and values, each (pages, page size, heads, size), for every attention of the model, in order."""
-    slots: Tensor
-    """Index in the cache for each row's own key and value: page * page size + offset."""
-    blocks: Sequence[Block]
-    """All rows of the step, in order."""
+    pools: Iterator[tuple[Tensor, Tensor]]  # keys and values of every attention: (pages, page size, heads, size) each
+    slots: Tensor  # index in the cache for each row's own key and value: page * page size + offset
+    blocks: Sequence[Block]  # all rows of the step, in order
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
         pool = next(self.pools, None)
@@ -136,14 +127,11 @@ class Paged:
         kv, size, out_size = *kc.shape[2:], vc.shape[3]
         (s, n), share = b.positions.shape, q.shape[1] // kv
         q = q[b.first : b.first + s * n]
-        q = q.reshape(s, kv, share, size) if n == 1 else _heads_first(q.view(s, n, kv, share, size))
+        if n > 1:
+            q = q.view(s, n, kv, share, size).permute(0, 2, 3, 1, 4)
+        q = q.reshape(s, kv, share * n, size)
         k, v = (c.index_select(0, b.pages).view(s, -1, *c.shape[2:]).transpose(1, 2) for c in (kc, vc))
         out = sdpa(q, k, v, attn_mask=b.mask(window, share, q.dtype), scale=scale)
         if n > 1:
             out = out.reshape(s, kv, share, n, out_size).permute(0, 3, 1, 2, 4)
         return out.reshape(s * n, kv * share, out_size)
-
-
-def _heads_first(q: Tensor) -> Tensor:
-    s, n, kv, share, size = q.shape
-    return q.permute(0, 2, 3, 1, 4).reshape(s, kv, share * n, size)

@@ -87,11 +87,9 @@ class TorchEngine:
         request, position = sequence.request, sequence.position
         sequence.tokens.append(token)
         sequence.generated += 1
-        finish: Finish | None = None
+        finish: Finish | None = "length" if sequence.generated == request.max_tokens else None
         if token in request.stop:
             finish = "stop"
-        elif sequence.generated == request.max_tokens:
-            finish = "length"
         if finish:
             del self._sequences[request.id]
             self._scheduler.remove(sequence)
@@ -125,12 +123,9 @@ def check_request(request: Request, vocabulary: int, limit: int) -> None:
     if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
         raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
     if len(request.prompt) + request.max_tokens > limit:
-        raise WindfallError(
-            f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens do not fit into a KV cache of "
-            f"{limit} tokens",
-            where=where,
-            fix="Raise engine.kv_tokens, or lower rollout.max_tokens.",
-        )
+        need = f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens"
+        fix = "Raise engine.kv_tokens, or lower rollout.max_tokens."
+        raise WindfallError(f"{need} do not fit into a KV cache of {limit} tokens", where=where, fix=fix)
 
 
 @torch.no_grad()
@@ -140,11 +135,9 @@ def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> Non
     unknown, missing = weights.keys() - own.keys(), own.keys() - weights.keys()
     tied = {n for n in missing if any(own[n].data_ptr() == own[w].data_ptr() for w in weights if w in own)}
     if unknown or missing - tied:
-        names = sorted(unknown or missing - tied)
-        raise WindfallError(
-            f"version {version} does not fit the model: {len(names)} tensors such as {names[0]!r} are "
-            f"{'unknown' if unknown else 'missing'}"
-        )
+        names, how = sorted(unknown or missing - tied), "unknown" if unknown else "missing"
+        what = f"{len(names)} tensors such as {names[0]!r} are {how}"
+        raise WindfallError(f"version {version} does not fit the model: {what}")
     wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
     if wrong:
         raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has the wrong shape")

@@ -19,8 +19,7 @@ class Packed:
     longest one. `forward` and `backward` are for callers that compute gradients without autograd."""
 
     lengths: tuple[int, ...]
-    ends: Tensor
-    """(sequences + 1,) int32 on the device: the first row of each sequence, and the end of the last one."""
+    ends: Tensor  # (sequences + 1,) int32 on the device: the first row of each sequence, and the end of the last one
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packed:
@@ -30,8 +29,7 @@ class Packed:
 
     @staticmethod
     def pads(device: torch.device | str, dtype: torch.dtype) -> bool:
-        """Whether sequences are padded. Then memory and time grow with the number of sequences times the longest one;
-        otherwise with the number of tokens."""
+        """Whether sequences are padded: then cost grows with sequences times the longest one, otherwise with tokens."""
         return torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

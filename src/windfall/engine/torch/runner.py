@@ -59,13 +59,10 @@ class Runner:
         spans: list[RowSpan] = []
         # Sequences with the same number of rows are adjacent, longest context first: a block of rows is then a slice.
         order = sorted(range(len(rows)), key=lambda n: (rows[n].start - rows[n].stop, -rows[n].stop))
-        sampling: list[int] = []
-        for n in order:
-            r = rows[n]
+        for r in (rows[n] for n in order):
             spans.append(RowSpan(len(tokens), r.stop - r.start, r.stop - 1, r.sequence.pages))
             tokens += r.sequence.tokens[r.start : r.stop]
-            if r.samples:
-                sampling.append(n)
+        sampling = [n for n in order if rows[n].samples]
         ends = [s.first + s.count - 1 for s, n in zip(spans, order, strict=True) if rows[n].samples]
         logits = self._forward(tokens, spans, list(self._blocks(spans)), ends)
         sampled = dict(zip(sampling, self._sample(logits, [rows[n].sequence for n in sampling]), strict=True))
@@ -93,19 +90,12 @@ class Runner:
     def _forward(self, tokens: list[int], spans: list[RowSpan], blocks: list[Block], ends: list[int] | None) -> Tensor:
         """Logits of the rows `ends`, or of all rows if that is None."""
         size = self.size
-        positions = [p for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
-        slots = [
-            s.pages[p // size] * size + p % size for s in spans for p in range(s.position - s.count + 1, s.position + 1)
-        ]
-        ids, at, into = torch.tensor([tokens, positions, slots], device=self.device)
+        rows = [(s.pages, p) for s in spans for p in range(s.position - s.count + 1, s.position + 1)]
+        slots = [pages[p // size] * size + p % size for pages, p in rows]
+        ids, at, into = torch.tensor([tokens, [p for _, p in rows], slots], device=self.device)
         keep = {} if ends is None else {"logits_to_keep": torch.tensor(ends, device=self.device, dtype=torch.long)}
-        return self.model(
-            input_ids=ids[None],
-            position_ids=at[None],
-            use_cache=False,
-            batch=Paged(iter(self.pools), into, blocks),
-            **keep,
-        ).logits[0]
+        batch = Paged(iter(self.pools), into, blocks)
+        return self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, batch=batch, **keep).logits[0]
 
     def _sample(self, logits: Tensor, sequences: Sequence[SequenceState | None]) -> list[tuple[int, float]]:
         if not sequences:

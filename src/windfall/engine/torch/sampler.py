@@ -55,9 +55,9 @@ def sample(
         cumulative = _truncate(logp, sampling).cumsum(-1, dtype=torch.float64)
         u = torch.from_numpy(uniform(seeds, positions)).to(logits.device)
         tokens = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
-        greedy = [t == 0.0 for t in temperatures]
-        if any(greedy):
-            tokens = torch.where(torch.tensor(greedy, device=logits.device), logp.argmax(-1), tokens)
+        if 0.0 in temperatures:
+            greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)
+            tokens = torch.where(greedy, logp.argmax(-1), tokens)
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the GPU engine. They have the names and signatures of the functions in
+"""The Triton kernels of the GPU engine. They have the names, signatures and results of the functions in
 `windfall.engine.cuda.reference`. This package can be imported only where triton is installed."""
 
 from windfall.engine.cuda.kernels.decode import decode_attention, rope_store_and_decode

@@ -139,9 +139,8 @@ def store_and_combine(
 
 
 def tiling(programs: int, itemsize: int, head: int) -> tuple[int, int, int]:
-    """(keys of a block, warps, stages), chosen by measurement. A program that has a multiprocessor to itself should
-    prefetch far ahead; a few hundred programs should all be resident at once; with more, the longest program should not
-    be the last to finish."""
+    """(keys of a block, warps, stages), chosen by measurement. A program alone on a multiprocessor should prefetch far
+    ahead; a few hundred should all be resident at once; with more, the longest one should not be the last to finish."""
     if itemsize > 2:
         block, stages = 32, 2
     else:

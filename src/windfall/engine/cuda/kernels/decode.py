@@ -41,10 +41,8 @@ from windfall.engine.cuda.splits import min_split_tokens
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups
 
 _LOG2E = 1.4426950408889634
-_MAX_PAIRS = 1 << 17
-"""Upper limit for the (row, kv head) pairs of a step."""
-_MAX_FUSED_PAIRS = 1024
-"""Up to this number of pairs, one fused launch is faster than two, `rope_and_store` and `decode_attention`."""
+_MAX_PAIRS = 1 << 17  # upper limit for the (row, kv head) pairs of a step
+_MAX_FUSED_PAIRS = 1024  # up to this many pairs, one fused launch is faster than `rope_and_store` + `decode_attention`
 _finished: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()
 _UNSPECIALIZED = ["layer", "window", "splits", "min_tokens", "prefix_splits", "prefix_min_tokens", "table_stride"]
 _UNALIGNED = ["FINISHED", "SHARED_TOKENS", "ROWS", "POSITIONS", "LENGTH", "LEFT", "TABLE", "BASE"]
@@ -180,9 +178,7 @@ def decode_attention(
     q: Tensor, rows: Tensor, state: DeviceState, pool: KVPool, layer: int, scale: float, window: int | None,
     splits: int, prefix_groups: PrefixGroups | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend one query per row to tokens 0 to `length` of its slot. The result is zero for rows of inactive slots. A
-    prefix group reads its shared prefix once, except where there is a window. With several splits, this must have run
-    once with a pool before it is captured in a graph."""
+    """See reference.py. With several splits, this must have run once with a pool before it is captured in a graph."""
     return _run(
         q, q.shape[1], rows, state, pool, layer, scale, window, splits, rows, q, q, None, 0.0, False, prefix_groups
     )
@@ -193,8 +189,7 @@ def rope_store_and_decode(
     sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float,
     window: int | None, splits: int, prefix_groups: PrefixGroups | None = None,
 ) -> Tensor:  # fmt: skip
-    """`rope_and_store`, then `decode_attention`; in one launch where that is faster. `positions` come from
-    `decode_inputs`."""
+    """`rope_and_store`, then `decode_attention`; one launch where that is faster. `positions`: from `decode_inputs`."""
     if len(rows) * pool.shape[3] > _MAX_FUSED_PAIRS:
         q = rope_and_store(
             qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.shape[3]
@@ -202,20 +197,6 @@ def rope_store_and_decode(
         return decode_attention(q, rows, state, pool, layer, scale, window, splits, prefix_groups)
     weights = None if q_weight is None or k_weight is None else (q_weight, k_weight)
     return _run(
-        qkv,
-        heads,
-        rows,
-        state,
-        pool,
-        layer,
-        scale,
-        window,
-        splits,
-        positions,
-        cos,
-        sin,
-        weights,
-        eps,
-        True,
+        qkv, heads, rows, state, pool, layer, scale, window, splits, positions, cos, sin, weights, eps, True,
         prefix_groups,
-    )
+    )  # fmt: skip

@@ -25,8 +25,7 @@ from windfall.engine.cuda.kernels import launch
 from windfall.engine.cuda.state import STOPS, DeviceState
 
 _BLOCK, _WARPS = 4096, 4
-_TRUNCATED_ROWS = 32
-"""Rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path."""
+_TRUNCATED_ROWS = 32  # rows sorted at a time when top-k or top-p is used: it bounds the memory of that slower path
 
 
 @triton.jit
@@ -124,8 +123,7 @@ def _choose_token(
 def sample(
     logits: Tensor, rows: Tensor, state: DeviceState, tokens_out: Tensor, logprobs_out: Tensor, truncate: bool
 ) -> None:
-    """Sample the next token of every active row, write it and its log-prob (inactive rows: -1 and 0), and update the
-    state. `truncate`: apply top-k and top-p."""
+    """See reference.py."""
     count, size = logits.shape
     if truncate:
         for i in range(0, count, _TRUNCATED_ROWS):

@@ -25,8 +25,7 @@ from windfall.engine.cuda.kernels.attention_common import attend_block, norm_and
 from windfall.engine.cuda.splits import TILE, min_split_tokens
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups
 
-PREFIX_SPLIT_STEP = 128
-"""A shared split is a multiple of this many tokens, whatever the block size: the rows' programs count splits, too."""
+PREFIX_SPLIT_STEP = 128  # tokens; shared splits are multiples of it for any block size, so rows can count them
 _UNSPECIALIZED = ["layer", "prefix_splits", "min_tokens", "table_stride"]
 _UNALIGNED = ["FIRST", "COUNT", "TOKENS", "ROWS", "POSITIONS", "TABLE", "BASE"]
 

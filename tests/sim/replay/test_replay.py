@@ -222,7 +222,7 @@ def test_concurrent_pulls_measure_the_trainers_egress() -> None:
     together = [ready(w, 20.0, 4.0) for w in ("a", "b")]
     found = event_log.pulls([*first, *together, ready("a", 40.0, 1.0)], 99.0)
     assert (found.egress_per_s, found.ingress_per_s) == (50.0, 100.0)
-    assert event_log.pulls(first, 99.0).alone_s == pytest.approx(0.0, abs=1e-9)
+    assert event_log.pulls(first, 99.0).ingress_per_s == event_log.UNLIMITED_PER_S
 
 
 def test_worker_that_joins_again_under_its_id_lost_its_link() -> None:

@@ -102,8 +102,7 @@ def _compare_with_undisturbed(small_run: Recipe, disturbed: _ChaosRun, log: Path
     steps = max(disturbed.invariants.batches, default=0)
     if not steps:
         return InvariantBroken("progress", "the run completed no step")
-    limited = small_run.model_copy(update={"run": small_run.run.model_copy(update={"steps": steps})})
-    calm = _ChaosRun(limited, iter(()), 0, log)
+    calm = _ChaosRun(scenario.with_keys(small_run, {"run": {"steps": steps}}), iter(()), 0, log)
     try:
         if broken := calm.run():
             return broken

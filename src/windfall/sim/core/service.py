@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 import xxhash
 
@@ -32,6 +33,7 @@ class Service:
     over_batch: float = 0.0
     over_s: float = 0.0
     """Extra seconds for every response in a step above `over_batch`, for engines that slow down there. 0: none."""
+    TIMES: ClassVar = ("fixed_s", "each_s", "context_s", "prefill_s", "train_s", "update_s", "over_s")
 
     def __post_init__(self) -> None:
         assert self.fixed_s > 0, "fixed_s must be above 0"
@@ -65,8 +67,7 @@ class Service:
         >>> s.fixed_s, s.each_s, s.over_batch, s.over_s
         (2.0, 1.0, 8, 4.0)
         """
-        times = [f.name for f in fields(self) if f.name.endswith("_s")]
-        return replace(self, **{name: getattr(self, name) * factor for name in times})
+        return replace(self, **{name: getattr(self, name) * factor for name in self.TIMES})
 
     def training_s(self, tokens: float) -> float:
         return self.train_s * tokens

@@ -102,7 +102,9 @@ def _held_out(service: Service, row: dict[str, Any]) -> str:
         return ""
     decode = Decode(service, 1)
     for n, length in enumerate(lengths):
-        decode.add(DecodeRow(handle=n, seed=n, tag=n, prompt=prompt, generated=0, length=length, cut=False, sent=0), 0)
+        decode.add(
+            DecodeRow(handle=n, seed=n, id_token=n, prompt=prompt, generated=0, length=length, cut=False, sent=0), 0
+        )
     decode.prefill = prompts * prompt
     predicted = sum(lengths) / decode.seconds(max(lengths))
     return f"held out: {case}: {predicted:,.0f} tok/s, measured {measured:,.0f} ({predicted / measured - 1:+.0%})"

@@ -35,7 +35,7 @@ from windfall.rollout.groups import Rollout
 from windfall.scheduling.members import WorkerState
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.core import loop as loops
-from windfall.sim.core.token_schedule import FIRST_TAG, TAGS
+from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.decode import STOP, distinct_token
 
 PROGRESS_S = 600.0
@@ -48,7 +48,7 @@ TASKS = 40
 """Most asyncio tasks after a step, in addition to four per worker."""
 HOLDING = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 Batch = dict[int, str]
-"""By the tag of a response: a fingerprint of its tokens and its advantage."""
+"""By the first token of a response, which identifies it: a fingerprint of its tokens and its advantage."""
 
 
 class InvariantBroken(AssertionError):
@@ -161,9 +161,9 @@ class Invariants:
             raise InvariantBroken("tokens", f"{id} had {checked} tokens and now has {have}")
         if have < known:
             raise InvariantBroken("again", f"{id} continues at token {have}, but {known} of its tokens were accepted")
-        tokens, tag = entry.episode.tokens, FIRST_TAG + entry.episode.seed % TAGS
+        tokens, id_token = entry.episode.tokens, id_token_of(entry.episode.seed)
         for position in range(checked, have):
-            expected = tag if position == 0 else distinct_token(tag, position)
+            expected = id_token if position == 0 else distinct_token(id_token, position)
             if tokens[position] != expected and not (tokens[position] == STOP and position == have - 1):
                 raise InvariantBroken(
                     "tokens", f"{id}: token {position} of {have} is {tokens[position]}, not {expected}"
@@ -220,12 +220,14 @@ class Invariants:
     def _check_batch(self, step: int, samples: list[m.SampleMessage]) -> None:
         batch: Batch = {}
         for s in samples:
-            tag = s.ids[s.targets[0]]
-            if tag in batch:
-                raise InvariantBroken("batch", f"step {step} has response {tag} twice")
-            if self._injector.env.missing(tag):
-                raise InvariantBroken("missing", f"step {step} contains {tag}, whose reward is missing")
-            batch[tag] = f"{xxhash.xxh3_64_hexdigest(array('I', s.ids).tobytes())} {s.advantage:.9g} {len(s.targets)}"
+            id_token = s.ids[s.targets[0]]
+            if id_token in batch:
+                raise InvariantBroken("batch", f"step {step} has response {id_token} twice")
+            if self._injector.env.missing(id_token):
+                raise InvariantBroken("missing", f"step {step} contains {id_token}, whose reward is missing")
+            batch[id_token] = (
+                f"{xxhash.xxh3_64_hexdigest(array('I', s.ids).tobytes())} {s.advantage:.9g} {len(s.targets)}"
+            )
         if (previous := self.batches.get(step)) is not None:
             compare(step, previous, batch)
         self.batches[step] = batch

@@ -89,7 +89,7 @@ class LogNormalLengths:
     least: int = 2
 
     def draw(self, seed: int, group: int = 0) -> int:
-        normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
+        normal = _correlated_normal(seed, group, self.alike)
         return max(self.least, round(self.median * math.exp(self.sigma * normal)))
 
 
@@ -106,9 +106,13 @@ class MeasuredLengths:
     alike: float = 0.0
 
     def draw(self, seed: int, group: int = 0) -> int:
-        normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
+        normal = _correlated_normal(seed, group, self.alike)
         share = (1 + math.erf(normal / math.sqrt(2))) / 2
         return max(1, self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))])
+
+
+def _correlated_normal(seed: int, group: int, alike: float) -> float:
+    return math.sqrt(alike) * _normal(f"g{group}") + math.sqrt(1 - alike) * _normal(str(seed))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -18,7 +18,7 @@ from windfall.rollout.groups import seed_of
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.scenario import MachineKind, Scenario, scaled, with_keys
 from windfall.sim.core.service import MeasuredLengths, Service
-from windfall.sim.core.token_schedule import FIRST_TAG, TAGS
+from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines import market
 from windfall.sim.machines.env import SimEnv
 from windfall.sim.replay.log import Record
@@ -71,7 +71,7 @@ class RecordedEnv(SimEnv):
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         await super().feedback(task, turns)
         index = int(str(task.prompt))
-        first = FIRST_TAG + seed_of(self._run_seed, index, 0) % TAGS
+        first = id_token_of(seed_of(self._run_seed, index, 0))
         return Feedback(reward=float(index not in self._replaced and turns[-1].text == str(first)))
 
 

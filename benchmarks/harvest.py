@@ -100,11 +100,11 @@ async def run_trainer(folder: Path) -> int:
     from functools import partial
 
     import torch
+    from sleeping_engine import SleepingEngine
 
     from windfall.launch.processes import trainer as training
     from windfall.link import messages as m
     from windfall.link.socket import Dialer
-    from windfall.sim.machines.engine import SleepingEngine
     from windfall.sim.machines.trainer import SleepingTrainer
     from windfall.train.agent import TrainerAgent
     from windfall.train.checkpoint import CheckpointState
@@ -156,7 +156,8 @@ async def run_trainer(folder: Path) -> int:
 
 
 async def run_worker(url: str, name: str, factor: float) -> int:
-    from windfall.sim.machines.engine import SleepingEngine
+    from sleeping_engine import SleepingEngine
+
     from windfall.weights.pull import Puller
     from windfall.worker import preemption
     from windfall.worker.agent import Agent

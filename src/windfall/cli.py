@@ -189,8 +189,12 @@ def sim(
             help="Recipe to simulate; or calibrate, with measurements to fit machines to; or chaos.",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of simulations, each with another seed.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs.")] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of simulations, each with another seed. Not for calibrate.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs. Not for calibrate.")
+    ] = None,
     compare: Annotated[
         str, typer.Option(rich_help_panel=FOR_RECIPE, help="Variants to compare, separated by commas, or all.")
     ] = "windfall",
@@ -223,9 +227,13 @@ def sim(
 ) -> None:  # fmt: skip
     """Simulate a run in virtual time to see its cost and yield: the real controller with simulated machines.
 
-    RECIPE.toml simulates a recipe. --replay RUN simulates a recorded run and compares it with the measurement.
-    calibrate FILE... fits machines to measurements and prints them for a recipe. chaos injects faults into small runs
-    and checks invariants. --seeds and --out are for RECIPE.toml, --replay and chaos.
+    [b]RECIPE.toml[/b] simulates a recipe.
+
+    [b]--replay RUN[/b] simulates a recorded run and compares it with the measurement.
+
+    [b]calibrate FILE...[/b] fits machines to measurements and prints them for a recipe.
+
+    [b]chaos[/b] injects faults into small runs and checks that no invariant breaks.
     """
     if replay is not None:
         from windfall.sim.replay import command as replays

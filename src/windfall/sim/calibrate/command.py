@@ -123,11 +123,9 @@ def _pulls(events: Sequence[Event]) -> list[str]:
 
 
 def _lengths(steps: Sequence[Event]) -> list[str]:
-    shape = event_log.lengths(steps)
-    if shape is None:
-        return []
-    keys = f"median_tokens {shape.median:g}, sigma {shape.sigma:g}, alike {shape.alike:g}"
-    return [f"lengths: {keys}, of {shape.count} responses; or set sim.lengths_file to this log"]
+    keys = ", ".join(f"{key} {value:g}" for key, value in event_log.length_keys(steps).items())
+    count = sum(len(row) for e in steps for row in e.get("lengths", ()))
+    return [f"lengths: {keys}, of {count} responses; or set sim.lengths_file to this log"] if keys else []
 
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:

@@ -122,26 +122,17 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
     return out
 
 
-class LengthShape(NamedTuple):
-    """The distribution of response lengths: log-normal, and correlated within a group."""
+def length_keys(steps: Iterable[Event]) -> dict[str, float]:
+    """Estimate the keys of [sim] for response lengths: log-normal, and correlated within a group. Truncated responses
+    count with their truncated length. Empty: the log has too few lengths.
 
-    median: float
-    sigma: float
-    alike: float
-    count: int
-
-
-def lengths(steps: Iterable[Event]) -> LengthShape | None:
-    """Estimate `sim.median_tokens`, `sim.sigma` and `sim.alike`. Truncated responses count with their truncated length.
-    None: the log has too few lengths.
-
-    >>> lengths([{"lengths": [[10, 10], [1000, 1000]]}])
-    LengthShape(median=100.0, sigma=2.303, alike=1.0, count=4)
+    >>> length_keys([{"lengths": [[10, 10], [1000, 1000]]}])
+    {'median_tokens': 100.0, 'sigma': 2.303, 'alike': 1.0}
     """
     groups = [[math.log(max(1, n)) for n in row] for e in steps for row in e.get("lengths", ()) if row]
     every = [x for row in groups for x in row]
     if len(groups) < 2 or len(every) == len(groups):
-        return None
+        return {}
     size, middle = len(every) / len(groups), statistics.mean(every)
     means = [statistics.mean(row) for row in groups]
     between = size * sum((m - middle) ** 2 for m in means) / (len(groups) - 1)
@@ -149,4 +140,4 @@ def lengths(steps: Iterable[Event]) -> LengthShape | None:
     spread = between + (size - 1) * within
     alike = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
     median = round(math.exp(statistics.median(every)), 1)
-    return LengthShape(median, round(statistics.pstdev(every), 3), round(alike, 3), len(every))
+    return {"median_tokens": median, "sigma": round(statistics.pstdev(every), 3), "alike": round(alike, 3)}

@@ -115,7 +115,7 @@ class FaultyLink(SimLink):
     def _count_message(self) -> None:
         """Break the link if this is the message that a `cut` fault waits for."""
         faults = self._faults
-        if faults.cut_after is None or self.closed:
+        if faults.cut_after is None or self._closed is not None:
             return
         faults.cut_after -= 1
         if faults.cut_after < 0:

@@ -125,11 +125,3 @@ def _normal(name: str) -> float:
 def uniform(name: str) -> float:
     """A number from 0 to 1 that depends only on the name. It is the same in every process."""
     return xxhash.xxh3_64_intdigest(name.encode()) / 2.0**64
-
-
-def token(seed: int, position: int, vocabulary: int, stop: frozenset[int]) -> int:
-    """The token at this position of a response: arbitrary, but reproducible, and never a stop token."""
-    digest = xxhash.xxh3_64_intdigest(f"{seed}:{position}".encode())
-    while (chosen := digest % vocabulary) in stop:
-        digest += 1
-    return chosen

@@ -178,17 +178,38 @@ def top(
 
 FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
 FOR_CALIBRATE, FOR_CHAOS = "Options for calibrate", "Options for chaos"
+SimWhat = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE.toml | calibrate FILE... | chaos",
+        help="Recipe to simulate; or calibrate, with measurements to fit machines to; or chaos.",
+    ),
+]
+SimOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", rich_help_panel=FOR_RECIPE, metavar="a.b=value", help="Override a recipe key; may be repeated."
+    ),
+]
+SimReplay = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=FOR_REPLAY, metavar="RUN",
+        help="Simulate this run from its own event log and compare prediction with measurement.",
+    ),
+]  # fmt: skip
+SimFit = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=FOR_REPLAY,
+        help="Steps to fit machines to. first-half predicts the others; all fits to all steps.",
+    ),
+]
 
 
 @app.command(epilog="Example: windfall sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures")
 def sim(
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RECIPE.toml | calibrate FILE... | chaos",
-            help="Recipe to simulate; or calibrate, with measurements to fit machines to; or chaos.",
-        ),
-    ] = None,
+    what: SimWhat = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of simulations, each with another seed. Not for calibrate.")
     ] = 1,
@@ -198,26 +219,9 @@ def sim(
     compare: Annotated[
         str, typer.Option(rich_help_panel=FOR_RECIPE, help="Variants to compare, separated by commas, or all.")
     ] = "windfall",
-    set: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", rich_help_panel=FOR_RECIPE, metavar="a.b=value", help="Override a recipe key; may be repeated."
-        ),
-    ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=FOR_REPLAY, metavar="RUN",
-            help="Simulate this run from its own event log and compare prediction with measurement.",
-        ),
-    ] = None,
-    fit: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=FOR_REPLAY,
-            help="Steps to fit machines to. first-half predicts the others; all fits to all steps.",
-        ),
-    ] = "first-half",
+    set: SimOverrides = None,
+    replay: SimReplay = None,
+    fit: SimFit = "first-half",
     gpu: Annotated[str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU that was measured, such as H100.")] = "",
     to: Annotated[
         str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU to scale the result to, by published figures.")

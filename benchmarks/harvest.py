@@ -100,11 +100,11 @@ async def run_trainer(folder: Path) -> int:
     from functools import partial
 
     import torch
+    from sleeping_engine import SleepingEngine
 
     from windfall.launch.processes import trainer as training
     from windfall.link import messages as m
     from windfall.link.socket import Dialer
-    from windfall.sim.machines.engine import SleepingEngine
     from windfall.sim.machines.trainer import SleepingTrainer
     from windfall.train.agent import TrainerAgent
     from windfall.train.checkpoint import CheckpointState
@@ -156,7 +156,8 @@ async def run_trainer(folder: Path) -> int:
 
 
 async def run_worker(url: str, name: str, factor: float) -> int:
-    from windfall.sim.machines.engine import SleepingEngine
+    from sleeping_engine import SleepingEngine
+
     from windfall.weights.pull import Puller
     from windfall.worker import preemption
     from windfall.worker.agent import Agent
@@ -286,7 +287,25 @@ def main() -> None:
             if options.replay:
                 replayed.append((name, command.replay(folder)))
         if replayed:
-            print("\n".join(["", *command.summary(replayed)]))
+            print("\n".join(["", *replay_table(replayed)]))
+
+
+def replay_table(rows: list[tuple[str, Any]]) -> list[str]:
+    """A table of replayed runs (sim/replay/command.py), one line each."""
+    from windfall.sim.replay.command import LABELS
+
+    names = ("tok_per_s", "step_mean_s", "tok_per_usd")
+    head = "".join(f"{LABELS[n]:>32}" for n in names) + "".join(
+        f"{LABELS[n]:>20}" for n in ("trainer_idle", "workers_idle")
+    )
+    lines = [f"{'':20}{head}", f"{'':20}" + f"{'predicted, measured':>32}" * 3 + f"{'pred., measured':>20}" * 2]
+    for name, done in rows:
+        values = done.rows()
+        cells = [f"{p:,.4g} {m:,.4g} ({e:+.1%})" for p, m, e in (values[n] for n in names) if e is not None]
+        cells = [f"{c:>32}" for c in cells]
+        cells += [f"{f'{values[n][0]:.0%} {values[n][1]:.0%}':>20}" for n in ("trainer_idle", "workers_idle")]
+        lines.append(f"{name:20}" + "".join(cells))
+    return lines
 
 
 if __name__ == "__main__":

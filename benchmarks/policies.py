@@ -242,8 +242,8 @@ def options() -> argparse.Namespace:
         if name not in MARKETS:
             parser.error(f"--markets: unknown market {name!r}; expected one of: {', '.join(MARKETS)}")
     for name in args.policies:
-        if name not in variants.CHANGES:
-            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(variants.CHANGES)}")
+        if name not in variants.VARIANTS:
+            parser.error(f"--policies: unknown policy {name!r}; expected one of: {', '.join(variants.VARIANTS)}")
     if OWN not in args.policies:
         parser.error(f"--policies: {OWN} is missing; the other policies are compared with it")
     return args

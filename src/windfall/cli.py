@@ -176,36 +176,69 @@ def top(
     top.show(run, once=once)
 
 
+FOR_RECIPE, FOR_REPLAY = "Options for RECIPE.toml", "Options for --replay"
+FOR_CALIBRATE, FOR_CHAOS = "Options for calibrate", "Options for chaos"
+SimWhat = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE.toml | calibrate FILE... | chaos",
+        help="Recipe to simulate; or calibrate, with measurements to fit machines to; or chaos.",
+    ),
+]
+SimOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", rich_help_panel=FOR_RECIPE, metavar="a.b=value", help="Override a recipe key; may be repeated."
+    ),
+]
+SimReplay = Annotated[
+    Path | None,
+    typer.Option(
+        rich_help_panel=FOR_REPLAY, metavar="RUN",
+        help="Simulate this run from its own event log and compare prediction with measurement.",
+    ),
+]  # fmt: skip
+SimFit = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=FOR_REPLAY,
+        help="Steps to fit machines to. first-half predicts the others; all fits to all steps.",
+    ),
+]
+
+
 @app.command(epilog="Example: windfall sim recipes/sim-harvest.toml --compare colocated,restart,windfall --out figures")
 def sim(
-    what: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="RECIPE.toml | calibrate FILE... | chaos",
-            help="What to simulate, or measurements to calibrate from.",
-        ),
-    ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Simulate this run from its own event log and compare prediction with measurement."
-        ),
-    ] = None,
-    fit: Annotated[
-        str, typer.Option(help="For --replay: steps to fit to. first-half predicts the others; all fits to all steps.")
-    ] = "first-half",
+    what: SimWhat = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Number of simulations, each with another seed, from run.seed on.")
+        int, typer.Option(min=1, help="Number of simulations, each with another seed. Not for calibrate.")
     ] = 1,
-    compare: Annotated[str, typer.Option(help="Variants to compare, separated by commas, or all.")] = "windfall",
-    out: Annotated[Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs.")] = None,
-    set: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="For calibrate: GPU that was measured, such as H100.")] = "",
-    to: Annotated[str, typer.Option(help="For calibrate: GPU to scale the result to, by published figures.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="For chaos: first seed.")] = 0,
-    faults: Annotated[int, typer.Option(min=1, help="For chaos: number of faults per run.")] = 500,
-) -> None:
-    """Simulate a run in virtual time to see its cost and yield: the real controller with simulated machines."""
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs. Not for calibrate.")
+    ] = None,
+    compare: Annotated[
+        str, typer.Option(rich_help_panel=FOR_RECIPE, help="Variants to compare, separated by commas, or all.")
+    ] = "windfall",
+    set: SimOverrides = None,
+    replay: SimReplay = None,
+    fit: SimFit = "first-half",
+    gpu: Annotated[str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU that was measured, such as H100.")] = "",
+    to: Annotated[
+        str, typer.Option(rich_help_panel=FOR_CALIBRATE, help="GPU to scale the result to, by published figures.")
+    ] = "",
+    seed: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=0, help="First seed.")] = 0,
+    faults: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=1, help="Number of faults per run.")] = 500,
+) -> None:  # fmt: skip
+    """Simulate a run in virtual time to see its cost and yield: the real controller with simulated machines.
+
+    [b]RECIPE.toml[/b] simulates a recipe.
+
+    [b]--replay RUN[/b] simulates a recorded run and compares it with the measurement.
+
+    [b]calibrate FILE...[/b] fits machines to measurements and prints them for a recipe.
+
+    [b]chaos[/b] injects faults into small runs and checks that no invariant breaks.
+    """
     if replay is not None:
         from windfall.sim.replay import command as replays
 

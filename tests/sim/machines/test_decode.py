@@ -22,7 +22,10 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 def engine(lengths: list[int], granule: int = 1, prefill: int = 0, distinct: bool = False) -> Decode:
     d = Decode(SERVICE, granule, distinct_tokens=distinct)
     for n, length in enumerate(lengths):
-        d.add(DecodeRow(handle=n, seed=n, tag=100 + n, prompt=10 * n, generated=0, length=length, cut=False, sent=0), 0)
+        d.add(
+            DecodeRow(handle=n, seed=n, id_token=100 + n, prompt=10 * n, generated=0, length=length, cut=False, sent=0),
+            0,
+        )
     d.prefill = prefill
     return d
 
@@ -116,7 +119,7 @@ def test_running_responses_fit_the_kv_cache(lengths: list[int], kv_tokens: int, 
     d = Decode(SERVICE, 1, kv_tokens=kv_tokens)
     for n, length in enumerate(lengths):
         d.add(
-            DecodeRow(handle=n, seed=n, tag=100 + n, prompt=10 * n, generated=0, length=length, cut=False, sent=0),
+            DecodeRow(handle=n, seed=n, id_token=100 + n, prompt=10 * n, generated=0, length=length, cut=False, sent=0),
             10 * n,
         )
     total_s, step = 0.0, 0

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from windfall import cli, config
 from windfall.errors import WindfallError
-from windfall.sim.calibrate.fit import SPECS, StepTime, held_out, line, scaled
+from windfall.sim.calibrate.fit import SPECS, StepTime, held_out_errors, line, scaled
 from windfall.sim.core.scenario import build, read_lengths
 from windfall.sim.core.service import Service
 from windfall.sim.report import variants
@@ -73,10 +73,9 @@ def test_failing_variant_does_not_stop_the_others(tmp_path: Path) -> None:
 
 def test_every_variant_builds() -> None:
     recipe = config.load(Path(HARVEST))
-    for name in variants.CHANGES:
+    for name in variants.VARIANTS:
         assert build(variants.apply(recipe, name)).granule == 1
-    assert set(variants.DESCRIPTIONS) == set(variants.CHANGES)
-    assert variants.names("all") == list(variants.CHANGES)
+    assert variants.names("all") == list(variants.VARIANTS)
     assert not build(variants.apply(recipe, "colocated")).changes
 
 
@@ -192,10 +191,10 @@ def test_file_without_measurements_is_rejected(tmp_path: Path, text: str) -> Non
 
 
 def test_fit_is_never_negative() -> None:
-    assert line([StepTime(1, 0.01), StepTime(100, 0.005)])[1] > 0, "faster with a larger batch: fitted as flat"
-    assert line([StepTime(1, 0.001), StepTime(100, 0.2)])[0] > 0
-    assert line([StepTime(8, 0.5)]) == (0.5, pytest.approx(0.5e-4))
-    assert held_out([StepTime(1, 1.0), StepTime(2, 2.0)]) == []
+    assert line([StepTime(1, 0.01), StepTime(100, 0.005)]).each_s > 0, "faster with a larger batch: fitted as flat"
+    assert line([StepTime(1, 0.001), StepTime(100, 0.2)]).fixed_s > 0
+    assert line([StepTime(8, 0.5)]) == Service(fixed_s=0.5, each_s=pytest.approx(0.5e-4))
+    assert "held out: nothing" in held_out_errors([StepTime(1, 1.0), StepTime(2, 2.0)])
 
 
 def test_scaled_times_stay_in_their_range() -> None:

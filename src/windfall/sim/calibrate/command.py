@@ -19,7 +19,7 @@ from windfall.cost.bill import Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
-from windfall.sim.calibrate.fit import errors, scaled
+from windfall.sim.calibrate.fit import held_out_errors, scaled
 from windfall.sim.calibrate.gpu import from_benchmark
 from windfall.sim.core.service import Service
 from windfall.types import LOCAL
@@ -58,9 +58,8 @@ def _services(path: Path) -> list[tuple[str, Service, list[str]]]:
         try:
             services = from_log(read(path))
         except (KeyError, TypeError) as e:
-            raise WindfallError(
-                f"the file has no measurements: {type(e).__name__}: {e}", where=str(path), fix=FIX
-            ) from e
+            what = f"the file has no measurements: {type(e).__name__}: {e}"
+            raise WindfallError(what, where=str(path), fix=FIX) from e
     if not services:
         raise WindfallError("nothing to fit: the file has no step times", where=str(path), fix=FIX)
     return services
@@ -98,7 +97,7 @@ def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
     points, out = event_log.speeds(steps), []
     for kind, service in event_log.services(steps, trained).items():
         notes = [f"{kind}: {len(points[kind])} batch sizes, {sum(p.weight for p in points[kind]):.0f} windows"]
-        notes += [*errors(points[kind]), *(trainer_notes if kind == LOCAL else worker_notes)]
+        notes += [held_out_errors(points[kind]), *(trainer_notes if kind == LOCAL else worker_notes)]
         times = {n: getattr(service, n) / granule for n in ("fixed_s", "each_s", "train_s")}  # per real token
         out.append(("trainer" if kind == LOCAL else "worker", replace(service, **times), notes))
     return out
@@ -124,11 +123,9 @@ def _pulls(events: Sequence[Event]) -> list[str]:
 
 
 def _lengths(steps: Sequence[Event]) -> list[str]:
-    shape = event_log.lengths(steps)
-    if shape is None:
-        return []
-    keys = f"median_tokens {shape.median:g}, sigma {shape.sigma:g}, alike {shape.alike:g}"
-    return [f"lengths: {keys}, of {shape.count} responses; or set sim.lengths_file to this log"]
+    keys = ", ".join(f"{key} {value:g}" for key, value in event_log.length_keys(steps).items())
+    count = sum(len(row) for e in steps for row in e.get("lengths", ()))
+    return [f"lengths: {keys}, of {count} responses; or set sim.lengths_file to this log"] if keys else []
 
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:

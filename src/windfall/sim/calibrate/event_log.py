@@ -24,14 +24,13 @@ SHARED_PULLS = 1.5
 """A pull with more than this many concurrent pulls on average, itself included, shared the bandwidth."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
+class Training(NamedTuple):
     """Training times, averaged over the measured steps."""
 
     train_s: float
     """Seconds per trained token."""
     update_s: float
-    """Seconds per step of the optimizer updates and of publishing."""
+    """Seconds per step for optimizer updates and publishing."""
 
 
 def steps_of(events: Sequence[Event]) -> list[Event]:
@@ -82,21 +81,16 @@ class Pulls:
     """Bandwidth of the trainer, shared by concurrent pulls."""
     ingress_per_s: float
 
-    @property
-    def alone_s(self) -> float:
-        return self.size_bytes / min(self.egress_per_s, self.ingress_per_s)
-
 
 def pulls(events: Sequence[Event], until_s: float) -> Pulls:
     """Estimate the bandwidths from pulls of workers whose engine was already built. Concurrent pulls measure the
     trainer's egress, and single pulls measure a worker's ingress. A bandwidth without measurements is unlimited.
 
     >>> one = [{"name": "worker_ready", "worker": "a", "t": t, "s": 2.0, "bytes": 100} for t in (1.0, 12.0)]
-    >>> pulls(one, 99.0).alone_s
-    2.0
+    >>> pulls(one, 99.0).ingress_per_s
+    50.0
     """
-    seen: set[str] = set()
-    spans: list[tuple[float, float, float]] = []
+    seen, spans = set[str](), list[tuple[float, float, float]]()
     for e in events:
         if e["name"] == "worker_ready" and e["t"] <= until_s and e["worker"] != LOCAL:
             if e["worker"] in seen and e["bytes"] and e["s"] > 0:
@@ -122,33 +116,23 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
     """Service times of every kind of worker in these steps."""
     out = {}
     for kind, points in speeds(steps).items():
-        fixed_s, each_s = line(points)
-        out[kind] = Service(fixed_s=fixed_s, each_s=each_s)
+        out[kind] = line(points)
         if kind == LOCAL and trained is not None:
-            out[kind] = replace(out[kind], train_s=trained.train_s, update_s=trained.update_s)
+            out[kind] = replace(out[kind], **trained._asdict())
     return out
 
 
-class LengthShape(NamedTuple):
-    """The distribution of response lengths: log-normal, and correlated within a group."""
+def length_keys(steps: Iterable[Event]) -> dict[str, float]:
+    """Estimate the keys of [sim] for response lengths: log-normal, and correlated within a group. Truncated responses
+    count with their truncated length. Empty: the log has too few lengths.
 
-    median: float
-    sigma: float
-    alike: float
-    count: int
-
-
-def lengths(steps: Iterable[Event]) -> LengthShape | None:
-    """Estimate `sim.median_tokens`, `sim.sigma` and `sim.alike`. Truncated responses count with their truncated length.
-    None: the log has too few lengths.
-
-    >>> lengths([{"lengths": [[10, 10], [1000, 1000]]}])
-    LengthShape(median=100.0, sigma=2.303, alike=1.0, count=4)
+    >>> length_keys([{"lengths": [[10, 10], [1000, 1000]]}])
+    {'median_tokens': 100.0, 'sigma': 2.303, 'alike': 1.0}
     """
     groups = [[math.log(max(1, n)) for n in row] for e in steps for row in e.get("lengths", ()) if row]
     every = [x for row in groups for x in row]
     if len(groups) < 2 or len(every) == len(groups):
-        return None
+        return {}
     size, middle = len(every) / len(groups), statistics.mean(every)
     means = [statistics.mean(row) for row in groups]
     between = size * sum((m - middle) ** 2 for m in means) / (len(groups) - 1)
@@ -156,10 +140,4 @@ def lengths(steps: Iterable[Event]) -> LengthShape | None:
     spread = between + (size - 1) * within
     alike = min(1.0, max(0.0, (between - within) / spread)) if spread else 0.0
     median = round(math.exp(statistics.median(every)), 1)
-    return LengthShape(median, round(statistics.pstdev(every), 3), round(alike, 3), len(every))
-
-
-def mean(events: Sequence[Event], kind: str, name: str, field: str, until_s: float) -> float:
-    """Mean of a field over the events of this name until `until_s`. 0: there are none."""
-    values = [e[field] for e in events if (e["kind"], e["name"]) == (kind, name) and e["t"] <= until_s and field in e]
-    return statistics.mean(values) if values else 0.0
+    return {"median_tokens": median, "sigma": round(statistics.pstdev(every), 3), "alike": round(alike, 3)}

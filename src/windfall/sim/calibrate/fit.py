@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from windfall.errors import WindfallError, nearest
@@ -32,42 +32,31 @@ class StepTime(NamedTuple):
     weight: float = 1.0
 
 
-def line(points: Sequence[StepTime]) -> tuple[float, float]:
-    """Fit (fixed_s, each_s) by weighted least squares.
+def line(points: Sequence[StepTime]) -> Service:
+    """Fit fixed_s and each_s by weighted least squares.
 
-    >>> fixed, each = line([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.11)])
-    >>> round(fixed, 6), round(each, 6)
+    >>> fit = line([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.11)])
+    >>> round(fit.fixed_s, 6), round(fit.each_s, 6)
     (0.01, 0.001)
     """
     sums = LineSums.relative(points)
-    fixed, each = sums.line() or (sums.constant(), 0.0)  # with one batch size only, nothing is known of others
-    if fixed <= 0:
-        return FLAT * sums.slope(), sums.slope()
-    return (sums.constant(), FLAT * sums.constant()) if each <= 0 else (fixed, each)
+    fixed_s, each_s = sums.line() or (sums.constant(), 0.0)  # with one batch size only, nothing is known of others
+    if fixed_s <= 0:
+        fixed_s, each_s = FLAT * sums.slope(), sums.slope()
+    elif each_s <= 0:
+        fixed_s, each_s = sums.constant(), FLAT * sums.constant()
+    return Service(fixed_s=fixed_s, each_s=each_s)
 
 
-class Bend(NamedTuple):
-    """A line over the batch size, with a steeper part above `over_batch`."""
-
-    fixed_s: float
-    each_s: float
-    over_batch: float = 0.0
-    over_s: float = 0.0
-    """Extra seconds for every response above `over_batch`."""
-
-    def step_s(self, batch: float) -> float:
-        return self.fixed_s + self.each_s * batch + self.over_s * max(0.0, batch - self.over_batch)
-
-
-def bent(points: Sequence[StepTime]) -> Bend:
-    """Fit one line, or two: the first up to a bend, the second from there on.
+def line_or_bend(points: Sequence[StepTime]) -> Service:
+    """Fit one line, or two: the first up to a bend (`over_batch`), the second from there on.
 
     >>> flat = [StepTime(b, 0.01 + 0.0001 * b) for b in (1, 16, 64, 256)]
-    >>> slows = bent([*flat, StepTime(512, 0.2)])
-    >>> bent(flat).over_s, slows.over_batch, round(slows.step_s(512), 9)
+    >>> slows = line_or_bend([*flat, StepTime(512, 0.2)])
+    >>> line_or_bend(flat).over_s, slows.over_batch, round(slows.step_s(512), 9)
     (0.0, 256, 0.2)
     """
-    best = Bend(*line(points))
+    best = line(points)
     if len(points) > BEND_POINTS:
         bends = [_bend(points, n) for n in range(BEND_POINTS - 1, len(points) - 1)]
         steeper = min(bends, key=lambda bend: _error(bend, points))
@@ -76,50 +65,34 @@ def bent(points: Sequence[StepTime]) -> Bend:
     return best
 
 
-def _bend(points: Sequence[StepTime], at: int) -> Bend:
-    first, corner = Bend(*line(points[: at + 1])), points[at].batch
+def _bend(points: Sequence[StepTime], at: int) -> Service:
+    first, corner = line(points[: at + 1]), points[at].batch
     above = [(p.batch - corner, p.step_s - first.step_s(p.batch), p.weight / p.step_s**2) for p in points[at + 1 :]]
     slope = sum(w * x * y for x, y, w in above) / sum(w * x * x for x, _, w in above)
-    return first._replace(over_batch=corner, over_s=max(0.0, slope))
+    return replace(first, over_batch=corner, over_s=max(0.0, slope))
 
 
-def _error(bend: Bend, points: Sequence[StepTime]) -> float:
+def _error(fit: Service, points: Sequence[StepTime]) -> float:
     """The weighted mean relative error."""
-    return sum(p.weight * abs(bend.step_s(p.batch) / p.step_s - 1) for p in points) / sum(p.weight for p in points)
+    return sum(p.weight * abs(fit.step_s(p.batch) / p.step_s - 1) for p in points) / sum(p.weight for p in points)
 
 
-def straight(points: Sequence[StepTime]) -> Bend:
-    return Bend(*line(points))
+def held_out_errors(points: Sequence[StepTime], fit: Callable[[Sequence[StepTime]], Service] = line) -> str:
+    """A note with the relative error at each point when it is predicted from the others.
 
-
-Form = Callable[[Sequence[StepTime]], Bend]
-
-
-def held_out(points: Sequence[StepTime], form: Form = straight) -> list[tuple[StepTime, float]]:
-    """The relative error at each point when it is predicted from the others. Empty for fewer than three points.
-
-    >>> [round(abs(off), 3) for _, off in held_out([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.11)])]
-    [0.0, 0.0, 0.0]
+    >>> held_out_errors([StepTime(1, 0.011), StepTime(10, 0.02), StepTime(100, 0.12)])
+    'step times, each left out in turn: batch 1 -9%, batch 10 +5%, batch 100 -8%; mean 7.3%'
     """
-    out = []
-    for n, point in enumerate(points if len(points) > 2 else ()):
-        others = form([*points[:n], *points[n + 1 :]])
-        out.append((point, others.step_s(point.batch) / point.step_s - 1))
-    return out
+    if len(points) < 3:
+        return "held out: nothing, because there are fewer than three batch sizes"
+    fits = [fit([*points[:n], *points[n + 1 :]]) for n in range(len(points))]
+    errors = [f.step_s(p.batch) / p.step_s - 1 for f, p in zip(fits, points, strict=True)]
+    each = ", ".join(f"batch {p.batch:.3g} {error:+.0%}" for p, error in zip(points, errors, strict=True))
+    return f"step times, each left out in turn: {each}; mean {statistics.mean(map(abs, errors)):.1%}"
 
 
-def errors(points: Sequence[StepTime], form: Form = straight) -> list[str]:
-    """The held-out errors as notes."""
-    results = held_out(points, form)
-    if not results:
-        return ["held out: nothing, because there are fewer than three batch sizes"]
-    each = ", ".join(f"batch {p.batch:.3g} {off:+.0%}" for p, off in results)
-    return [f"step times, each left out in turn: {each}; mean {statistics.mean(abs(o) for _, o in results):.1%}"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuSpec:
-    """Published figures of one GPU."""
+class GpuSpec(NamedTuple):
+    """Published figures of one GPU, from the manufacturer's data sheet (SXM where there is a choice)."""
 
     bytes_per_s: float
     """Memory bandwidth."""
@@ -135,7 +108,6 @@ SPECS = {
     "A10G": GpuSpec(bytes_per_s=0.6e12, flop_per_s=70e12),
     "L4": GpuSpec(bytes_per_s=0.3e12, flop_per_s=121e12),
 }
-"""From the manufacturers' data sheets (SXM where there is a choice)."""
 MEMORY_BOUND = ("fixed_s", "context_s")
 COMPUTE_BOUND = ("prefill_s", "train_s")
 SLACK = 1.25
@@ -151,12 +123,9 @@ def scaled(service: Service, source: str, target: str) -> tuple[Service, Service
     a, b = SPECS[source], SPECS[target]
     memory, compute = a.bytes_per_s / b.bytes_per_s, a.flop_per_s / b.flop_per_s
     low, middle, high = {}, {}, {}
-    for field in fields(service):
-        bounds = (memory,) if field.name in MEMORY_BOUND else (compute,) if field.name in COMPUTE_BOUND else (
-            memory, compute)  # fmt: skip
-        if not field.name.endswith("_s"):
-            continue
-        value = getattr(service, field.name)
-        low[field.name], high[field.name] = value * min(bounds) / SLACK, value * max(bounds) * SLACK
-        middle[field.name] = value * math.prod(bounds) ** (1 / len(bounds))
+    for name in Service.TIMES:
+        ratios = [memory] if name in MEMORY_BOUND else [compute] if name in COMPUTE_BOUND else [memory, compute]
+        value = getattr(service, name)
+        low[name], high[name] = value * min(ratios) / SLACK, value * max(ratios) * SLACK
+        middle[name] = value * math.prod(ratios) ** (1 / len(ratios))
     return replace(service, **low), replace(service, **middle), replace(service, **high)

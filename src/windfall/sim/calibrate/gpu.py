@@ -15,29 +15,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from windfall.sim.calibrate.fit import FLAT, StepTime, bent, errors
+from windfall.sim.calibrate.fit import FLAT, StepTime, held_out_errors, line_or_bend
 from windfall.sim.core.service import Service
 from windfall.sim.machines.decode import Decode, DecodeRow
 
 DECODE_CONTEXT = 272.0
 """Average context of a response in the decode cases of benchmarks/engine_gpu.py, in tokens."""
+ROLLOUT = re.compile(r"(\d+) x (\d+) in, (\d+) out")
+GROUP = re.compile(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)")
 
 
 def from_benchmark(data: dict[str, Any]) -> list[tuple[str, Service, list[str]]]:
-    rows = data["figures"]
-    out = []
+    rows, out = data["figures"], []
     for model, engine in dict.fromkeys((r["model"], r["engine"]) for r in rows):
         own = [r for r in rows if (r["model"], r["engine"]) == (model, engine)]
         decode = [r for r in own if r["what"] == "decode" and r["case"].startswith("batch ")]
         if len(decode) < 2:
             continue
-        prefill = [r["value"] for r in own if r["what"] == "prefill"]
+        prefill_s = 1 / max((r["value"] for r in own if r["what"] == "prefill"), default=math.inf)
         points = sorted(StepTime(_batch(r), r["value"] / 1e3) for r in decode)
-        service = Service(fixed_s=1.0, each_s=1.0, prefill_s=1 / max(prefill) if prefill else 0.0)
         notes = [f"{model}, {engine}: {len(points)} batches from {points[0].batch:g} to {points[-1].batch:g}"]
-        notes += errors(points, bent)
-        large = [(r, p) for r in own if (p := _large_batch(service, r)) and p.batch > 1.1 * points[-1].batch]
-        service, more = _step_times(service, sorted([*points, *(p for _, p in large)]), _floor_s(decode))
+        notes.append(held_out_errors(points, line_or_bend))
+        large = [(r, p) for r in own if (p := _large_batch(prefill_s, r)) and p.batch > 1.1 * points[-1].batch]
+        service, more = _step_times(sorted([*points, *(p for _, p in large)]), _floor_s(decode))
+        service = replace(service, prefill_s=prefill_s)
         notes += [*more, *(f"fitted, because no decode case has this batch size: {r['case']}" for r, _ in large)]
         fitted = [r for r, _ in large]
         notes += [note for r in own if r not in fitted and (note := _held_out(service, r))]
@@ -50,29 +51,19 @@ def from_benchmark(data: dict[str, Any]) -> list[tuple[str, Service, list[str]]]
     return out
 
 
-def _step_times(service: Service, points: Sequence[StepTime], floor_s: float) -> tuple[Service, list[str]]:
-    """The service with fitted step times, and notes on the fit."""
-    bend = bent(points)
-    context_s = min(floor_s, bend.each_s / DECODE_CONTEXT)
-    each_s = max(bend.each_s - context_s * DECODE_CONTEXT, FLAT * bend.fixed_s)
-    notes = []
+def _step_times(points: Sequence[StepTime], floor_s: float) -> tuple[Service, list[str]]:
+    """A service with fitted step times, and notes on the fit."""
+    fit, notes = line_or_bend(points), []
+    context_s = min(floor_s, fit.each_s / DECODE_CONTEXT)
     if context_s:
-        part = context_s * DECODE_CONTEXT / bend.each_s
+        part = context_s * DECODE_CONTEXT / fit.each_s
         notes.append(f"context_s is the time at full memory bandwidth: {part:.0%} of the time that a response with"
                      f" {DECODE_CONTEXT:g} tokens of context adds to a step; not measured separately")  # fmt: skip
-    if bend.over_s:
-        notes.append(
-            f"above {bend.over_batch:g} responses, each one adds {1 + bend.over_s / bend.each_s:.1f} times as much"
-        )
-    fitted = replace(
-        service,
-        fixed_s=bend.fixed_s,
-        each_s=each_s,
-        context_s=context_s,
-        over_batch=bend.over_batch,
-        over_s=bend.over_s,
-    )
-    return fitted, notes
+    if fit.over_s:
+        times = 1 + fit.over_s / fit.each_s
+        notes.append(f"above {fit.over_batch:g} responses, each one adds {times:.1f} times as much")
+    each_s = max(fit.each_s - context_s * DECODE_CONTEXT, FLAT * fit.fixed_s)
+    return replace(fit, each_s=each_s, context_s=context_s), notes
 
 
 def _batch(row: dict[str, Any]) -> float:
@@ -88,30 +79,32 @@ def _floor_s(decode: Sequence[dict[str, Any]]) -> float:
     return max(0.0, (floors[-1][1] - floors[0][1]) / (floors[-1][0] - floors[0][0]) / DECODE_CONTEXT)
 
 
-def _large_batch(service: Service, row: dict[str, Any]) -> StepTime | None:
+def _large_batch(prefill_s: float, row: dict[str, Any]) -> StepTime | None:
     """The step time at a large batch, from a rollout whose responses have equal lengths."""
-    numbers = re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", row["case"]) if row["what"] == "rollout" else None
+    numbers = ROLLOUT.fullmatch(row["case"]) if row["what"] == "rollout" else None
     if numbers is None:
         return None
     count, prompt, length = map(int, numbers.groups())
-    step_s = count / row["value"] - service.prefill_s * count * prompt / length
+    step_s = count / row["value"] - prefill_s * count * prompt / length
     return StepTime(count, step_s) if step_s > 0 else None
 
 
 def _held_out(service: Service, row: dict[str, Any]) -> str:
     """A note with the predicted and measured throughput of a case that was not fitted."""
     case, measured = row["case"], row["value"]
-    if row["what"] == "rollout" and (match := re.fullmatch(r"(\d+) x (\d+) in, (\d+) out", case)):
-        count, prompt, length = map(int, match.groups())
-        lengths, prompts = [length] * count, count
-    elif row["what"] == "group" and (match := re.fullmatch(r"(\d+) x 8, (\d+) in, to (\d+) out, mean (\d+)", case)):
+    if row["what"] == "rollout" and (match := ROLLOUT.fullmatch(case)):
+        prompts, prompt, length = map(int, match.groups())
+        lengths = [length] * prompts
+    elif row["what"] == "group" and (match := GROUP.fullmatch(case)):
         prompts, prompt, most, mean = map(int, match.groups())
         lengths = log_normal(8 * prompts, mean, most)
     else:
         return ""
     decode = Decode(service, 1)
     for n, length in enumerate(lengths):
-        decode.add(DecodeRow(handle=n, seed=n, tag=n, prompt=prompt, generated=0, length=length, cut=False, sent=0), 0)
+        decode.add(
+            DecodeRow(handle=n, seed=n, id_token=n, prompt=prompt, generated=0, length=length, cut=False, sent=0), 0
+        )
     decode.prefill = prompts * prompt
     predicted = sum(lengths) / decode.seconds(max(lengths))
     return f"held out: {case}: {predicted:,.0f} tok/s, measured {measured:,.0f} ({predicted / measured - 1:+.0%})"

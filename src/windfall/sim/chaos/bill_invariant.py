@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,20 @@ TOLERANCE_S = 1e-4
 
 
 def check(
-    log: Path, *, controller_starts: Sequence[float], trainer_starts: Sequence[float], stays: Sequence[Stay]
+    log: Path, controller_starts: Sequence[float], trainer_starts: Sequence[float], stays: Sequence[Stay]
 ) -> None:
     """`controller_starts` and `trainer_starts`: when each process started (loop time, seconds)."""
     events = [json.loads(line) for line in log.read_text().splitlines()]
     bills = [(e["m"], msgspec.convert(e["bill"], Totals)) for e in events if e.get("bill")]
     starts = {stay.name: stay.start_s for stay in stays}
     expected: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0}
-    for n, start_s in enumerate(controller_starts):
-        end_s = controller_starts[n + 1] if n + 1 < len(controller_starts) else math.inf
-        own_bills_s = [m for m, _ in bills if start_s <= m < end_s]
-        if not own_bills_s:
+    for start_s, end_s in pairwise([*controller_starts, math.inf]):
+        last_s = max((m for m, _ in bills if start_s <= m < end_s), default=None)
+        if last_s is None:
             continue
-        last_s = own_bills_s[-1]
         before_s = max((m for m, _ in bills if m < start_s), default=-math.inf)
-        own_events = [e for e in events if start_s <= e["m"] < end_s and e["m"] <= last_s]
-        for holder, s in _seconds_of_controller(own_events, before_s, last_s, starts, trainer_starts).items():
+        own_events = [e for e in events if start_s <= e["m"] <= last_s]
+        for holder, s in _seconds_of_controller(own_events, before_s, last_s, starts, trainer_starts):
             expected[holder] += s
     billed = sum((bill for _, bill in bills), Totals())
     for holder, s in expected.items():
@@ -57,27 +56,26 @@ def check(
 def _seconds_of_controller(
     events: list[dict[str, Any]], before_s: float, last_s: float, starts: dict[str, float],
     trainer_starts: Sequence[float],
-) -> dict[Holder, float]:  # fmt: skip
-    """Seconds by holder that one controller process has to bill, up to its last bill."""
-    out: dict[Holder, float] = {"spot": 0.0, "trainer": 0.0}
+) -> Iterator[tuple[Holder, float]]:  # fmt: skip
+    """Seconds that one controller process has to bill, up to its last bill."""
     since: dict[str, float] = {}
     ended: dict[str, float] = {}
     newest: dict[tuple[str, float], str] = {}
     """The newest worker id of every process. A process may dial again before its last link is given up."""
     for e in events:
         name = str(e.get("worker", "")).partition("#")[0]
+        holder: Holder = "trainer" if name == LOCAL else "spot"
         if e["name"] == "worker_joined":
             start_s = trainer_starts[bisect_right(trainer_starts, e["m"]) - 1] if name == LOCAL else starts[name]
             old = newest.get((name, start_s))
             newest[name, start_s] = e["worker"]
             if old in since:
-                out["trainer" if name == LOCAL else "spot"] += e["m"] - since.pop(old)
+                yield holder, e["m"] - since.pop(old)
                 since[e["worker"]] = e["m"]
             else:
                 since[e["worker"]] = max(start_s, before_s, ended.get(name, -math.inf))
         elif e["name"] in ("worker_lost", "worker_left") and e["worker"] in since:
             ended[name] = e["m"]
-            out["trainer" if name == LOCAL else "spot"] += e["m"] - since.pop(e["worker"])
+            yield holder, e["m"] - since.pop(e["worker"])
     for worker, since_s in since.items():
-        out["trainer" if worker.partition("#")[0] == LOCAL else "spot"] += last_s - since_s
-    return out
+        yield "trainer" if worker.partition("#")[0] == LOCAL else "spot", last_s - since_s

@@ -31,8 +31,10 @@ To add a fault, name it in `FaultKind` and describe it above, then put it into e
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
 
 from windfall.sim.core.service import uniform
@@ -73,22 +75,13 @@ def draw(seed: int, *, gap_s: float = 1.5) -> Iterator[Fault]:
     >>> a == b, a == list(islice(draw(8), 50)), all(x.at_s <= y.at_s for x, y in zip(a, a[1:]))
     (True, False, True)
     """
-    weights = [WEIGHTS.get(kind, 1.0) for kind in KINDS]
+    weights = list(accumulate(WEIGHTS.get(kind, 1.0) for kind in KINDS))
     burst = BURSTS[int(uniform(f"{seed}/burst") * len(BURSTS))]
     at_s, number = gap_s, 0
     while True:
         number += 1
         a, b, c, d, e, f = (uniform(f"{seed}/fault/{number}/{x}") for x in "abcdef")
         at_s += -math.log(1 - b) * (gap_s if a > burst else 0.02)
-        kind = KINDS[_pick(c, weights)]
+        kind = KINDS[bisect(weights, c * weights[-1])]
         duration_s = MEDIAN_S.get(kind, 0.0) * 10 ** (2 * e - 1)
         yield Fault(at_s=at_s, kind=kind, target=d, s=duration_s, n=1 + int(12 * f * f))
-
-
-def _pick(share: float, weights: list[float]) -> int:
-    left = share * sum(weights)
-    for n, weight in enumerate(weights):
-        left -= weight
-        if left < 0:
-            return n
-    return len(weights) - 1

@@ -17,7 +17,6 @@ from typing import Any, cast
 import msgspec
 
 from windfall.events.log import Event
-from windfall.fleet.trace_formats import Change
 from windfall.link import messages as m
 from windfall.sim.chaos.faults import Fault
 from windfall.sim.core.link import SimLink
@@ -34,6 +33,8 @@ FOREVER_S = 8.0
 MISSING_REWARDS = 0.03
 """Share of responses that never get a reward."""
 SLOW_FACTOR = 20.0
+MACHINE_FAULTS = ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject")
+"""Faults that do not strike the trainer's machine."""
 
 
 class LinkFaults:
@@ -66,7 +67,7 @@ class FaultyLink(SimLink):
                 return
             if faults.hang:
                 faults.hang = 0
-                self.hangs_since_s = self._injector.now_s
+                self.hangs_since_s = self._loop.time()
                 return
             self.hangs_since_s = None
         if isinstance(message, m.Assign) and faults.reject:
@@ -114,7 +115,7 @@ class FaultyLink(SimLink):
     def _count_message(self) -> None:
         """Break the link if this is the message that a `cut` fault waits for."""
         faults = self._faults
-        if faults.cut_after is None or self.closed:
+        if faults.cut_after is None or self._closed is not None:
             return
         faults.cut_after -= 1
         if faults.cut_after < 0:
@@ -133,16 +134,16 @@ class FlakyEnv:
     def task(self, index: int) -> Task:
         return self._env.task(index)
 
-    def missing(self, tag: int) -> bool:
-        return uniform(f"{self._seed}/missing/{tag}") < MISSING_REWARDS
+    def missing(self, id_token: int) -> bool:
+        return uniform(f"{self._seed}/missing/{id_token}") < MISSING_REWARDS
 
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
-        tag = turns[-1].text
-        if self.missing(int(tag)):
+        id_token = turns[-1].text
+        if self.missing(int(id_token)):
             raise ValueError("this response has no reward")
-        if self.failing and tag not in self._failed:
+        if self.failing and id_token not in self._failed:
             self.failing -= 1
-            self._failed.add(tag)
+            self._failed.add(id_token)
             raise TimeoutError("the reward failed once")
         return await self._env.feedback(task, turns)
 
@@ -165,10 +166,6 @@ class FaultInjector:
         if count:
             self._schedule_next()
             self._loop.call_later(REPLACE_EVERY_S, self._replace_finished)
-
-    @property
-    def now_s(self) -> float:
-        return self._loop.time()
 
     def link_faults(self, peer: str) -> LinkFaults:
         return self._link_faults.setdefault(peer.partition(".")[0], LinkFaults())
@@ -194,32 +191,31 @@ class FaultInjector:
     def _apply(self, fault: Fault) -> bool:
         match fault.kind:
             case "controller":
-                down, _ = self.simulation.down, self.simulation.kill_controller()
-                return not down
+                was_down = self.simulation.down
+                self.simulation.kill_controller()
+                return not was_down
             case "trainer":
                 self.simulation.trainer.kill()
-                return True
             case "trainer_cut":
                 self.simulation.trainer.cut("the network failed")
-                return True
             case "stall":
                 self._loop.stall(fault.s)
                 self._stalled_s += fault.s
                 self.stall_ended_s = self._loop.time()
-                return True
             case "reward":
                 self.env.failing += fault.n
-                return True
+            case _:
+                return self._apply_to_worker(fault)
+        return True
+
+    def _apply_to_worker(self, fault: Fault) -> bool:
         workers = [(node, w) for node, w in self._fleet.workers.items() if not w.finished]
         if not workers:
             return False
         node, worker = workers[int(fault.target * len(workers))]
-        if fault.kind in ("kill", "notice", "false_notice", "freeze", "slow", "hang", "reject"):
-            return node != LOCAL and self._apply_to_machine(fault, node, worker)
-        return self._apply_to_link(fault, self.link_faults(worker.spec.name), worker)
-
-    def _apply_to_machine(self, fault: Fault, node: str, worker: SimWorker) -> bool:
-        later = self._loop.call_later
+        if fault.kind in MACHINE_FAULTS and node == LOCAL:
+            return False
+        later, link_faults = self._loop.call_later, self.link_faults(worker.spec.name)
         match fault.kind:
             case "kill":
                 self._fleet.take_down(node)
@@ -236,31 +232,21 @@ class FaultInjector:
                 before = worker.spec
                 worker.spec = dataclasses.replace(before, ingress_per_s=before.ingress_per_s / SLOW_FACTOR)
                 later(fault.s, setattr, worker, "spec", before)
-            case "hang":
-                self.link_faults(worker.spec.name).hang = 1
             case "reject":
-                self.link_faults(worker.spec.name).reject = 1
+                link_faults.reject = 1
                 later(fault.s, self._replace_machine, node, worker)
-        return True
-
-    def _apply_to_link(self, fault: Fault, link_faults: LinkFaults, worker: SimWorker) -> bool:
-        match fault.kind:
             case "cut":
                 link_faults.cut_after = fault.n - 1
             case "flap":
                 for n in range(fault.n):
-                    self._loop.call_later(n * 2 * fault.s, worker.flap, fault.s)
+                    later(n * 2 * fault.s, worker.flap, fault.s)
             case "delay":
-                self._delay(worker, fault.s)
-            case "double" | "hole" | "stale" | "garbage" | "refuse" | "echo":
+                if worker.link is not None:
+                    worker.link.latency_s += fault.s
+                    later(5 * fault.s, setattr, worker.link, "latency_s", worker.spec.latency_s)
+            case _:  # double, hole, stale, garbage, refuse, echo, hang
                 setattr(link_faults, fault.kind, fault.n if fault.kind in ("double", "refuse") else 1)
         return True
-
-    def _delay(self, worker: SimWorker, s: float) -> None:
-        link = worker.link
-        if link is not None:
-            link.latency_s += s
-            self._loop.call_later(5 * s, setattr, link, "latency_s", worker.spec.latency_s)
 
     # replacing machines
 
@@ -278,8 +264,3 @@ class FaultInjector:
             if worker.finished and node != LOCAL:
                 self._replace_machine(node, worker)
         self._loop.call_later(REPLACE_EVERY_S, self._replace_finished)
-
-
-def all_up(nodes: int) -> tuple[Change, ...]:
-    """A trace in which all machines come up at the start; only faults take them down."""
-    return tuple(Change(at_s=0.0, node=f"n{n + 1}", up=True) for n in range(nodes))

@@ -35,7 +35,7 @@ from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import WorkerState
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
 from windfall.sim.core import loop as loops
-from windfall.sim.core.token_schedule import FIRST_TAG, TAGS
+from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.decode import STOP, distinct_token
 
 PROGRESS_S = 600.0
@@ -48,7 +48,7 @@ TASKS = 40
 """Most asyncio tasks after a step, in addition to four per worker."""
 HOLDING = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 Batch = dict[int, str]
-"""By the tag of a response: a fingerprint of its tokens and its advantage."""
+"""By the first token of a response, which identifies it: a fingerprint of its tokens and its advantage."""
 
 
 class InvariantBroken(AssertionError):
@@ -149,9 +149,8 @@ class Invariants:
                     {entry.version} if entry.handle >= 0 else set()
                 )
                 if offer is None or not versions <= {offer.version}:
-                    raise InvariantBroken(
-                        "version", f"{id} has tokens of versions {sorted(versions)}, but the offer is {offer}"
-                    )
+                    what = f"{id} has tokens of versions {sorted(versions)}, but the offer is {offer}"
+                    raise InvariantBroken("version", what)
                 if entry.handle >= 0 and members[entry.worker].state not in HOLDING:
                     raise InvariantBroken("holder", f"{entry.worker} holds {id} but is {members[entry.worker].state}")
 
@@ -161,13 +160,12 @@ class Invariants:
             raise InvariantBroken("tokens", f"{id} had {checked} tokens and now has {have}")
         if have < known:
             raise InvariantBroken("again", f"{id} continues at token {have}, but {known} of its tokens were accepted")
-        tokens, tag = entry.episode.tokens, FIRST_TAG + entry.episode.seed % TAGS
+        tokens, id_token = entry.episode.tokens, id_token_of(entry.episode.seed)
         for position in range(checked, have):
-            expected = tag if position == 0 else distinct_token(tag, position)
+            expected = id_token if position == 0 else distinct_token(id_token, position)
             if tokens[position] != expected and not (tokens[position] == STOP and position == have - 1):
-                raise InvariantBroken(
-                    "tokens", f"{id}: token {position} of {have} is {tokens[position]}, not {expected}"
-                )
+                what = f"{id}: token {position} of {have} is {tokens[position]}, not {expected}"
+                raise InvariantBroken("tokens", what)
         if have > known:
             self._accepted_before.setdefault(id, known)
             self._accepted[id] = have
@@ -200,9 +198,8 @@ class Invariants:
                 continue
             hangs_s = self._loop.time() - max(hangs_since_s, self._injector.stall_ended_s, self._no_trainer_s)
             if hangs_s > members.patience.stalled_s + 3 * LATE_S:
-                raise InvariantBroken(
-                    "holder", f"the pull of {worker.spec.name} has hung for {hangs_s:.1f} s, and it is still a member"
-                )
+                what = f"the pull of {worker.spec.name} has hung for {hangs_s:.1f} s, and it is still a member"
+                raise InvariantBroken("holder", what)
         here, paid = {w.id for w in members.here()}, {w for w in accounts._here if not w.startswith("trainer ")}
         if here != paid:
             raise InvariantBroken("bill", f"members: {sorted(here)}; billed: {sorted(paid)}")
@@ -211,21 +208,22 @@ class Invariants:
         if progress != self._last_progress:
             self._last_progress, self._progress_s = progress, now
         elif now - self._progress_s > PROGRESS_S:
-            raise InvariantBroken(
-                "progress", f"no token in {PROGRESS_S:g} s; these tasks wait:\n{loops.waiting_tasks(self._loop)}"
-            )
+            what = f"no token in {PROGRESS_S:g} s; these tasks wait:\n{loops.waiting_tasks(self._loop)}"
+            raise InvariantBroken("progress", what)
 
     # batch, missing
 
     def _check_batch(self, step: int, samples: list[m.SampleMessage]) -> None:
         batch: Batch = {}
         for s in samples:
-            tag = s.ids[s.targets[0]]
-            if tag in batch:
-                raise InvariantBroken("batch", f"step {step} has response {tag} twice")
-            if self._injector.env.missing(tag):
-                raise InvariantBroken("missing", f"step {step} contains {tag}, whose reward is missing")
-            batch[tag] = f"{xxhash.xxh3_64_hexdigest(array('I', s.ids).tobytes())} {s.advantage:.9g} {len(s.targets)}"
+            id_token = s.ids[s.targets[0]]
+            if id_token in batch:
+                raise InvariantBroken("batch", f"step {step} has response {id_token} twice")
+            if self._injector.env.missing(id_token):
+                raise InvariantBroken("missing", f"step {step} contains {id_token}, whose reward is missing")
+            batch[id_token] = (
+                f"{xxhash.xxh3_64_hexdigest(array('I', s.ids).tobytes())} {s.advantage:.9g} {len(s.targets)}"
+            )
         if (previous := self.batches.get(step)) is not None:
             compare(step, previous, batch)
         self.batches[step] = batch
@@ -245,9 +243,8 @@ class Invariants:
             raise InvariantBroken("tokens", f"{event['lost_tokens']} tokens were lost in step {event['step']}")
         tasks = len(asyncio.all_tasks(self._loop))
         if tasks > TASKS + 4 * len(self._simulation.fleet.workers):
-            raise InvariantBroken(
-                "level", f"{tasks} asyncio tasks after step {event['step']}:\n{loops.waiting_tasks(self._loop)}"
-            )
+            what = f"{tasks} asyncio tasks after step {event['step']}:\n{loops.waiting_tasks(self._loop)}"
+            raise InvariantBroken("level", what)
 
 
 def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int) -> dict[str, int]:
@@ -272,6 +269,5 @@ def compare(step: int, expected: Batch, actual: Batch) -> None:
     if actual != expected:
         missing, extra = expected.keys() - actual.keys(), actual.keys() - expected.keys()
         different = [t for t in expected.keys() & actual.keys() if expected[t] != actual[t]]
-        raise InvariantBroken(
-            "batch", f"step {step}: {len(missing)} missing, {len(extra)} extra, {len(different)} different responses"
-        )
+        what = f"step {step}: {len(missing)} missing, {len(extra)} extra, {len(different)} different responses"
+        raise InvariantBroken("batch", what)

@@ -19,9 +19,10 @@ from typing import Any
 from windfall import config
 from windfall.config import Recipe
 from windfall.events.log import Event
+from windfall.fleet.trace_formats import Change
 from windfall.sim.chaos import bill_invariant
 from windfall.sim.chaos.faults import Fault, draw
-from windfall.sim.chaos.inject import FaultInjector, all_up
+from windfall.sim.chaos.inject import FaultInjector
 from windfall.sim.chaos.invariants import InvariantBroken, Invariants, compare
 from windfall.sim.core import run, scenario
 from windfall.sim.core.service import uniform
@@ -102,13 +103,13 @@ def _compare_with_undisturbed(small_run: Recipe, disturbed: _ChaosRun, log: Path
     steps = max(disturbed.invariants.batches, default=0)
     if not steps:
         return InvariantBroken("progress", "the run completed no step")
-    limited = small_run.model_copy(update={"run": small_run.run.model_copy(update={"steps": steps})})
-    calm = _ChaosRun(limited, iter(()), 0, log)
+    calm = _ChaosRun(scenario.with_keys(small_run, {"run": {"steps": steps}}), iter(()), 0, log)
     try:
         if broken := calm.run():
             return broken
         for finished in (calm, disturbed):
-            finished.check_bill()
+            starts = finished.invariants.controller_starts, finished.invariants.trainer_starts
+            bill_invariant.check(finished.log, *starts, finished.simulation.stays)
         for step in range(1, steps + 1):
             compare(step, calm.invariants.batches[step], disturbed.invariants.batches[step])
             event = disturbed.invariants.step_events.get(step)
@@ -125,17 +126,18 @@ class _ChaosRun:
     """A simulated run with its faults and invariants."""
 
     def __init__(self, recipe: Recipe, faults: Iterator[Fault], count: int, log: Path) -> None:
-        self._recipe, self._faults, self._count, self._log = recipe, faults, count, log
+        self._recipe, self._faults, self._count, self.log = recipe, faults, count, log
         self.last_events: deque[Event] = deque(maxlen=LAST_EVENTS)
         self.end_s, self._failed = 0.0, False
         self.invariants: Any = None
 
     def run(self) -> InvariantBroken | None:
-        changes = all_up(self._recipe.trace.nodes)
+        # All machines come up at the start; only faults take them down.
+        changes = tuple(Change(at_s=0.0, node=f"n{n + 1}", up=True) for n in range(self._recipe.trace.nodes))
         built = replace(scenario.build(self._recipe), changes=changes, trace_s=float("inf"))
         try:
             run.simulate(
-                built, self._log, sink=self._on_event, disturb=self._start, journal=True, between=self._check
+                built, self.log, sink=self._on_event, disturb=self._start, journal=True, between=self._check
             )  # fmt: skip
         except InvariantBroken as e:
             return e
@@ -143,13 +145,6 @@ class _ChaosRun:
             where = "\n".join(traceback.format_tb(e.__traceback__)[-6:])
             return InvariantBroken("no error", f"{type(e).__name__}: {e}\n{where}")
         return None
-
-    def check_bill(self) -> None:
-        invariants = self.invariants
-        bill_invariant.check(
-            self._log, controller_starts=invariants.controller_starts, trainer_starts=invariants.trainer_starts,
-            stays=self.simulation.stays,
-        )  # fmt: skip
 
     def _start(self, simulation: run.Simulation) -> None:
         self.simulation, self.injector = simulation, FaultInjector(simulation, self._faults, self._count)

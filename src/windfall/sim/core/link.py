@@ -34,10 +34,6 @@ class SimLink:
         self._closed: str | None = None
         """Why the link was closed. None: it is open."""
 
-    @property
-    def closed(self) -> bool:
-        return self._closed is not None
-
     # the controller's side
 
     async def send(self, message: object) -> None:

@@ -167,7 +167,8 @@ def waiting_tasks(loop: asyncio.AbstractEventLoop) -> str:
         frames = list(_frames(task.get_coro()))
         ours = [f for f in frames if "asyncio" not in Path(f.f_code.co_filename).parts]
         shown = list(dict.fromkeys([*ours[-1:], *frames[-1:]]))
-        where = ", in ".join(f"{_short(f.f_code.co_filename)}:{f.f_lineno} {f.f_code.co_qualname}" for f in shown)
+        short = ["/".join(Path(f.f_code.co_filename).parts[-3:]) for f in shown]
+        where = ", in ".join(f"{s}:{f.f_lineno} {f.f_code.co_qualname}" for s, f in zip(short, shown, strict=True))
         lines.append(f"  {task.get_name()}: {where or 'has not started'}")
     return "\n".join(lines) or "  none"
 
@@ -182,7 +183,3 @@ def _frames(coroutine: Any) -> Iterator[Any]:
         outer, coroutine = coroutine, next((x for x in links if x is not None), None)
         if coroutine is None and frame is None:  # the step of an async generator does not name its generator
             coroutine = next((x for x in gc.get_referents(outer) if isinstance(x, AsyncGeneratorType)), None)
-
-
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-3:])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
@@ -97,16 +99,17 @@ def _kind(kind: config.SimKind, prices: Prices) -> MachineKind:
     )  # fmt: skip
 
 
+def with_keys(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
+    """The recipe with these keys, by section. The values are not validated."""
+    new = {name: getattr(recipe, name).model_copy(update=dict(keys)) for name, keys in sections.items()}
+    return recipe.model_copy(update=new)
+
+
 def scaled(recipe: Recipe, granule: int) -> Recipe:
     """Convert the recipe's token limits from real to simulated tokens."""
-    rollout, train = recipe.rollout, recipe.train
-    micro = train.micro_tokens or MICRO_TOKENS
-    return recipe.model_copy(
-        update={
-            "rollout": rollout.model_copy(update={"max_tokens": simulated(rollout.max_tokens, granule)}),
-            "train": train.model_copy(update={"micro_tokens": max(1, round(micro / granule))}),
-        }
-    )
+    micro_tokens = max(1, round((recipe.train.micro_tokens or MICRO_TOKENS) / granule))
+    max_tokens = simulated(recipe.rollout.max_tokens, granule)
+    return with_keys(recipe, {"rollout": {"max_tokens": max_tokens}, "train": {"micro_tokens": micro_tokens}})
 
 
 def service(keys: dict[str, float], where: str) -> Service:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 import xxhash
 
@@ -32,6 +33,7 @@ class Service:
     over_batch: float = 0.0
     over_s: float = 0.0
     """Extra seconds for every response in a step above `over_batch`, for engines that slow down there. 0: none."""
+    TIMES: ClassVar = ("fixed_s", "each_s", "context_s", "prefill_s", "train_s", "update_s", "over_s")
 
     def __post_init__(self) -> None:
         assert self.fixed_s > 0, "fixed_s must be above 0"
@@ -65,8 +67,7 @@ class Service:
         >>> s.fixed_s, s.each_s, s.over_batch, s.over_s
         (2.0, 1.0, 8, 4.0)
         """
-        times = [f.name for f in fields(self) if f.name.endswith("_s")]
-        return replace(self, **{name: getattr(self, name) * factor for name in times})
+        return replace(self, **{name: getattr(self, name) * factor for name in self.TIMES})
 
     def training_s(self, tokens: float) -> float:
         return self.train_s * tokens
@@ -88,7 +89,7 @@ class LogNormalLengths:
     least: int = 2
 
     def draw(self, seed: int, group: int = 0) -> int:
-        normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
+        normal = _correlated_normal(seed, group, self.alike)
         return max(self.least, round(self.median * math.exp(self.sigma * normal)))
 
 
@@ -105,9 +106,13 @@ class MeasuredLengths:
     alike: float = 0.0
 
     def draw(self, seed: int, group: int = 0) -> int:
-        normal = math.sqrt(self.alike) * _normal(f"g{group}") + math.sqrt(1 - self.alike) * _normal(str(seed))
+        normal = _correlated_normal(seed, group, self.alike)
         share = (1 + math.erf(normal / math.sqrt(2))) / 2
         return max(1, self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))])
+
+
+def _correlated_normal(seed: int, group: int, alike: float) -> float:
+    return math.sqrt(alike) * _normal(f"g{group}") + math.sqrt(1 - alike) * _normal(str(seed))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -120,11 +125,3 @@ def _normal(name: str) -> float:
 def uniform(name: str) -> float:
     """A number from 0 to 1 that depends only on the name. It is the same in every process."""
     return xxhash.xxh3_64_intdigest(name.encode()) / 2.0**64
-
-
-def token(seed: int, position: int, vocabulary: int, stop: frozenset[int]) -> int:
-    """The token at this position of a response: arbitrary, but reproducible, and never a stop token."""
-    digest = xxhash.xxh3_64_intdigest(f"{seed}:{position}".encode())
-    while (chosen := digest % vocabulary) in stop:
-        digest += 1
-    return chosen

@@ -14,8 +14,10 @@ import xxhash
 from windfall.link.messages import Work
 from windfall.sim.machines.decode import FILLER, DecodeRow, simulated
 
-TAGS = 1 << 31
-FIRST_TAG = 16
+
+def id_token_of(seed: int) -> int:
+    """The first token of the response with this seed. It identifies the response."""
+    return 16 + seed % (1 << 31)
 
 
 class LengthDistribution(Protocol):
@@ -33,24 +35,24 @@ class TokenSchedule:
         self._lengths, self._prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
         self._generated: dict[int, int] = {}
         """By seed: real tokens generated so far of unfinished responses that no worker holds."""
-        self._lengths_by_tag: dict[int, int] = {}
+        self._finished_lengths: dict[int, int] = {}
         self.real_tokens = 0
         """Real tokens of all finished responses."""
 
     def row(self, work: Work) -> tuple[DecodeRow, int]:
         """The row that an engine starts from, and the group that the prompt belongs to."""
         g = self.granule
-        prompt = array("I", work.prompt)
-        asked = array("I", [id for id in prompt[: len(prompt) - work.position] if id != FILLER])
-        group = xxhash.xxh3_64_intdigest(asked.tobytes())  # independent of the granule
+        prompt_and_sent = array("I", work.prompt)
+        prompt = prompt_and_sent[: len(prompt_and_sent) - work.position]
+        number = array("I", [id for id in prompt if id != FILLER])  # without the padding, which depends on the granule
+        group = xxhash.xxh3_64_intdigest(number.tobytes())
         drawn = self._lengths.draw(work.seed, group)
-        known, ahead = self._generated.get(work.seed, 0), work.seed % g
-        sent = min((known + ahead) // g, simulated(min(drawn, self._max_tokens), g) - 1)
-        generated = known if sent == work.position else work.position * g
-        tag = FIRST_TAG + work.seed % TAGS
+        known, early = self._generated.get(work.seed, 0), work.seed % g
+        sent = min((known + early) // g, simulated(min(drawn, self._max_tokens), g) - 1)
         row = DecodeRow(
-            handle=work.handle, seed=work.seed, tag=tag, prompt=self._prompt_tokens, generated=generated,
-            length=min(drawn, self._max_tokens), cut=drawn >= self._max_tokens, sent=work.position, ahead=ahead,
+            handle=work.handle, seed=work.seed, id_token=id_token_of(work.seed), prompt=self._prompt_tokens,
+            generated=known if sent == work.position else work.position * g, length=min(drawn, self._max_tokens),
+            cut=drawn >= self._max_tokens, sent=work.position, early=early,
         )  # fmt: skip
         return row, group
 
@@ -60,13 +62,10 @@ class TokenSchedule:
 
     def finished(self, row: DecodeRow) -> None:
         self._generated.pop(row.seed, None)
-        if row.tag not in self._lengths_by_tag:  # else its last frame was lost and it finishes a second time
-            self._lengths_by_tag[row.tag] = row.length
+        if row.id_token not in self._finished_lengths:  # else its last frame was lost and it finishes a second time
+            self._finished_lengths[row.id_token] = row.length
             self.real_tokens += row.length
 
-    def length(self, tag: int) -> int:
+    def length(self, id_token: int) -> int:
         """Real tokens of a finished response."""
-        return self._lengths_by_tag[tag]
-
-    def forget(self, tag: int) -> None:
-        self._lengths_by_tag.pop(tag, None)
+        return self._finished_lengths[id_token]

@@ -4,7 +4,7 @@ exact in real tokens for any granule.
     generated  real tokens of a response so far, including those that other workers generated
     length     real tokens at which it ends
     sent       simulated tokens reported to the controller: one per `granule` real ones, and the last one
-    ahead      real tokens, less than a granule, by which its reports are early. Without this, responses that started
+    early      real tokens, less than a granule, by which its reports are early. Without this, responses that started
                together would all report at the same moments, and short intervals could not be measured.
 
 With `kv_tokens`, a response runs only if all its tokens fit in the KV cache, each response with its own prompt. The
@@ -38,8 +38,8 @@ LOGPROB = array("f", [-1.0]).tobytes()
 DISTINCT_TOKENS = 1 << 20
 CLOSE_S = 1e-9
 """Times that differ by less are treated as equal."""
-HANDLE, GENERATED, SENT, END, LAST, TAG = range(6)
-"""Columns. GENERATED (with `ahead`) and END are in steps since the engine started. LAST is `sent` at the end."""
+HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN = range(6)
+"""Columns. GENERATED (with `early`) and END are in steps since the engine started. LAST is `sent` at the end."""
 
 
 def simulated(length: int, granule: int) -> int:
@@ -51,13 +51,13 @@ def simulated(length: int, granule: int) -> int:
     return max(2, -(-length // granule))
 
 
-def distinct_token(tag: N, position: N) -> N:
+def distinct_token(id_token: N, position: N) -> N:
     """A token that depends on its response and position, and is neither a filler nor a stop. Takes numbers or arrays.
 
     >>> distinct_token(7, 3) == distinct_token(7, 3) != distinct_token(7, 4)
     True
     """
-    return FILLER + 1 + (tag + 7919 * position) % DISTINCT_TOKENS
+    return FILLER + 1 + (id_token + 7919 * position) % DISTINCT_TOKENS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class DecodeRow:
 
     handle: int
     seed: int
-    tag: int
+    id_token: int
     """The first token, which identifies the response."""
     prompt: int
     """Real tokens of the prompt."""
@@ -75,7 +75,7 @@ class DecodeRow:
     cut: bool
     """It ends at the length limit, not with a stop token."""
     sent: int
-    ahead: int = 0
+    early: int = 0
 
 
 class Decode:
@@ -202,10 +202,10 @@ class Decode:
 
     def done_by(self, elapsed_s: float) -> tuple[int, float]:
         """Number of steps completed after `elapsed_s`, up to the horizon, and when the last of them ended."""
-        most = self.horizon
+        most, prefill_s = self.horizon, self.service.prefill_s * self.prefill
         guess, s = 1, self.seconds(1)
         for _ in range(4):  # step times change little from one step to the next
-            new = min(most, max(1, guess + int((elapsed_s - s) / max(1e-12, s - self._prefill_s) * guess)))
+            new = min(most, max(1, guess + int((elapsed_s - s) / max(1e-12, s - prefill_s) * guess)))
             if new == guess:
                 break
             guess, s = new, self.seconds(new)
@@ -216,10 +216,6 @@ class Decode:
             s = self.seconds(guess) if guess else 0.0
         return guess, s
 
-    @property
-    def _prefill_s(self) -> float:
-        return self.service.prefill_s * self.prefill
-
     def advance(self, steps: int) -> None:
         if steps:
             self.prefill = 0
@@ -228,8 +224,8 @@ class Decode:
     def _fill_columns(self) -> None:
         if self._new_rows:
             more = [
-                (r.handle, r.generated + r.ahead - (admitted := self._admitted[r.handle]), r.sent,
-                 admitted + r.length - r.generated, simulated(r.length, self.granule), r.tag)
+                (r.handle, r.generated + r.early - (admitted := self._admitted[r.handle]), r.sent,
+                 admitted + r.length - r.generated, simulated(r.length, self.granule), r.id_token)
                 for r in self._new_rows
             ]  # fmt: skip
             self._columns = np.concatenate([self._columns, np.array(more, dtype=np.int64).T], axis=1)
@@ -254,10 +250,10 @@ class Decode:
         tokens = np.full(int(ends[-1]), FILLER, dtype=np.uint32)
         if self._distinct:
             positions = np.arange(len(tokens)) + np.repeat(sent - (ends - counts), counts)
-            tokens[:] = distinct_token(np.repeat(c[TAG][rows], counts), positions)
+            tokens[:] = distinct_token(np.repeat(c[ID_TOKEN][rows], counts), positions)
         if not sent.all():
             begin = sent == 0
-            tokens[(ends - counts)[begin]] = c[TAG][rows][begin]
+            tokens[(ends - counts)[begin]] = c[ID_TOKEN][rows][begin]
         handles = c[HANDLE][rows].tolist()
         finished: dict[int, Finish] = {}
         ended: list[DecodeRow] = []

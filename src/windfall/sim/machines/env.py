@@ -47,5 +47,5 @@ class SimText:
         raise AssertionError(f"a simulated environment has no observations: {text!r}")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The tag of the response, which identifies it."""
+        """The first token of the response, which identifies it."""
         return str(ids[0])

@@ -71,10 +71,10 @@ class SimFleet:
             await _until(at_s)
             if what == "up":
                 self.bring_up(change.node)
-            elif what == "warned":
-                self._warn(change.node, change.at_s - at_s)
-            else:
+            elif what == "down":
                 self.take_down(change.node)
+            elif change.node in self.workers:
+                self.workers[change.node].warn("spot", change.at_s - at_s)
         if math.isfinite(self._scenario.trace_s):
             await _until(self._scenario.trace_s)
             what = f"the run is not finished, and its generated trace ends after {self._scenario.trace_s:,.0f} s"
@@ -93,9 +93,7 @@ class SimFleet:
             self._start(LOCAL, spec, started_s)
 
     def stop_local(self) -> None:
-        local = self.workers.pop(LOCAL, None)
-        if local is not None:
-            local.kill()
+        self._kill(LOCAL)
 
     def _worker_spec(self, node: str, kind: MachineKind, terms: LeaseKind, usd_per_h: float) -> WorkerSpec:
         s = self._scenario.real.sim
@@ -171,15 +169,13 @@ class SimFleet:
         worker = self.workers[node] = SimWorker(spec, self._token_schedule, self._attend, started_s=started_s)
         worker.dial()
 
-    def _warn(self, node: str, left_s: float) -> None:
-        if node in self.workers:
-            self.workers[node].warn("spot", left_s)
-
     def take_down(self, node: str) -> None:
         self._up.pop(node).end_s = asyncio.get_running_loop().time()
-        worker = self.workers.pop(node, None)
-        if worker is not None:
-            worker.kill()
+        self._kill(node)
+
+    def _kill(self, node: str) -> None:
+        if node in self.workers:
+            self.workers.pop(node).kill()
 
 
 def longest(scenario: Scenario, kv_tokens: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,21 +38,15 @@ class MarketRates:
 
 def generate(kind: str, rates: MarketRates, *, seconds: float, seed: int) -> list[Change]:
     """Generate a trace of one of the kinds above. The same seed gives the same trace."""
-    draw = random.Random(f"{kind}/{seed}")
-    match kind:
-        case "poisson":
-            return _poisson(rates, seconds, draw)
-        case "bursts":
-            return _bursts(rates, seconds, draw, seed)
-        case "diurnal":
-            return _diurnal(rates, seconds, draw)
-    return trace.synthetic(
-        nodes=rates.nodes, mean_up_s=rates.mean_up_s, mean_down_s=rates.mean_down_s, seconds=seconds, seed=seed
-    )
+    if kind == "machines":
+        means = {"mean_up_s": rates.mean_up_s, "mean_down_s": rates.mean_down_s}
+        return trace.synthetic(nodes=rates.nodes, seconds=seconds, seed=seed, **means)
+    market = {"poisson": _poisson, "bursts": _bursts, "diurnal": _diurnal}[kind]
+    return sorted(market(rates, seconds, seed), key=lambda c: c.at_s)
 
 
-def _poisson(rates: MarketRates, seconds: float, draw: random.Random) -> list[Change]:
-    changes: list[Change] = []
+def _poisson(rates: MarketRates, seconds: float, seed: int) -> list[Change]:
+    draw, changes = random.Random(f"poisson/{seed}"), list[Change]()
     at_s, number = 0.0, 0
     while at_s < seconds and rates.arrivals_per_h > 0:
         number += 1
@@ -62,39 +56,35 @@ def _poisson(rates: MarketRates, seconds: float, draw: random.Random) -> list[Ch
     return trace.slots(sorted((c for c in changes if c.at_s < seconds), key=lambda c: c.at_s), rates.nodes)
 
 
-def _bursts(rates: MarketRates, seconds: float, draw: random.Random, seed: int) -> list[Change]:
+def _bursts(rates: MarketRates, seconds: float, seed: int) -> Iterator[Change]:
     """A machine that a burst preempts stays away as long as after any other loss."""
-    moments: list[float] = []
-    at_s = 0.0
+    draw, moments, at_s = random.Random(f"bursts/{seed}"), list[float](), 0.0
     while rates.bursts_per_h > 0 and (at_s := at_s + draw.expovariate(rates.bursts_per_h / 3600)) < seconds:
         moments.append(at_s)
-    draws = [random.Random(f"{seed}/{k}") for k in range(rates.nodes)]
-    changes: list[Change] = []
-    for k, own in enumerate(draws):
+    for k in range(rates.nodes):
+        own = random.Random(f"{seed}/{k}")
         at_s, up = 0.0, k == 0 or own.random() < rates.mean_up_s / (rates.mean_up_s + rates.mean_down_s)
         if not up:
             at_s, up = own.expovariate(1 / rates.mean_down_s), True
         while at_s < seconds:
-            changes.append(Change(at_s=at_s, node=f"n{k + 1}", up=up))
+            yield Change(at_s=at_s, node=f"n{k + 1}", up=up)
             stay_s = own.expovariate(1 / (rates.mean_up_s if up else rates.mean_down_s))
             between = moments[bisect_right(moments, at_s) : bisect_left(moments, at_s + stay_s)]
             hit = next((b for b in between if own.random() < rates.burst_share), None)
             at_s = hit if up and hit is not None else at_s + stay_s
             up = not up
-    return sorted(changes, key=lambda c: c.at_s)
 
 
-def _diurnal(rates: MarketRates, seconds: float, draw: random.Random) -> list[Change]:
-    changes: list[Change] = []
+def _diurnal(rates: MarketRates, seconds: float, seed: int) -> Iterator[Change]:
+    draw = random.Random(f"diurnal/{seed}")
     for k in range(rates.nodes):
         at_s, up = 0.0, True
         while at_s < seconds:
-            changes.append(Change(at_s=at_s, node=f"n{k + 1}", up=up))
+            yield Change(at_s=at_s, node=f"n{k + 1}", up=up)
             good = 1 + math.cos(2 * math.pi * at_s / rates.day_s)  # best at the start
             mean_s = rates.mean_up_s * max(0.05, good) if up else rates.mean_down_s * max(0.05, 2 - good)
             at_s += draw.expovariate(1 / mean_s)
             up = not up
-    return sorted(changes, key=lambda c: c.at_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,11 +125,11 @@ def prices(path: Path) -> Prices:
             continue
         try:
             at_s, usd = map(float, line.split(","))
+            in_order = at_s > rows[-1][0] if rows else at_s == 0
+            if not (in_order and math.isfinite(usd) and usd > 0):
+                raise ValueError
         except ValueError:
             raise WindfallError(f"{line[:80]!r} is not a price", where=f"{path}, line {n}", fix=fix) from None
-        in_order = at_s > rows[-1][0] if rows else at_s == 0
-        if not in_order or not (math.isfinite(usd) and usd > 0):
-            raise WindfallError(f"{line[:80]!r} is not a price", where=f"{path}, line {n}", fix=fix)
         rows.append((at_s, usd))
     if not rows:
         raise WindfallError("no prices in the file", where=str(path), fix=fix)

@@ -16,7 +16,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from windfall.link import messages as m
 from windfall.sim.core.link import SimLink
@@ -30,10 +30,8 @@ REDIAL_S = 1.0
 """Seconds until it dials again."""
 
 
-class Attend(Protocol):
-    """The signature of Dispatch.attend."""
-
-    def __call__(self, link: Any, hello: m.Hello) -> Coroutine[Any, Any, None]: ...
+Attend = Callable[[Any, m.Hello], Coroutine[Any, Any, None]]
+"""The signature of Dispatch.attend."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,18 +61,17 @@ class WorkerSpec:
     """Creates its links."""
 
 
-class _Swap:
+class _Swap(NamedTuple):
     """An internal order: the pulled weights are complete and can be swapped in."""
 
-    def __init__(self, load: m.Load, began_s: float) -> None:
-        self.load, self.began_s = load, began_s
+    load: m.Load
+    began_s: float
 
 
-class _PauseForTraining:
-    """An internal order: stop stepping while the trainer uses the machine. `done` is called when the engine stands."""
+class _PauseForTraining(NamedTuple):
+    """An internal order: stop stepping while the trainer uses the machine. `done` is set when the engine stands."""
 
-    def __init__(self, done: Callable[[], None]) -> None:
-        self.done = done
+    done: asyncio.Future[None]
 
 
 class SimWorker:
@@ -88,7 +85,7 @@ class SimWorker:
         )  # fmt: skip
         self._held: tuple[int, str] = (-1, "")
         """Version and digest of its weights."""
-        self._link: SimLink | None = None
+        self.link: SimLink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._began_s = 0.0
         """When the current step began, or the first of several (loop time, seconds)."""
@@ -101,29 +98,24 @@ class SimWorker:
         self._pulled_bytes = 0.0
         """Bytes of all pulls; the current one counts in full."""
         self._built_s = self._loop.time() + spec.build_s
-        self._first_load: tuple[m.Load, float] | None = None
-        """The load to finish when the engine is built, and when it began."""
+        self._first_swap: _Swap | None = None
+        """The swap to do when the engine is built."""
         self._attending: asyncio.Task[None] | None = None
-
-    @property
-    def link(self) -> SimLink | None:
-        """Its current link, if it has one."""
-        return self._link
 
     # start, failures and end
 
     def dial(self) -> None:
-        if self.finished or self.frozen or self._link is not None:
+        if self.finished or self.frozen or self.link is not None:
             return
         now = self._loop.time()
-        self._link = self.spec.make_link(self.spec.name, self._receive, self._link_closed, self.spec.latency_s)
+        self.link = self.spec.make_link(self.spec.name, self._receive, self._link_closed, self.spec.latency_s)
         version, digest = self._held
         hello = m.Hello(
             protocol=m.PROTOCOL, nonce=b"", proof=b"", name=self.spec.name, lease=self.spec.lease, version=version,
             digest=digest, age_s=now - self._started_s,
         )  # fmt: skip
-        self._attending = self._loop.create_task(self._attend(self._link, hello), name=f"attend {self.spec.name}")
-        self._heartbeat(self._link)
+        self._attending = self._loop.create_task(self._attend(self.link, hello), name=f"attend {self.spec.name}")
+        self._heartbeat(self.link)
 
     def kill(self, why: str = "killed") -> None:
         """The machine is lost at once and for good."""
@@ -134,7 +126,7 @@ class SimWorker:
 
     def flap(self, down_s: float) -> None:
         """The link breaks, and the worker dials again after `down_s`."""
-        if self._link is not None:
+        if self.link is not None:
             self._flush_steps()
             self._disconnect("the network failed")
             self._loop.call_later(down_s, self.dial)
@@ -151,7 +143,7 @@ class SimWorker:
             messages, self._undelivered = self._undelivered, []
             for message in messages:
                 self._receive(message)
-            if self._link is None:
+            if self.link is None:
                 self.dial()
             if self._timer is None:  # otherwise the orders wait for the end of the current step
                 self._execute_orders()
@@ -162,7 +154,7 @@ class SimWorker:
     async def pause_for_training(self) -> None:
         """Return when the engine has stopped stepping. It resumes with `resume_after_training`."""
         done = self._loop.create_future()
-        self._queue_order(_PauseForTraining(lambda: None if done.done() else done.set_result(None)))
+        self._queue_order(_PauseForTraining(done))
         await done
 
     def resume_after_training(self) -> None:
@@ -170,12 +162,12 @@ class SimWorker:
         self._start_steps()
 
     def _disconnect(self, why: str) -> None:
-        link, self._link = self._link, None
+        link, self.link = self.link, None
         self._stop_timer()
         self._drop_all()
         if self.spec.network is not None:
             self.spec.network.stop(self._pull)
-        self._pull, self._first_load, self._paused, self._undelivered = None, None, False, []
+        self._pull, self._first_swap, self._paused, self._undelivered = None, None, False, []
         self._orders = [o for o in self._orders if isinstance(o, _PauseForTraining)]
         if self._orders:  # its engine is idle, so it can pause at once
             self._loop.call_soon(self._execute_orders)
@@ -184,7 +176,7 @@ class SimWorker:
 
     def _link_closed(self, why: str) -> None:
         """The controller has closed the link, for its own reason or because this worker sent Left."""
-        if self._link is not None:
+        if self.link is not None:
             self._disconnect(why)
             if not self.finished:
                 self._loop.call_later(REDIAL_S, self.dial)
@@ -192,26 +184,20 @@ class SimWorker:
     # messages
 
     def _send(self, message: object) -> None:
-        if self._link is not None and not self.frozen:
-            self._link.send_to_controller(message)
+        if self.link is not None and not self.frozen:
+            self.link.send_to_controller(message)
 
     def _heartbeat(self, link: SimLink) -> None:
-        if link is self._link:
+        if link is self.link:
             d, now = self._decode, self._loop.time()
             left = self.spec.network.left_bytes(self._pull) if self.spec.network is not None else 0.0
-            building = self._first_load is not None and now < self._built_s
+            building = self._first_swap is not None and now < self._built_s
             self._send(
-                m.Stats(
-                    running=len(d),
-                    made=self._sent_tokens,
-                    steps=self._steps,
-                    idle_s=0.0,
-                    preemptions=d.preemptions,
-                    waiting=len(d.waiting),
-                    loading="build" if building else "pull" if self._pull is not None else "",
-                    pulled_bytes=round(self._pulled_bytes - left),
-                )
-            )
+                m.Stats(running=len(d), made=self._sent_tokens, steps=self._steps, idle_s=0.0,
+                        preemptions=d.preemptions, waiting=len(d.waiting),
+                        loading="build" if building else "pull" if self._pull is not None else "",
+                        pulled_bytes=round(self._pulled_bytes - left))
+            )  # fmt: skip
             self._loop.call_at(_next_multiple(now, self.spec.heartbeat_s), self._heartbeat, link)
 
     def _receive(self, message: object) -> None:
@@ -230,27 +216,25 @@ class SimWorker:
                 raise AssertionError(f"{self.spec.name}: unexpected message {type(message).__name__}")
 
     def _start_load(self, load: m.Load) -> None:
-        network, began_s = self.spec.network, self._loop.time()
-        if began_s < self._built_s:
-            if self._first_load is None:
-                self._loop.call_at(self._built_s, self._engine_built, self._link)
-            self._first_load = (load, began_s)
-            return
-        if network is None:
-            self._queue_order(_Swap(load, began_s))
-            return
-        self._pulled_bytes += self.spec.weights_bytes - network.left_bytes(self._pull)
-        network.stop(self._pull)  # superseded by a newer version
-        spec = self.spec
-        self._pull = network.start(spec.weights_bytes, spec.ingress_per_s, lambda: self._pulled(load, began_s))
+        spec, network, swap = self.spec, self.spec.network, _Swap(load, self._loop.time())
+        if swap.began_s < self._built_s:
+            if self._first_swap is None:
+                self._loop.call_at(self._built_s, self._engine_built, self.link)
+            self._first_swap = swap
+        elif network is None:
+            self._queue_order(swap)
+        else:
+            self._pulled_bytes += spec.weights_bytes - network.left_bytes(self._pull)
+            network.stop(self._pull)  # superseded by a newer version
+            self._pull = network.start(spec.weights_bytes, spec.ingress_per_s, lambda: self._pulled(swap))
 
     def _engine_built(self, link: SimLink | None) -> None:
-        if link is self._link and self._first_load is not None:
-            self._pulled(*self._first_load)
+        if link is self.link and self._first_swap is not None:
+            self._pulled(self._first_swap)
 
-    def _pulled(self, load: m.Load, began_s: float) -> None:
+    def _pulled(self, swap: _Swap) -> None:
         self._pull = None
-        self._queue_order(_Swap(load, began_s))
+        self._queue_order(swap)
 
     # orders, executed between two steps
 
@@ -261,10 +245,10 @@ class SimWorker:
                 self._execute_orders()
         elif len(self._orders) == 1:  # otherwise the timer already waits for the end of the current step
             self._flush_steps()
-            if not len(self._decode):  # that was the last step
+            if len(self._decode):
+                self._timer = self._loop.call_at(self._began_s + self._decode.seconds(1), self._tick)
+            else:  # that was the last step
                 self._execute_orders()
-                return
-            self._timer = self._loop.call_at(self._began_s + self._decode.seconds(1), self._tick)
 
     def _execute_orders(self) -> None:
         orders, self._orders = self._orders, []
@@ -292,7 +276,8 @@ class SimWorker:
                 self._swap(order)
             case _PauseForTraining():
                 self._training = True
-                order.done()
+                if not order.done.done():  # the trainer may have been killed
+                    order.done.set_result(None)
 
     def _add(self, work: m.Work) -> None:
         needed = len(work.prompt) // 4 + work.max_tokens

@@ -11,7 +11,6 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,12 @@ from windfall.errors import WindfallError, nearest
 from windfall.events.log import Event, read
 from windfall.sim.calibrate import event_log
 from windfall.sim.core import run
+from windfall.sim.replay import recorded_scenario
 from windfall.sim.replay.fleet import JITTER, ReplayedFleet, fleet_events
 from windfall.sim.replay.log import Record, record
-from windfall.sim.replay.recorded_scenario import (
-    FITS,
-    Fit,
-    Fitted,
-    RecordedEnv,
-    RecordedLengths,
-    build_scenario,
-    fitted,
-)
+from windfall.sim.replay.recorded_scenario import FITS, Fit, Fitted
 from windfall.sim.report import figures
-from windfall.sim.report.compare import ensure_folder
+from windfall.sim.report.compare import output_folder
 from windfall.sim.report.figures import Figures
 from windfall.types import LOCAL
 
@@ -45,10 +37,10 @@ DRIFT = 0.03
 SHARE_FIGURES = ("trainer_idle", "workers_idle", "workers_lost", "again")
 """Figures whose error is a difference in percentage points."""
 LABELS = {
-    "tok_per_s": "tokens/s", "step_mean_s": "step, mean s", "step_spread_s": "step, spread s",
+    "tok_per_s": "tokens/s", "step_mean_s": "step mean, s", "step_spread_s": "step std. dev., s",
     "tok_per_usd": "tokens/$", "trainer_idle": "trainer idle", "workers_there": "workers, mean",
-    "workers_idle": "workers idle", "workers_lost": "workers lost", "killed": "killed", "moved": "moved",
-    "again": "regenerated",
+    "workers_idle": "workers idle", "workers_lost": "worker overhead", "killed": "workers killed",
+    "moved": "responses moved", "again": "tokens repeated",
 }  # fmt: skip
 
 
@@ -103,7 +95,7 @@ def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None, seeds
     """Simulate the run in this folder. The simulated event log is written to `log`. With several `seeds`, all but the
     first have workers that are a little faster or slower."""
     recorded = record(folder)
-    fitting = fitted(recorded, fit)
+    fitting = recorded_scenario.fitted(recorded, fit)
     predicted, fitted_to = [], list[tuple[float, float]]()
     with tempfile.TemporaryDirectory() as temporary:
         for seed in range(seeds):
@@ -115,30 +107,25 @@ def replay(folder: Path, fit: Fit = "first-half", log: Path | None = None, seeds
             predicted.append(figures.from_events(events, skip=fitting.skip, granule=granule))
     return Replayed(
         record=recorded, fit=fit, fitted=fitting, predicted=predicted[0], others=tuple(predicted[1:]),
-        fitted_to=tuple(fitted_to),
-        measured=figures.from_events(recorded.events, skip=fitting.skip),
+        fitted_to=tuple(fitted_to), measured=figures.from_events(recorded.events, skip=fitting.skip),
     )  # fmt: skip
 
 
 def _simulate(recorded: Record, fitting: Fitted, log: Path, seed: int = 0) -> list[Event]:
-    lengths = RecordedLengths(recorded)
+    lengths = recorded_scenario.RecordedLengths(recorded)
     aligned_s = [recorded.start_s, *(e["t"] for e in recorded.steps[: fitting.skip])]
     fleets: list[ReplayedFleet] = []
 
     def disturb(simulation: run.Simulation) -> None:
+        joins_and_incidents = fleet_events(recorded.workers, aligned_s)
         fleet = ReplayedFleet(
-            simulation,
-            fleet_events(recorded.workers, aligned_s),
-            fitting.services,
-            fitting.pulls,
-            recorded.start_s,
-            seed,
-        )
+            simulation, joins_and_incidents, fitting.services, fitting.pulls, recorded.start_s, seed
+        )  # fmt: skip
         fleets.append(fleet)
         simulation.fleet = fleet  # pyright: ignore[reportAttributeAccessIssue]
         simulation.trainer.local = fleet.local
         simulation.trainer.on_start = lambda started_s: None  # its worker joins when it did in the run
-        simulation.env = RecordedEnv(recorded, fitting.reward_s)
+        simulation.env = recorded_scenario.RecordedEnv(recorded, fitting.reward_s)
 
     def on_event(event: Event) -> None:
         for fleet in fleets:
@@ -146,22 +133,24 @@ def _simulate(recorded: Record, fitting: Fitted, log: Path, seed: int = 0) -> li
         if (event["kind"], event["name"]) == ("scalar", "eval"):
             lengths.next_eval()
 
-    run.simulate(build_scenario(recorded, fitting, lengths), log, sink=on_event, disturb=disturb)
+    scenario = recorded_scenario.build_scenario(recorded, fitting, lengths)
+    run.simulate(scenario, log, sink=on_event, disturb=disturb)
     return read(log)
 
 
 def table(done: Replayed) -> list[str]:
     """The table as lines of text."""
     many = (done.predicted, *done.others) if done.others else ()
-    lines = [f"{'':16}{'predicted':>12}{'measured':>12}{'error':>14}" + (f"   of {len(many)} seeds" if many else "")]
+    lines = [f"{'':18}{'predicted':>12}{'measured':>12}{'error':>14}"]
+    lines[0] += (f"   range of {len(many)} seeds" if many else "") + f"   ({CONFIDENCE:.0%} interval)"
     for name, (p, m, error) in done.rows().items():
         values = [float(getattr(f, name)) for f in many]
         if name in SHARE_FIGURES:
-            line = f"{LABELS[name]:16}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points"
+            line = f"{LABELS[name]:18}{p:12.1%}{m:12.1%}{100 * (p - m):+7.1f} points"
             line += f"   {min(values):.1%} to {max(values):.1%}" if values else ""
         else:
             error_text = f"{error:+.1%}" if error is not None else "-"
-            line = f"{LABELS[name]:16}{p:12,.4g}{m:12,.4g}{error_text:>14}"
+            line = f"{LABELS[name]:18}{p:12,.4g}{m:12,.4g}{error_text:>14}"
             line += f"   {min(values):,.4g} to {max(values):,.4g}" if values else ""
             if name in RATE_FIGURES:
                 line += f"   ({p / (1 + done.error_bound):,.4g} to {p * (1 + done.error_bound):,.4g})"
@@ -230,26 +219,9 @@ def to_json(done: Replayed, folder: Path) -> dict[str, Any]:
 def main(folder: Path, *, fit: str, out: Path | None, seeds: int = 1) -> None:
     if fit not in FITS:
         raise WindfallError(f"unknown fit {fit!r}", where="--fit", fix=nearest(fit, FITS))
-    if out is not None:
-        ensure_folder(out)
-    done = replay(folder, fit, out / "replay.jsonl" if out is not None else None, seeds)
+    with output_folder(out) as written:
+        done = replay(folder, fit, written / "replay.jsonl", seeds)
     print("\n".join([*table(done), "", *notes(done)]))
     if out is not None:
         (out / "replay.json").write_text(json.dumps(to_json(done, folder), indent=1) + "\n", encoding="utf-8")
         print(f"written: {out / 'replay.json'}, {out / 'replay.jsonl'}")
-
-
-def summary(rows: Sequence[tuple[str, Replayed]]) -> list[str]:
-    """A table of several replayed runs, one line each."""
-    names = ("tok_per_s", "step_mean_s", "tok_per_usd")
-    head = "".join(f"{LABELS[n]:>32}" for n in names) + "".join(
-        f"{LABELS[n]:>20}" for n in ("trainer_idle", "workers_idle")
-    )
-    lines = [f"{'':20}{head}", f"{'':20}" + f"{'predicted, measured':>32}" * 3 + f"{'pred., measured':>20}" * 2]
-    for name, done in rows:
-        values = done.rows()
-        cells = [f"{p:,.4g} {m:,.4g} ({e:+.1%})" for p, m, e in (values[n] for n in names) if e is not None]
-        cells = [f"{c:>32}" for c in cells]
-        cells += [f"{f'{values[n][0]:.0%} {values[n][1]:.0%}':>20}" for n in ("trainer_idle", "workers_idle")]
-        lines.append(f"{name:20}" + "".join(cells))
-    return lines

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from windfall.events.log import Event
 from windfall.sim.calibrate.event_log import Pulls
@@ -26,8 +26,7 @@ JITTER = 0.02
 """Largest relative change of a worker's speed for seeds other than 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FleetEvent:
+class FleetEvent(NamedTuple):
     """A worker joins, or something happens to it."""
 
     after_s: float
@@ -89,7 +88,9 @@ class ReplayedFleet:
                 if left_s > 0 and last:
                     await asyncio.sleep(left_s)
                 elif left_s > 0:
-                    await _wait_at_most(self._step_ended[n + 1], left_s)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(left_s):
+                            await self._step_ended[n + 1].wait()
                 self._apply(event)
         await asyncio.Event().wait()
 
@@ -104,9 +105,11 @@ class ReplayedFleet:
             case "thawed":
                 worker.thaw()
             case "warned":
-                worker.warn(incident.source, incident.left_s if incident.left_s is not None else 0.0)
+                worker.warn(incident.source, incident.left_s or 0.0)
             case "drained":
-                self._drain(event.record.name)
+                for member in list(self._simulation.dispatch.members.here()):
+                    if member.name == event.record.name:
+                        self._simulation.dispatch.drain(member.id, "drained in the recorded run")
             case _:
                 worker.kill()
 
@@ -114,11 +117,6 @@ class ReplayedFleet:
         fitted = self._services[record.kind]
         draw = 2 * uniform(f"{self._seed}/{record.name}/{record.joined_s}") - 1
         return fitted.slower(1 + JITTER * draw) if self._seed else fitted
-
-    def _drain(self, name: str) -> None:
-        for member in list(self._simulation.dispatch.members.here()):
-            if member.name == name:
-                self._simulation.dispatch.drain(member.id, "drained in the recorded run")
 
     def _join(self, record: RecordedWorker) -> None:
         now, recipe = asyncio.get_running_loop().time(), self._simulation.scenario.real
@@ -134,11 +132,3 @@ class ReplayedFleet:
         worker = SimWorker(spec, self._simulation.token_schedule, self._simulation.attend, started_s=now - record.age_s)
         self.workers[record.name] = self._workers_by_record[id(record)] = worker
         worker.dial()
-
-
-async def _wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -9,6 +9,7 @@ worker counts as killed at the moment the controller noticed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,12 +19,17 @@ from windfall.config import Recipe
 from windfall.cost import prices
 from windfall.errors import WindfallError
 from windfall.events.log import Event, ForeignLines, read
+from windfall.sim.calibrate.event_log import steps_of
 from windfall.types import LOCAL, Lease
 
 MIN_STEPS = 2
 """Fewest completed steps that can be compared."""
 RUN_IS_OVER = "the run is over"
 """Part of the reason in `worker_left` events at the end of a run."""
+INCIDENTS = {
+    "worker_suspect": "frozen", "worker_well": "thawed", "worker_warned": "warned", "worker_left": "drained",
+    "worker_lost": "killed",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +38,13 @@ class Incident:
 
     at_s: float
     what: str
-    """"frozen", "thawed", "warned", "drained" or "killed"."""
+    """One of the values of INCIDENTS."""
     left_s: float | None = None
     """Notice in seconds, if it was warned."""
     source: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RecordedWorker:
     """One worker from the moment it joined."""
 
@@ -47,10 +53,10 @@ class RecordedWorker:
     joined_s: float
     age_s: float
     """Age of its process at that moment, in seconds."""
-    ready_s: float
+    ready_s: float = math.inf
     """Seconds from joining until it first held weights. inf: it never did."""
-    slots: int
-    incidents: tuple[Incident, ...] = ()
+    slots: int = 1
+    incidents: list[Incident] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -95,7 +101,7 @@ def record(folder: Path) -> Record:
 
 
 def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
-    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    steps = steps_of(events)
     if len(steps) < MIN_STEPS:
         fix = f"A replay needs at least {MIN_STEPS} steps, and a prediction more. Let the run continue."
         raise WindfallError(f"the run completed {len(steps)} steps", where=where, fix=fix)
@@ -120,62 +126,35 @@ def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
 
 
 def _remarks(events: Sequence[Event]) -> list[str]:
-    out = []
-    for name, text in (("trainer_lost", "the trainer was lost"), ("resumed", "the run was resumed")):
-        times = sum(e["name"] == name for e in events)
-        if times:
-            out.append(f"{text} {times} times; a replay does not simulate this")
-    return out
-
-
-@dataclass(slots=True)
-class _Worker:
-    id: str
-    joined: Event
-    ready: Event | None = None
-    incidents: list[Incident] = field(default_factory=list)
-
-    def recorded(self) -> RecordedWorker:
-        e, ready = self.joined, self.ready
-        lease = Lease(kind=e["lease"], device=e["device"], price_usd_per_h=e["usd_per_h"] or 0.0)
-        return RecordedWorker(
-            name=self.id.partition("#")[0], lease=lease, joined_s=e["t"], age_s=e["age_s"],
-            ready_s=ready["t"] - e["t"] if ready else math.inf, slots=ready["slots"] if ready else 1,
-            incidents=tuple(self.incidents),
-        )  # fmt: skip
+    counts = Counter(e["name"] for e in events)
+    texts = {"trainer_lost": "the trainer was lost", "resumed": "the run was resumed"}
+    return [
+        f"{text} {counts[name]} times; a replay does not simulate this" for name, text in texts.items() if counts[name]
+    ]
 
 
 def recorded_workers(events: Sequence[Event], suspect_s: float) -> tuple[RecordedWorker, ...]:
     """Every worker in the order of joining, with its incidents. A worker that is present at the end of the log stays. A
     worker that joins again under the same id lost its link because the controller was killed."""
-    joined: list[_Worker] = []
-    present: dict[str, _Worker] = {}
+    joined: list[RecordedWorker] = []
+    present: dict[str, RecordedWorker] = {}
     for e in events:
-        if e["name"] == "worker_joined":
-            if e["worker"] in present:
-                present[e["worker"]].incidents.append(Incident(at_s=e["t"], what="killed"))
-            present[e["worker"]] = _Worker(e["worker"], e)
-            joined.append(present[e["worker"]])
-        elif e.get("worker") in present:
-            _add_incident(present[e["worker"]], e, suspect_s)
-            if e["name"] in ("worker_lost", "worker_left"):
-                del present[e["worker"]]
-    return tuple(worker.recorded() for worker in joined)
-
-
-def _add_incident(worker: _Worker, e: Event, suspect_s: float) -> None:
-    match e["name"]:
-        case "worker_ready":
-            worker.ready = worker.ready or e
-        case "worker_suspect":
-            worker.incidents.append(Incident(at_s=max(worker.joined["t"], e["t"] - suspect_s), what="frozen"))
-        case "worker_well":
-            worker.incidents.append(Incident(at_s=e["t"], what="thawed"))
-        case "worker_warned":
-            worker.incidents.append(Incident(at_s=e["t"], what="warned", left_s=e["left_s"], source=e["source"]))
-        case "worker_lost":
-            worker.incidents.append(Incident(at_s=e["t"], what="killed"))
-        case "worker_left" if RUN_IS_OVER not in e["why"]:
-            worker.incidents.append(Incident(at_s=e["t"], what="drained"))
-        case _:
-            pass
+        id, name, at_s = e.get("worker", ""), e["name"], e["t"]
+        if name == "worker_joined":
+            if id in present:
+                present[id].incidents.append(Incident(at_s=at_s, what="killed"))
+            lease = Lease(kind=e["lease"], device=e["device"], price_usd_per_h=e["usd_per_h"] or 0.0)
+            present[id] = RecordedWorker(name=id.partition("#")[0], lease=lease, joined_s=at_s, age_s=e["age_s"])
+            joined.append(present[id])
+        elif id in present:
+            worker = present[id]
+            if name == "worker_ready" and worker.ready_s == math.inf:
+                worker.ready_s, worker.slots = at_s - worker.joined_s, e["slots"]
+            elif name in INCIDENTS and not (name == "worker_left" and RUN_IS_OVER in e["why"]):
+                if name == "worker_suspect":  # it became silent earlier than the controller noticed
+                    at_s = max(worker.joined_s, at_s - suspect_s)
+                notice = {"left_s": e["left_s"], "source": e["source"]} if name == "worker_warned" else {}
+                worker.incidents.append(Incident(at_s=at_s, what=INCIDENTS[name], **notice))
+            if name in ("worker_lost", "worker_left"):
+                del present[id]
+    return tuple(joined)

@@ -16,9 +16,9 @@ from windfall.envs.base import HELD_OUT
 from windfall.errors import WindfallError
 from windfall.rollout.stream import seed_of
 from windfall.sim.calibrate import event_log
-from windfall.sim.core.scenario import MachineKind, Scenario, scaled
+from windfall.sim.core.scenario import MachineKind, Scenario, scaled, with_keys
 from windfall.sim.core.service import MeasuredLengths, Service
-from windfall.sim.core.token_schedule import FIRST_TAG, TAGS
+from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines import market
 from windfall.sim.machines.env import SimEnv
 from windfall.sim.replay.log import Record
@@ -71,7 +71,7 @@ class RecordedEnv(SimEnv):
     async def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         await super().feedback(task, turns)
         index = int(str(task.prompt))
-        first = FIRST_TAG + seed_of(self._run_seed, index, 0) % TAGS
+        first = id_token_of(seed_of(self._run_seed, index, 0))
         return Feedback(reward=float(index not in self._replaced and turns[-1].text == str(first)))
 
 
@@ -108,7 +108,7 @@ def fitted(record: Record, fit: Fit) -> Fitted:
         measured[kind] = _similar(kind, measured)
         notes.append(f"{kind}: nothing measured in the fitted steps; assumed to be like other workers")
     if LOCAL not in measured:  # its engine is never used; only its training times count
-        measured[LOCAL] = replace(next(iter(measured.values())), train_s=trained.train_s, update_s=trained.update_s)
+        measured[LOCAL] = replace(next(iter(measured.values())), **trained._asdict())
     return Fitted(
         services=measured, pulls=event_log.pulls(record.events, until_s), steps=upto, skip=skip, notes=tuple(notes),
         reward_s=statistics.mean(e["reward_s"] for e in steps),
@@ -128,20 +128,14 @@ def build_scenario(record: Record, fitted: Fitted, lengths: RecordedLengths) -> 
     until_s = record.steps[fitted.steps - 1]["t"]
     granule = s.granule or max(1, round(lengths.median / EXACT_TOKENS))
     prompts = statistics.mean(e["prompt_tokens"] for e in record.steps)
-    sim = s.model_copy(
-        update={
-            "prompt_tokens": max(1, round(prompts)), "granule": granule, "skip_steps": fitted.skip, "seconds": 0.0,
-            "save_s": event_log.mean(record.events, "span", "checkpoint", "s", until_s), "reward_s": fitted.reward_s,
-            "trainer_mean_up_s": 0.0, "controller_mean_up_s": 0.0,
-        }
-    )  # fmt: skip
-    real = recipe.model_copy(
-        update={
-            "sim": sim,
-            "run": recipe.run.model_copy(update={"steps": len(record.steps)}),
-            "train": recipe.train.model_copy(update={"micro_tokens": record.micro_tokens}),
-        }
-    )
+    saves = [e for e in record.events if (e["kind"], e["name"]) == ("span", "checkpoint") and e["t"] <= until_s]
+    sim = {
+        "prompt_tokens": max(1, round(prompts)), "granule": granule, "skip_steps": fitted.skip, "seconds": 0.0,
+        "save_s": statistics.mean(e["s"] for e in saves) if saves else 0.0, "reward_s": fitted.reward_s,
+        "trainer_mean_up_s": 0.0, "controller_mean_up_s": 0.0,
+    }  # fmt: skip
+    run, train = {"steps": len(record.steps)}, {"micro_tokens": record.micro_tokens}
+    real = with_keys(recipe, {"sim": sim, "run": run, "train": train})
     trainer = fitted.services[LOCAL]
     step = next((v for k, v in fitted.services.items() if k != LOCAL), trainer)
     prices = market.constant(recipe.trace.price_usd_per_h)

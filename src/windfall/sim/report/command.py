@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +16,13 @@ from windfall.events.log import Event
 from windfall.sim.report import compare, variants
 
 
-def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: bool = False) -> None:
-    console = Console()
+def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
     chosen = variants.names(names)
-    with _folder(out) as folder, _bar(console, recipe, len(chosen) * seeds, quiet) as progress:
+    with compare.output_folder(out) as folder, _bar(recipe, len(chosen) * seeds) as progress:
         done = compare.compare(recipe, chosen, seeds, folder, progress)
     rows = done.rows
     for row in rows:
-        print(f"{row.name:16}{variants.DESCRIPTIONS[row.name]}")
+        print(f"{row.name:16}{variants.VARIANTS[row.name].description}")
     print("\n".join(["", *compare.table(rows), "", *compare.spreads(rows)]))
     for name, error in done.failed.items():
         print(f"no figures of {name}: {_one_line(error)}")
@@ -34,8 +32,7 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None, quiet: boo
     virtual_s, wall_s = sum(f.whole_s for r in rows for f in r.runs), sum(r.wall_s for r in rows)
     print(
         f"{virtual_s:,.0f} virtual s in {wall_s:.1f} s, {seeds} seed{'s' if seeds > 1 else ''}. Values are means over "
-        f"seeds of the steps after the first {recipe.sim.skip_steps}; from, to: range of single steps; idle, lost: "
-        "shares of the time paid for"
+        f"seeds of the steps after the first {recipe.sim.skip_steps}; {compare.LEGEND}"
     )
     if out is not None:
         for path in compare.write(rows, out):
@@ -52,19 +49,11 @@ def _one_line(error: WindfallError) -> str:
 
 
 @contextmanager
-def _folder(out: Path | None) -> Iterator[Path]:
-    if out is not None:
-        yield compare.ensure_folder(out)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield Path(temporary)
-
-
-@contextmanager
-def _bar(console: Console, recipe: Recipe, runs: int, quiet: bool) -> Iterator[compare.OnEvent | None]:
+def _bar(recipe: Recipe, runs: int) -> Iterator[compare.OnEvent | None]:
     """A progress bar that shows virtual time beside wall time. Progress is counted in steps, or in virtual seconds if
     these are limited."""
-    if quiet or not console.is_terminal:
+    console = Console()
+    if not console.is_terminal:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[virtual]}"), TimeElapsedColumn())

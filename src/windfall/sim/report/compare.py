@@ -5,16 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.events.log import Event
 from windfall.sim.core import run
-from windfall.sim.core.scenario import Scenario, build
+from windfall.sim.core.scenario import build
 from windfall.sim.report import plots, variants
 from windfall.sim.report.figures import Figures, Moment, Spread, figures, spread, timeline
 
@@ -22,6 +25,29 @@ SPREADS = (
     "tok_per_s", "tok_per_usd", "usd", "step_mean_s", "trainer_idle", "workers_there", "workers_idle", "workers_lost",
     "killed", "moved", "again", "virtual_s",
 )  # fmt: skip
+COLUMNS = (
+    ("tok_per_s", 10, ",.0f", "", "tok/s"),
+    ("speed_ratio", 7, ".2f", "", "ratio"),
+    ("tok_per_usd", 12, ",.0f", "", "tok/$"),
+    ("cost_ratio", 7, ".2f", "", "ratio"),
+    ("step_mean_s", 9, ".4g", "step", "mean s"),
+    ("step_least_s", 9, ".4g", "step", "min s"),
+    ("step_most_s", 9, ".4g", "step", "max s"),
+    ("trainer_idle", 9, ".0%", "trainer", "idle"),
+    ("workers_there", 9, ".2f", "workers", "mean"),
+    ("workers_idle", 9, ".0%", "workers", "idle"),
+    ("workers_lost", 9, ".0%", "workers", "overhead"),
+    ("killed", 9, ".0f", "workers", "killed"),
+    ("moved", 11, ".0f", "responses", "moved"),
+    ("again", 9, ".1%", "tokens", "repeated"),
+)
+"""Figure, width, format, and the two lines of the heading."""
+UNKNOWN_IF_0 = ("tok_per_usd", "cost_ratio")
+"""Figures that are 0 if no price is known."""
+LEGEND = (
+    "ratio: to the first row; idle: share of the paid time; overhead: share of the paid time spent on booting, pulling "
+    "weights, repeated prefill, draining and lost work; repeated: share of all tokens that were generated again"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,55 +88,41 @@ def compare(
         began, runs, first_timeline = time.perf_counter(), list[Figures](), list[Moment]()
         try:
             for scenario in [build(r) for r in variants.seeded(variants.apply(recipe, name), seeds)]:
-                log = folder / f"{name}-{scenario.real.run.seed}.jsonl"
-                runs.append(_simulate(scenario, log, name, progress))
+                seed = scenario.real.run.seed
+                log = folder / f"{name}-{seed}.jsonl"
+                sink = partial(progress, name, seed) if progress else None
+                done = run.simulate(scenario, log, sink=sink)
+                runs.append(figures(log, scenario, done.stays))
                 first_timeline = first_timeline or timeline(log, scenario.granule)
         except WindfallError as e:
             failed[name] = e
             continue
-        moments = first_timeline
-        rows.append(_row(name, runs, time.perf_counter() - began))
+        moments, values = first_timeline, [f.row() for f in runs]
+        row = VariantResult(
+            name=name, runs=tuple(runs), spreads={key: spread([v[key] for v in values]) for key in SPREADS},
+            wall_s=time.perf_counter() - began, steps_s=spread([s for f in runs for s in f.step_s]),
+        )  # fmt: skip
+        rows.append(row)
     if not rows:
         raise next(iter(failed.values()))
     return Comparison(rows=tuple(rows), moments=tuple(moments), failed=failed)
 
 
-def _simulate(scenario: Scenario, log: Path, name: str, progress: OnEvent | None) -> Figures:
-    seed = scenario.real.run.seed
-    done = run.simulate(scenario, log, sink=(lambda event: progress(name, seed, event)) if progress else None)
-    return figures(log, scenario, done.stays)
-
-
-def _row(name: str, runs: Sequence[Figures], wall_s: float) -> VariantResult:
-    rows = [f.row() for f in runs]
-    return VariantResult(
-        name=name, runs=tuple(runs), spreads={key: spread([r[key] for r in rows]) for key in SPREADS}, wall_s=wall_s,
-        steps_s=spread([s for f in runs for s in f.step_s]),
-    )  # fmt: skip
-
-
-COLUMNS = (
-    ("tok/s", 10), ("x", 6), ("tok/$", 12), ("x", 6), ("step s", 9), ("from", 9), ("to", 9), ("idle", 9),
-    ("there", 9), ("idle", 6), ("lost", 6), ("killed", 8), ("moved", 8), ("again", 7),
-)  # fmt: skip
-
-
 def table(rows: Sequence[VariantResult]) -> list[str]:
-    """The table as lines of text, independent of the terminal width. Ratios (x) are to the first row."""
+    """The table as lines of text, independent of the terminal width."""
     base = rows[0].spreads
-    lines = [f"{'':16}{'':61}{'trainer':>9}{'workers':>9}"]
-    lines.append(f"{'variant':16}" + "".join(f"{head:>{width}}" for head, width in COLUMNS))
+    tops, bottoms = ("".join(f"{column[n]:>{column[1]}}" for column in COLUMNS) for n in (3, 4))
+    lines = [f"{'':16}{tops}", f"{'variant':16}{bottoms}"]
     for row in rows:
-        s = {key: value.mean for key, value in row.spreads.items()}
-        x = [s[k] / base[k].mean if base[k].mean else 0.0 for k in ("tok_per_s", "tok_per_usd")]
+        values = {key: value.mean for key, value in row.spreads.items()}
+        for ratio, key in (("speed_ratio", "tok_per_s"), ("cost_ratio", "tok_per_usd")):
+            values[ratio] = values[key] / base[key].mean if base[key].mean else 0.0
+        values |= {"step_least_s": row.steps_s.least, "step_most_s": row.steps_s.most}
         cells = (
-            f"{s['tok_per_s']:,.0f}", f"{x[0]:.2f}", f"{s['tok_per_usd']:,.0f}" if s["tok_per_usd"] else "-",
-            f"{x[1]:.2f}" if x[1] else "-", f"{s['step_mean_s']:.4g}", f"{row.steps_s.least:.4g}",
-            f"{row.steps_s.most:.4g}", f"{s['trainer_idle']:.0%}", f"{s['workers_there']:.2f}",
-            f"{s['workers_idle']:.0%}", f"{s['workers_lost']:.0%}", f"{s['killed']:.0f}", f"{s['moved']:.0f}",
-            f"{s['again']:.1%}",
-        )  # fmt: skip
-        lines.append(f"{row.name:16}" + "".join(f"{c:>{w}}" for c, (_, w) in zip(cells, COLUMNS, strict=True)))
+            f"{'-' if key in UNKNOWN_IF_0 and not values[key] else format(values[key], form):>{width}}"
+            for key, width, form, _, _ in COLUMNS
+        )
+        lines.append(f"{row.name:16}" + "".join(cells))
     return lines
 
 
@@ -123,23 +135,25 @@ def spreads(rows: Sequence[VariantResult]) -> list[str]:
     ]
 
 
-def ensure_folder(folder: Path) -> Path:
-    """Create the folder if it does not exist."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        what = f"cannot create the folder: {e.strerror}"
-        raise WindfallError(what, where=f"--out {folder}", fix="Name an existing or a new folder.") from e
-    return folder
+@contextmanager
+def output_folder(out: Path | None) -> Iterator[Path]:
+    """The folder given with --out, created if it does not exist. None: a temporary folder."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = out or Path(temporary)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            what = f"cannot create the folder: {e.strerror}"
+            raise WindfallError(what, where=f"--out {folder}", fix="Name an existing or a new folder.") from e
+        yield folder
 
 
 def write(rows: Sequence[VariantResult], folder: Path) -> list[Path]:
     """Write figures.json and figures.csv."""
-    ensure_folder(folder)
     results = {
         row.name: {
-            "wall_s": row.wall_s, "step_s": asdict(row.steps_s),
-            "spreads": {k: asdict(v) for k, v in row.spreads.items()}, "runs": [f.row() for f in row.runs],
+            "wall_s": row.wall_s, "step_s": row.steps_s._asdict(),
+            "spreads": {k: v._asdict() for k, v in row.spreads.items()}, "runs": [f.row() for f in row.runs],
         }
         for row in rows
     }  # fmt: skip
@@ -147,8 +161,7 @@ def write(rows: Sequence[VariantResult], folder: Path) -> list[Path]:
     sheet = csv.writer(lines, lineterminator="\n")
     sheet.writerow(["variant", *(f"{key}{end}" for key in SPREADS for end in ("", "_least", "_most"))])
     for row in rows:
-        cells = [row.spreads[key] for key in SPREADS]
-        sheet.writerow([row.name, *(v for s in cells for v in (s.mean, s.least, s.most))])
+        sheet.writerow([row.name, *(value for key in SPREADS for value in row.spreads[key])])
     contents = {"figures.json": json.dumps(results, indent=1) + "\n", "figures.csv": lines.getvalue()}
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -157,11 +170,7 @@ def write(rows: Sequence[VariantResult], folder: Path) -> list[Path]:
 
 def plot(comparison: Comparison, folder: Path, title: str) -> Path:
     """Draw figures.svg."""
-    dots = [
-        plots.Dot(name=row.name, tok_per_s=row.spreads["tok_per_s"].mean, usd_per_million=1e6 / tok_per_usd)
-        for row in comparison.rows
-        if (tok_per_usd := row.spreads["tok_per_usd"].mean)
-    ]
-    path = folder / "figures.svg"
-    plots.draw(comparison.moments, dots, title, path)
-    return path
+    means = {row.name: (row.spreads["tok_per_s"].mean, row.spreads["tok_per_usd"].mean) for row in comparison.rows}
+    costs = {name: (tok_per_s, 1e6 / tok_per_usd) for name, (tok_per_s, tok_per_usd) in means.items() if tok_per_usd}
+    plots.draw(comparison.moments, costs, title, folder / "figures.svg")
+    return folder / "figures.svg"

@@ -6,18 +6,18 @@ steps after the first few.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from windfall.cost.bill import Account, Bucket, Totals
 from windfall.errors import WindfallError
 from windfall.events.log import Event, read
+from windfall.sim.calibrate.event_log import steps_of
 from windfall.sim.core.scenario import Scenario
 from windfall.sim.machines.fleet import Stay
 
@@ -71,7 +71,7 @@ def figures(log: Path, scenario: Scenario, stays: Sequence[Stay]) -> Figures:
     """The figures of a simulated run."""
     events = read(log)
     skip = scenario.real.sim.skip_steps
-    steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    steps = steps_of(events)
     if len(steps) <= skip:
         fix = "Raise run.steps or sim.seconds, or lower sim.skip_steps."
         raise WindfallError(f"only {len(steps)} steps were completed, and {skip} are skipped", where="sim", fix=fix)
@@ -79,11 +79,18 @@ def figures(log: Path, scenario: Scenario, stays: Sequence[Stay]) -> Figures:
     start_s, end_s = steps[skip]["m"] - steps[skip]["s"], steps[-1]["m"]
     if since_s is not None:
         start_s += since_s - (steps[skip]["t"] - steps[skip]["s"])
-    unjoined = [s for s in stays if not s.joined and _overlap(s, start_s, end_s) > 0]
-    more_usd = _price_changes(scenario, stays, start_s, end_s)
-    more_usd += sum(s.prices.between(max(s.start_s, start_s), min(s.end_s, end_s)) for s in unjoined)
+    more_usd, unjoined_usd, unjoined_s = 0.0, 0.0, 0.0
+    for stay in stays:
+        from_s, to_s = max(stay.start_s, start_s), min(stay.end_s, end_s)
+        if to_s > from_s and stay.joined:  # its bill uses the price at which the worker joined
+            joined_usd_per_h = stay.prices.at(stay.start_s + scenario.real.sim.boot_s)
+            more_usd += stay.prices.between(from_s, to_s) - joined_usd_per_h * (to_s - from_s) / 3600
+        elif to_s > from_s:
+            unjoined_usd += stay.prices.between(from_s, to_s)
+            unjoined_s += to_s - from_s
+    more_usd += unjoined_usd
     result = from_events(events, skip=skip, granule=scenario.granule, more_usd=more_usd, since_s=since_s)
-    return replace(result, unjoined_s=sum(_overlap(s, start_s, end_s) for s in unjoined))
+    return replace(result, unjoined_s=unjoined_s)
 
 
 def _first_end_s(log: Path, step: int) -> float:
@@ -101,7 +108,7 @@ def from_events(
 ) -> Figures:
     """The figures of any run, real or simulated, from its log alone. The first `skip` steps are left out; there must be
     at least one more. `since_s`: count from this time, including the cost of steps that had to be trained again."""
-    all_steps = [e for e in events if (e["kind"], e["name"]) == ("scalar", "step")]
+    all_steps = steps_of(events)
     steps = all_steps[skip:]
     start_s, end_s = steps[0]["t"] - steps[0]["s"] if since_s is None else since_s, steps[-1]["t"]
     void = [e for e in events if e["name"] == "void" and start_s < e["t"] <= end_s] if since_s is not None else []
@@ -137,28 +144,12 @@ def _seconds(accounts: Sequence[Account], *buckets: Bucket) -> float:
     return sum(a.seconds.get(b, 0.0) for a in accounts for b in buckets)
 
 
-def _overlap(stay: Stay, start_s: float, end_s: float) -> float:
-    return max(0.0, min(stay.end_s, end_s) - max(stay.start_s, start_s))
-
-
-def _price_changes(scenario: Scenario, stays: Sequence[Stay], start_s: float, end_s: float) -> float:
-    """Dollars to add to the bills, which use the price at which a worker joined."""
-    extra, boot_s = 0.0, scenario.real.sim.boot_s
-    for stay in stays:
-        held_s = _overlap(stay, start_s, end_s)
-        if stay.joined and held_s > 0:
-            cost = stay.prices.between(max(stay.start_s, start_s), min(stay.end_s, end_s))
-            extra += cost - stay.prices.at(stay.start_s + boot_s) * held_s / 3600
-    return extra
-
-
 def _advice(events: Sequence[Event]) -> tuple[str, ...]:
     last = {e["lease"]: e for e in events if e["name"] == "advice"}
     return tuple(f"{e['count']} of {lease}, now {e['now']}: {e['why']}" for lease, e in last.items())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """The mean and range of a figure over several seeds."""
 
     mean: float
@@ -178,8 +169,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(mean=statistics.mean(values), least=min(values), most=max(values))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """The fleet at one time, as a point of a timeline."""
 
     at_s: float
@@ -192,7 +182,6 @@ def timeline(log: Path, granule: int) -> list[Moment]:
     """Number of workers after every change, and the throughput of every step."""
     out: list[Moment] = []
     here: set[str] = set()
-    rate = math.nan
     events = read(log)
     rates = [(e["m"] - e["s"], e["m"], e["tok_per_s"] * granule) for e in events if e["name"] == "step"]
     for event in events:

@@ -6,8 +6,7 @@ matplotlib is optional (`windfall[plot]`) and is imported only when something is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,6 @@ from windfall.sim.report.figures import Moment
 
 WIDTH_IN, HEIGHT_IN = 7.6, 3.0
 WORKERS_COLOR, SPEED_COLOR = "tab:blue", "tab:red"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
-    """One variant in the plot of cost against throughput."""
-
-    name: str
-    tok_per_s: float
-    usd_per_million: float
 
 
 def new_figure(height_in: float = HEIGHT_IN) -> Any:
@@ -45,14 +35,15 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def draw(moments: Sequence[Moment], dots: Sequence[Dot], title: str, path: Path) -> None:
-    """Draw the timeline and, if prices are known, the variants below it."""
-    rows = 2 if dots else 1
+def draw(moments: Sequence[Moment], costs: Mapping[str, tuple[float, float]], title: str, path: Path) -> None:
+    """Draw the timeline and, if prices are known, the variants below it. `costs`: tokens per second and dollars per
+    million tokens, by variant."""
+    rows = 2 if costs else 1
     figure = new_figure(HEIGHT_IN * rows)
     axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
     _timeline(axes[0], moments, title)
-    if dots:
-        _variants(axes[1], dots)
+    if costs:
+        _variants(axes[1], costs)
     save(figure, path)
 
 
@@ -65,9 +56,9 @@ def _timeline(axes: Any, moments: Sequence[Moment], title: str) -> None:
     speed.set(ylabel="tok/s", ylim=(0, None))
 
 
-def _variants(axes: Any, dots: Sequence[Dot]) -> None:
-    for dot in dots:
-        axes.plot(dot.tok_per_s, dot.usd_per_million, "o", label=dot.name)
-    axes.set(xlabel="tok/s", ylabel="$ per million tokens", xlim=(0, 1.1 * max(d.tok_per_s for d in dots)))
-    axes.set_ylim(0, 1.1 * max(d.usd_per_million for d in dots))
+def _variants(axes: Any, costs: Mapping[str, tuple[float, float]]) -> None:
+    for name, (tok_per_s, usd) in costs.items():
+        axes.plot(tok_per_s, usd, "o", label=name)
+    most_tok_per_s, most_usd = (1.1 * max(values) for values in zip(*costs.values(), strict=True))
+    axes.set(xlabel="tok/s", ylabel="$ per million tokens", xlim=(0, most_tok_per_s), ylim=(0, most_usd))
     axes.legend()

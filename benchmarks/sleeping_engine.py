@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windfall.sim.core.service import LogNormalLengths, Service, token
+import xxhash
+
+from windfall.sim.core.service import LogNormalLengths, Service
 from windfall.types import Chunk, Finish, Request
 
 
@@ -78,3 +80,11 @@ class SleepingEngine:
         self.version = version
         self._prompts.clear()
         self._prefill = sum(len(row.request.prompt) + row.generated for row in self._rows.values())
+
+
+def token(seed: int, position: int, vocabulary: int, stop: frozenset[int]) -> int:
+    """The token at this position of a response: arbitrary, but reproducible, and never a stop token."""
+    digest = xxhash.xxh3_64_intdigest(f"{seed}:{position}".encode())
+    while (chosen := digest % vocabulary) in stop:
+        digest += 1
+    return chosen

@@ -224,9 +224,11 @@ def test_module_is_free_during_hashing_and_memory_is_freed_before_training() -> 
         say=lambda line: None,
     )  # fmt: skip
     agent.make_room = lambda: seen.append(("room", agent.lock.locked()))
+    agent.invalidate = lambda: seen.append(("invalidate", agent.lock.locked()))
     with pytest.raises(TypeError):  # a finish without a report raises
         asyncio.run(asyncio.wait_for(run(), 10))
-    assert seen == [("copying", True), ("hashing", False), ("room", True), ("finish", True)]
+    after = [("room", True), ("invalidate", True), ("finish", True)]
+    assert seen == [("copying", True), ("hashing", False), *after]
     assert not agent.lock.locked()
 
 

@@ -193,7 +193,7 @@ def test_failed_pull_is_reported_and_can_be_retried() -> None:
 
 
 def test_weights_of_another_model_are_reported() -> None:
-    """After that, the engine holds no known version."""
+    """The engine has refused them, so it still holds the old version."""
 
     async def main() -> None:
         async with serving() as (rig, _):
@@ -204,7 +204,7 @@ def test_weights_of_another_model_are_reported() -> None:
             failed = await rig.next()
             assert isinstance(failed, m.LoadFailed)
             assert "does not fit" in failed.why
-            assert rig.session.held == (-1, "")
+            assert rig.session.held == (1, "d1")
             rig.pulls.tensors = {"good": 1}
             await rig.send(load(2))
             assert (await rig.next()).version == 2

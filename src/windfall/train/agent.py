@@ -8,6 +8,9 @@ that one. When the link ends, the gradient accumulated for the current step is d
 again from its journal. If the link ends between two updates of one step, the weights belong to no version: the process
 exits, and the next one starts from the last checkpoint. Work that raises (out of memory, a defect) is reported to the
 controller and ends the process, too. The supervisor restarts it a limited number of times (launch/liveness.py).
+
+From a step's first update until the controller sends a Load for the new version, the trainer's own engine generates
+nothing (`invalidate`).
 """
 
 from __future__ import annotations
@@ -57,6 +60,9 @@ class TrainerAgent:
     """Held while the trainer uses the module, which it shares with its own engine."""
     make_room: Callable[[], None] = lambda: None
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
+    invalidate: Callable[[], None] = lambda: None
+    """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
+    belong to no version, or under the number of the last version."""
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the controller has accepted this trainer."""
     patience_s: float = 120.0
@@ -69,8 +75,9 @@ class TrainerAgent:
 
     @property
     def manifest(self) -> Any:
-        """Manifest of the version published last."""
-        return self._manifest
+        """Manifest of the version that the weights are. None from the beginning of a step's first update until the
+        result of its last one is published."""
+        return None if self._updates else self._manifest
 
     async def run(self) -> int:
         """Serve until the process should exit. Returns the exit status: 1 no controller, 2 refused, 4 weights that
@@ -155,7 +162,7 @@ class TrainerAgent:
                 return m.Done(s=time.monotonic() - started)
             case m.Update():
                 self._updates += 1  # until the last update of the step, the weights belong to no version
-                report = await self._run_in_thread(self.trainer.finish, room=True)
+                report = await self._run_in_thread(self._update, room=True)
                 if request.step is not None and request.next_task is not None:
                     self._manifest = await self._run_in_thread(self.publish, request.step)
                     self.state = CheckpointState(
@@ -171,6 +178,10 @@ class TrainerAgent:
             case m.Save():
                 return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
         raise LinkClosed(f"unexpected message: {type(request).__name__}")
+
+    def _update(self) -> Any:
+        self.invalidate()
+        return self.trainer.finish()
 
     async def _run_in_thread(self, work: Callable[..., Any], *args: Any, room: bool = False) -> Any:
         def locked() -> Any:

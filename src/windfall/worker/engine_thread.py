@@ -5,6 +5,10 @@
 Only this thread touches the engine. It also builds the engine if needed; orders wait until that is done. It waits for
 orders when there is nothing to generate, and in `emit` when frames are not sent fast enough: no more tokens are
 generated than can be sent.
+
+New weights are swapped in between two steps, like every order: a frame has tokens of one version. A swap that raises
+WindfallError has changed nothing, and the engine goes on with the weights it has. After any other error the weights may
+be a mix of two versions: the engine keeps its responses, but does not step before a swap has succeeded.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class EngineThread:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._emit: Emit = lambda message: None
         self._running: set[int] = set()
-        self._paused = False
+        self._paused = self._mixed = False
+        """`_mixed`: a swap has failed, and the weights may be a mix of two versions."""
         self._generated = self._steps = 0
         self._stepped_s = time.monotonic()
         """When the last step ended, or when the engine last got something to do."""
@@ -105,9 +110,13 @@ class EngineThread:
         def order() -> None:
             try:
                 self.engine.swap(version, weights)
-            except (WindfallError, RuntimeError) as e:  # the weights do not match this model
+            except WindfallError as e:  # the weights do not match this model
+                done(e)
+            except RuntimeError as e:  # for example, out of memory in the middle of the copy
+                self._mixed = True
                 done(e)
             else:
+                self._mixed = False
                 done(None)
 
         self._orders.put(order)
@@ -153,14 +162,14 @@ class EngineThread:
                 engine, self.slots = self._make()
                 self._engine, self._make = engine, None  # last, because `built` is true from now on
             while True:
-                idle = self._paused or len(self.engine) == 0
+                idle = self._idle()
                 try:
                     while True:
                         order = self._orders.get() if idle else self._orders.get_nowait()
                         if order is None:
                             return
                         order()
-                        idle = self._paused or len(self.engine) == 0
+                        idle = self._idle()
                 except queue.Empty:
                     pass
                 self._step()
@@ -168,10 +177,13 @@ class EngineThread:
             self.failed = e
             self._on_failure()
 
+    def _idle(self) -> bool:
+        return self._paused or self._mixed or len(self.engine) == 0
+
     def _step(self) -> None:
         chunks = self.engine.step()
         self._stepped_s = time.monotonic()
-        self._steps += 1
+        self._steps += bool(chunks) or not self.waiting_for_trainer
         if chunks:
             self._generated += sum(len(c.tokens) for c in chunks)
             self._running -= {int(c.id) for c in chunks if c.finish}

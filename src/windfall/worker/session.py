@@ -4,8 +4,14 @@ serve()     waits for: orders from the controller      until the link ends, or t
 _send       waits for: frames of the engine's thread   a bounded number is queued; then the engine waits
 _beat       waits for: the next heartbeat
 _load       waits for: the weights (in a thread), then the engine, if it is still being built
-                                                       canceled when a newer version is requested; if any of its parts
+                                                       canceled when another version is requested; if any of its parts
                                                        is stuck, the session ends with Stalled
+
+Rules of a load:
+- The engine goes on with the old weights during the pull, and if the load fails.
+- The last Load counts, even if it is for an older version. A Load that is already in progress is not begun again.
+- Each completed load sends one Loaded, before any tokens that were generated with the new weights. A canceled load
+  sends nothing. Tokens that the engine generated before the swap may follow a Loaded, under their own version.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
 from windfall.worker.engine_thread import EngineThread
@@ -73,6 +80,8 @@ class Session:
         self._room = threading.Semaphore(MAX_QUEUED_FRAMES)
         self._over, self._left_sent = threading.Event(), asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
+        self._requested: m.Load | None = None
+        """The last Load."""
         self._give_up = threading.Event()
         self._load_phase: Literal["", "pull", "build", "swap"] = ""
         """The part of the current load that is in progress."""
@@ -173,6 +182,9 @@ class Session:
                 await self._left_sent.wait()
 
     def _begin_loading(self, load: m.Load) -> None:
+        if load == self._requested and self._loading is not None and not self._loading.done():
+            return
+        self._requested = load
         self._give_up.set()
         self._give_up = threading.Event()
         before, self._loading = self._loading, None
@@ -192,10 +204,8 @@ class Session:
             await self._wait_until_built(give_up)
             if give_up.is_set():
                 return
-            self._load_phase, swapping = "swap", time.monotonic()
-            if weights.tensors is not None:
-                self.held = (-1, "")  # from here on the engine may hold a mix of old and new weights
-            await self._swap(load.version, weights.tensors)
+            self._load_phase = "swap"
+            await self._swap(load, weights, started, pulled)
         except Stalled as e:
             if not self._stuck.done():
                 self._stuck.set_exception(e)
@@ -206,13 +216,6 @@ class Session:
             return
         finally:
             self._load_phase = ""
-        self.held = (load.version, weights.digest)
-        now = time.monotonic()
-        parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
-        self.say(
-            m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
-                     pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest)
-        )  # fmt: skip
 
     async def _wait_until_built(self, give_up: threading.Event) -> None:
         try:
@@ -220,19 +223,41 @@ class Session:
         except TimeoutError as e:
             raise Stalled(str(e)) from None
 
-    async def _swap(self, version: int, tensors: Mapping[str, Any] | None) -> None:
+    async def _swap(self, load: m.Load, weights: PulledWeights, started: float, pulled: float) -> None:
+        """Swap the weights between two engine steps, and send Loaded. The pull lasted from `started` to `pulled`
+        (monotonic clock, seconds)."""
         done: asyncio.Future[None] = self._loop.create_future()
+        held, swapping = self.held, time.monotonic()
+        self.held = (-1, "")  # until the swap is known to be complete
 
         def finish(error: BaseException | None) -> None:
-            if not done.done():
-                done.set_exception(error) if error else done.set_result(None)
+            if done.done() or self._over.is_set():
+                return
+            if error is not None:
+                if isinstance(error, WindfallError):  # nothing has changed
+                    self.held = held
+                done.set_exception(error)
+                return
+            # Here, and not in the task that waits: a frame of the next step may already be on its way.
+            self.held = (load.version, weights.digest)
+            now = time.monotonic()
+            parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
+            self.say(
+                m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
+                         pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest)
+            )  # fmt: skip
+            done.set_result(None)
 
-        self.host.swap(version, tensors, lambda error: self._loop.call_soon_threadsafe(finish, error) and None)
+        def swapped(error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the link
+                self._loop.call_soon_threadsafe(finish, error)
+
+        self.host.swap(load.version, weights.tensors, swapped)
         deadline_s = self._loop.time() + SWAP_S
         while not done.done():
             await asyncio.wait([done], timeout=min(SWAP_CHECK_S, SWAP_S))
             if self.host.waiting_for_trainer:
                 deadline_s = self._loop.time() + SWAP_S
             elif self._loop.time() >= deadline_s and not done.done():
-                raise Stalled(f"waited {SWAP_S:g} s for the engine to load version {version}")
+                raise Stalled(f"waited {SWAP_S:g} s for the engine to load version {load.version}")
         done.result()

@@ -1,6 +1,14 @@
 """The trainer's own engine, used by the worker named `local`. It shares the trainer's module and device, so new weights
 cost nothing. At any moment either the engine steps or the trainer works, never both.
 
+    valid ── invalidate(): an update begins ──▶ stale: no steps ── swap(): the controller's Load ──▶ valid
+
+Rules:
+- Weights that belong to no version, or to a version that the controller has not asked this engine to load, generate no
+  token. The trainer calls `invalidate` before it changes the weights; the engine steps again after `swap`.
+- `swap` refuses a version that the trainer does not hold: a Load may be overtaken by the next update.
+- While the engine waits for the trainer, other orders still take effect: `step` returns after at most WAIT_S.
+
 They may also share the device's memory. Then the trainer calls `make_room` before it trains, while it holds the lock,
 and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called from different
 threads, so a second lock, held only for short moments, keeps them apart.
@@ -9,21 +17,33 @@ threads, so a second lock, held only for short moments, keeps them apart.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from windfall.engine.base import Counters, Engine
+from windfall.errors import WindfallError
 from windfall.types import Chunk, Request
+
+WAIT_S = 0.005
+"""Upper limit (seconds) for the time that a step waits for the trainer."""
 
 
 class TrainerEngine:
     """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
-    def __init__(self, engine: Engine, lock: threading.Lock, *, share_memory: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, lock: threading.Lock, *, published: Callable[[], Any] | None = None,
+        share_memory: bool = False,
+    ) -> None:  # fmt: skip
+        """`published` returns the manifest of the version that the trainer's weights are, or None while they belong to
+        no version. Without it, every swap is accepted."""
         self._engine, self._lock, self._orders_lock = engine, lock, threading.Lock()
+        self._published, self._stale = published, True
         self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
-        """Whether the engine waits for the trainer. That is not a fault of the engine."""
+        """Whether the engine waits for the trainer, or for a Load of its new weights. That is not a fault of the
+        engine."""
 
     @property
     def version(self) -> int:
@@ -54,16 +74,38 @@ class TrainerEngine:
 
     def step(self) -> list[Chunk]:
         self.waiting = True
-        with self._lock:
+        if self._stale:
+            time.sleep(WAIT_S)
+            return []
+        if not self._lock.acquire(timeout=WAIT_S):
+            return []
+        try:
+            if self._stale:  # the trainer had the lock, and has changed the weights
+                return []
             self.waiting = False
             return self._engine.step()
+        finally:
+            self._lock.release()
+
+    def invalidate(self) -> None:
+        """The weights are about to change: generate nothing until the next `swap`. The caller must hold `lock`."""
+        self._stale = self.waiting = True
 
     def swap(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         assert weights is None, "the engine uses the weights of the trainer"
         self.waiting = True
         with self._lock:
+            self._check_published(version)
             self.waiting = False
             self._engine.swap(version)
+            self._stale = False
+
+    def _check_published(self, version: int) -> None:
+        if self._published is None:
+            return
+        manifest = self._published()
+        if manifest is None or manifest.version != version:
+            raise WindfallError(f"the trainer is no longer at version {version}")
 
     def make_room(self) -> None:
         """Free the memory that the engine does not need during training. The caller must hold `lock`."""
@@ -73,7 +115,8 @@ class TrainerEngine:
 
 
 class TrainerWeights:
-    """Takes the place of a Puller: the weights are already here if they are the published version."""
+    """Takes the place of a Puller: the weights are already here if they are the published version. `published` returns
+    its manifest, or None while the weights belong to no version."""
 
     bytes_received = 0
 

@@ -222,8 +222,8 @@ async def _run_local_engine(
         except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = TrainerEngine(built, host.lock, share_memory=device == "cuda")
-        host.make_room = shared.make_room
+        shared = TrainerEngine(built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda")
+        host.make_room, host.invalidate = shared.make_room, shared.invalidate
         return shared, slots
 
     lease = Lease(kind="reserved", device=devices.describe(device), price_usd_per_h=f.trainer_price_usd_per_h)

@@ -87,7 +87,7 @@ def train(
     recipe: RecipeFile,
     set: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and print the complete recipe; start nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe and print it completely; start nothing.")
     ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -103,7 +103,8 @@ def train(
     if dry_run:
         print(config.dump(parsed))
         print(f"# {report}")
-        print("# the recipe is valid; nothing was started")
+        print(f"# checked: {recipe_check.CHECKED}")
+        print(f"# not checked: {recipe_check.NOT_CHECKED}; nothing was started")
         return
     print(report)
     start.train(parsed, new_folder(parsed), token=chosen)

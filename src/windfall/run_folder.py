@@ -5,7 +5,7 @@ runs/NAME/
   recipe.began.toml  data.began.json                       the recipe and the data files that the run began with
   token  trainer.secret                                    secrets for joining as a worker or as the trainer; owner only
   address.json  fleet.json                                 where the controller listens; the last state of the fleet
-  controller.log  trainer.log  nursery.log  workers/*.log  logs of the processes
+  controller.log  trainer.log  fork_server.log  workers/*.log  logs of the processes
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         out.print(example)
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
-    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(described.what)}")
+    out.print(f"reward {mean:.3f} +- {error:.3f} (standard error) on {escape(described.description)}")
     failures = rollout.failures
     out.print(
         f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "

@@ -61,7 +61,7 @@ class _Interval(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Worker:
+class _OpenAccount:
     name: str
     holder: Holder
     usd_per_h: float | None
@@ -143,7 +143,7 @@ class Accounts:
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         """Totals of workers that are gone; totals at the last `step()`."""
-        self._here: dict[str, _Worker] = {}
+        self._here: dict[str, _OpenAccount] = {}
         self._newest: dict[str, str] = {}
         """Id of the newest worker that is here, by name."""
         self._ended: dict[str, float] = {}
@@ -160,7 +160,7 @@ class Accounts:
         billed_s = max(self._billed_s, self._ended.get(name, -math.inf))
         holder: Holder = "trainer" if trainer else kind
         before = self._here.get(self._newest.get(name, ""))
-        w = self._here[worker] = _Worker(
+        w = self._here[worker] = _OpenAccount(
             name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s
         )
         self._newest[name] = worker
@@ -262,7 +262,7 @@ class Accounts:
         """The account so far of a worker that is here."""
         return self._here[worker].account(now_s)
 
-    def _advance(self, now_s: float, worker: str) -> _Worker:
+    def _advance(self, now_s: float, worker: str) -> _OpenAccount:
         w = self._here[worker]
         w.advance(now_s)
         return w

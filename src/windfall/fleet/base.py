@@ -92,7 +92,7 @@ class Provider(Protocol):
         ...
 
     async def run(self) -> None:
-        """Run until cancelled; then end every worker that was started, and wait for it."""
+        """Run until canceled; then end every worker that was started, and wait for it."""
         ...
 
     def target(self, n: int) -> None:

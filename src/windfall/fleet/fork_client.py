@@ -80,7 +80,7 @@ class ForkClient:
         await self._connect()
 
     async def start(self, *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-        """Fork a worker. Cancelling this leaves no worker behind."""
+        """Fork a worker. Canceling this leaves no worker behind."""
         os.close(process.open_log(log))
         link = await self._connect()
         return await link.fork({"name": name, "argv": list(argv), "env": dict(env), "log": str(log)})
@@ -146,7 +146,7 @@ class ForkClient:
         link = _Link(server, reader, writer)
         try:
             await link.wait_until_ready(self._import_timeout_s, self._log)
-        except BaseException:  # also when cancelled: an unused fork server must not stay
+        except BaseException:  # also when canceled: an unused fork server must not stay
             server.kill()
             await link.close()
             raise
@@ -256,7 +256,7 @@ class _Link:
                 handle = Handle(name=name, pid=pid, send=lambda number: self._send(pid=pid, signal=int(number)))
                 self._workers[pid] = handle
                 if (requested := self._requested.pop(name)).done():
-                    handle.kill()  # the request was cancelled meanwhile
+                    handle.kill()  # the request was canceled meanwhile
                 else:
                     requested.set_result(handle)
             case {"name": name, "error": why} if name in self._requested:

@@ -52,7 +52,7 @@ def launch(
     channel: int | None = None,
     death: int = signal.SIGKILL,
 ) -> Handle:
-    """Like `start`, but synchronous, so it cannot be cancelled. `channel` is a file descriptor to use as standard input
+    """Like `start`, but synchronous, so it cannot be canceled. `channel` is a file descriptor to use as standard input
     and output. `death` is the signal that the process gets when its parent dies."""
     program = shutil.which(argv[0], path=env.get("PATH", os.defpath))
     if program is None:

@@ -128,7 +128,7 @@ class _Node:
         self._one_worker = asyncio.Lock()
 
     async def keep_running(self, period: _UpPeriod) -> None:
-        """Restart the worker until cancelled, or until the controller refuses it."""
+        """Restart the worker until canceled, or until the controller refuses it."""
         async with self._one_worker:
             delay, pause_s, instead_of = RestartDelay(), 0.0, ""
             while True:

@@ -25,6 +25,8 @@ from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task
 
+CHECKED = "all keys, that the model is known or its folder exists, two calls of the environment, trace, certificates"
+NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
 

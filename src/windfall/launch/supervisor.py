@@ -88,7 +88,7 @@ class Supervisor:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         fork_client = ForkClient(
             entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:preload_run:{self.folder}"],
-            log=self.folder / "nursery.log", env=environment,
+            log=self.folder / "fork_server.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
         async with self._handling_signals(fork_client), fork_client, self._showing_events():

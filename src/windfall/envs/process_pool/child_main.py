@@ -133,7 +133,7 @@ class ChildProgram:
     def _over(self, step: TrackedCoroutine) -> None:
         del self._running[step.number]
         if not step.answered:  # it was canceled before it began
-            self.send(step.number, "failed", 0.0, 0.0, "cancelled", "cancelled", "")
+            self.send(step.number, "failed", 0.0, 0.0, "canceled", "canceled", "")
 
     async def _answer(self, step: TrackedCoroutine, what: str, args: list[Any]) -> None:
         name = f"{self._name}.task({args[0]})" if what == "task" else f"{self._name}.feedback of task '{args[1]}'"

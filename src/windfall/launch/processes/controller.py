@@ -12,7 +12,7 @@ killed, it is restarted and continues from its journal; workers and trainer reco
          ├─ life.tick        seeding                            forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run
 
-When the first of them ends, the others are cancelled. No failure goes unnoticed.
+When the first of them ends, the others are canceled. No failure goes unnoticed.
 """
 
 from __future__ import annotations

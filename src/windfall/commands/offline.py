@@ -31,8 +31,7 @@ from windfall.worker.in_process import in_process_worker
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """The path of the model, and the recipe of the run that it belongs to, if any. For a run, the model is its newest
-    undamaged checkpoint."""
+    """The path of the model (of a run: its newest undamaged checkpoint), and the recipe of its run, if any."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
         chosen = checkpoint.latest(path)

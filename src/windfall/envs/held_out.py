@@ -52,10 +52,9 @@ def split(
     evaluation = _distinct([row for row in rows if row.key < key_limit])
     if not train or not evaluation:
         purpose = "to evaluate on" if train else "to train on"
-        raise WindfallError(
-            f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {purpose}",
-            where=str(path), fix="Change env.held_out, or set env.eval_path to a separate file.",
-        )  # fmt: skip
+        what = f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {purpose}"
+        fix = "Change env.held_out, or set env.eval_path to a separate file."
+        raise WindfallError(what, where=str(path), fix=fix)
     return Split(train=train, evaluation=evaluation, file=path, trained_on=0)
 
 

@@ -22,20 +22,6 @@ KILL_TIMEOUT_S = 10.0
 """Seconds to wait for a process to end after SIGKILL."""
 
 
-def describe_exit(code: int) -> str:
-    """How a process ended.
-
-    >>> describe_exit(1), describe_exit(-9), describe_exit(-99)
-    ('ended with status 1', 'was killed (SIGKILL)', 'was killed (signal 99)')
-    """
-    if code >= 0:
-        return f"ended with status {code}"
-    try:
-        return f"was killed ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"was killed (signal {-code})"
-
-
 class Handle:
     """A running worker process. The code that started the process provides `send`, and calls `ended` once."""
 

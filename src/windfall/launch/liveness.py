@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.backoff import delay_s
-from windfall.errors import WindfallError
-from windfall.fleet.base import describe_exit
+from windfall.errors import WindfallError, describe_exit
 
 CHECK_S = 1.0
 """Seconds between two checks."""

@@ -25,10 +25,10 @@ from typing import Any
 from windfall import backoff
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.errors import WindfallError, report_failure
+from windfall.errors import WindfallError, describe_exit, report_failure
 from windfall.events import log
 from windfall.fleet import process
-from windfall.fleet.base import Handle, Provider, describe_exit
+from windfall.fleet.base import Handle, Provider
 from windfall.fleet.fork_client import ForkClient
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.trace_provider import TraceProvider

@@ -28,8 +28,7 @@ from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.sizing import Sizing
-from windfall.errors import WindfallError
-from windfall.fleet.base import describe_exit
+from windfall.errors import WindfallError, describe_exit
 from windfall.types import Feedback, Task, Turn, prompt_key
 
 BUILD_S = 300.0

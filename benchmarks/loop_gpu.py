@@ -41,7 +41,7 @@ WAYS = {
 def run(folder: Path, name: str, *changes: str) -> list[dict[str, Any]]:
     recipe = config.load(RECIPE, [f"run.folder={folder}", f"run.name={name.replace(' ', '-')}", *ALIKE, *changes])
     place = new_folder(recipe)
-    train(recipe, place, quiet=False)
+    train(recipe, place)
     return events.read(place / "events.jsonl")
 
 

@@ -75,7 +75,7 @@ class Plan:
     """Number of signals to workers."""
     controller: int
     trainer: int
-    nursery: int
+    fork_server: int
     seed: int
     steps: int
     workers: int
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def signals(self) -> int:
-        return self.kills + self.controller + self.trainer + self.nursery
+        return self.kills + self.controller + self.trainer + self.fork_server
 
 
 @dataclass(kw_only=True, slots=True)
@@ -203,7 +203,7 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
     """Execute the run with signals. Returns its exit status, and the signals that were sent."""
     rng, dealt, watch = random.Random(plan.seed), Dealt(), Watch(folder / "hunted", plan.patience_s)
     targets = ["worker"] * plan.kills + ["controller"] * plan.controller
-    targets += ["trainer"] * plan.trainer + ["nursery"] * plan.nursery
+    targets += ["trainer"] * plan.trainer + ["fork_server"] * plan.fork_server
     rng.shuffle(targets)
     with training(plan, "hunted", folder, mark) as child:
         while child.poll() is None:
@@ -328,7 +328,7 @@ def main() -> int:
     p.add_argument("--kills", type=int, default=100, help="number of signals to workers")
     p.add_argument("--controller", type=int, default=5, help="number of SIGKILLs to the controller")
     p.add_argument("--trainer", type=int, default=5, help="number of SIGKILLs to the trainer")
-    p.add_argument("--nursery", type=int, default=0, help="number of SIGKILLs to the fork server")
+    p.add_argument("--fork-server", type=int, default=0, help="number of SIGKILLs to the fork server")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--steps", type=int, default=0, help="default: enough for the signals")
     p.add_argument("--workers", type=int, default=3)

@@ -175,6 +175,7 @@ def test_dry_run_prints_the_complete_recipe_and_starts_nothing(windfall: Windfal
     assert code == 0
     assert sorted(p.name for p in here.iterdir()) == ["small.toml"]
     (here / "printed.toml").write_text(out)
+    assert "# not checked: whether the weights of the model can be loaded" in out
     assert config.load(here / "printed.toml") == config.load(here / "small.toml", ["train.lr=3e-4"])
 
 

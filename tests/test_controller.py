@@ -194,7 +194,7 @@ def test_order_of_steps_checkpoints_and_evaluations(tmp_path: Path) -> None:
 def test_evaluation_event_names_its_tasks(tmp_path: Path) -> None:
     """The file has fewer rows than `eval.tasks`: each is used once."""
     world = World(mixed)
-    world.held_out = HeldOut(tasks=3, what="3 rows of test.jsonl")
+    world.held_out = HeldOut(tasks=3, description="3 rows of test.jsonl")
     world.run(tmp_path, run={"steps": 1}, eval={"tasks": 9})
     assert world.only("eval") == [("eval", 3)] * 2
     assert {e["on"] for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "eval"} == {

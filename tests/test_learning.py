@@ -32,7 +32,7 @@ def learn(folder: Path, *changes: str) -> tuple[list[float], int]:
     """Rewards on held-out tasks, and number of lost workers."""
     recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={folder}", *changes])
     run = new_folder(recipe)
-    train(recipe, run, quiet=True)
+    train(recipe, run)
     log = read(run / "events.jsonl")
     evals = [e["reward"] for e in log if e["kind"] == "scalar" and e["name"] == "eval"]
     return evals, sum(e["name"] == "worker_lost" for e in log)
@@ -46,7 +46,7 @@ def test_autoscaling_starts_workers_that_pay(tmp_path: Path) -> None:
                "fleet.trainer_price_usd_per_h=20.0", "eval.tasks=0", "rollout.groups=8"]  # fmt: skip
     recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={tmp_path}", *changes])
     run = new_folder(recipe)
-    train(recipe, run, quiet=True)
+    train(recipe, run)
     log = read(run / "events.jsonl")
     assert any(e["name"] == "advice" and e["count"] > e["now"] for e in log)
     assert len({e["worker"] for e in log if e["name"] == "worker_joined"}) > 1

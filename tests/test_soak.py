@@ -45,7 +45,7 @@ def test_killed_and_frozen_run_ends_like_an_undisturbed_one(tmp_path: Path) -> N
 @pytest.mark.timeout(1500)
 def test_run_survives_a_hundred_signals(tmp_path: Path) -> None:
     output = soak(
-        tmp_path, "--kills", "100", "--controller", "5", "--trainer", "5", "--nursery", "1", "--seed", "0",
+        tmp_path, "--kills", "100", "--controller", "5", "--trainer", "5", "--fork-server", "1", "--seed", "0",
         timeout_s=1400,
     )  # fmt: skip
     assert "5 controller kill" in output

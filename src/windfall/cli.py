@@ -31,14 +31,8 @@ TlsCert = Annotated[
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM) of the certificate.")]
 FILE_SYSTEM_ERRORS = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 """Errors of the file system that a command can meet at any file. They are not bugs of windfall."""
 
 
@@ -47,24 +41,16 @@ def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackPara
     from windfall.link.auth import token_or_path
 
     source = context.get_parameter_source(str(parameter.name))
-    if (
-        value is not None
-        and source is not None
-        and source.name == "COMMANDLINE"
-        and isinstance(token_or_path(value), str)
-    ):
+    typed = source is not None and source.name == "COMMANDLINE"
+    if typed and value is not None and isinstance(token_or_path(value), str):
         why = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
         print(f"warning: --token: {why}", file=sys.stderr)
     return value
 
 
 def _token_option(note: str) -> Any:
-    return typer.Option(
-        metavar="FILE",
-        envvar="WINDFALL_TOKEN",
-        callback=_warn_of_visible_token,
-        help=f"File that holds the run's token{note}.",
-    )
+    help = f"File that holds the run's token{note}."
+    return typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_warn_of_visible_token, help=help)
 
 
 def _print_version(wanted: bool) -> None:
@@ -87,7 +73,7 @@ def train(
     recipe: RecipeFile,
     set: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and print the complete recipe; start nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe and print it completely; start nothing.")
     ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -103,7 +89,8 @@ def train(
     if dry_run:
         print(config.dump(parsed))
         print(f"# {report}")
-        print("# the recipe is valid; nothing was started")
+        print(f"# checked: {recipe_check.CHECKED}")
+        print(f"# not checked: {recipe_check.NOT_CHECKED}; nothing was started")
         return
     print(report)
     start.train(parsed, new_folder(parsed), token=chosen)

@@ -357,7 +357,7 @@ class Controller:
 
     async def _evaluate_if_due(self) -> None:
         o, step = self.recipe.eval, self.state.step
-        held_out = self.held_out or HeldOut(tasks=o.tasks, what=f"{o.tasks} held-out tasks")
+        held_out = self.held_out or HeldOut(tasks=o.tasks, description=f"{o.tasks} held-out tasks")
         due = step == 0 or step >= self.recipe.run.steps or (o.every and step % o.every == 0)
         if held_out.tasks == 0 or not due or step in self.evaluated:
             return
@@ -377,7 +377,7 @@ class Controller:
             raise self.rollout.failures.no_rewards(f"the evaluation after step {step}")
         in_order = [lengths.get(index, 0) for index in tasks]
         self.events.scalar(
-            "eval", step=step, reward=mean(rewards), tasks=len(rewards), on=held_out.what, lengths=in_order
+            "eval", step=step, reward=mean(rewards), tasks=len(rewards), on=held_out.description, lengths=in_order
         )
         self.evaluated.add(step)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import signal
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -100,3 +101,17 @@ def last_line(error: BaseException, max_chars: int = 300) -> str:
     """
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"[:max_chars] if text else type(error).__name__
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended.
+
+    >>> describe_exit(1), describe_exit(-9), describe_exit(-99)
+    ('ended with status 1', 'was killed (SIGKILL)', 'was killed (signal 99)')
+    """
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"was killed (signal {-code})"

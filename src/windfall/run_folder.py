@@ -5,7 +5,7 @@ runs/NAME/
   recipe.began.toml  data.began.json                       the recipe and the data files that the run began with
   token  trainer.secret                                    secrets for joining as a worker or as the trainer; owner only
   address.json  fleet.json                                 where the controller listens; the last state of the fleet
-  controller.log  trainer.log  nursery.log  workers/*.log  logs of the processes
+  controller.log  trainer.log  fork_server.log  workers/*.log  logs of the processes
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ BEGAN = "recipe.began.toml"
 DATA_BEGAN = "data.began.json"
 DATA_BLOCK = 1 << 20
 LOCK_TRY_S = 0.3
-"""Shortest time, in seconds, to try for a lock. Another process may hold it for microseconds to check whether it is
-free."""
+"""Shortest time, in seconds, to try for a lock: a process that checks whether it is free holds it for microseconds."""
 
 
 def new_folder(recipe: Recipe) -> Path:
@@ -90,14 +89,12 @@ def check_data(recipe: Recipe, folder: Path) -> None:
             raise WindfallError(f"cannot record the data files: {e.strerror or e}", where=str(path)) from e
         return
     before = read_json(path)
-    if before is None or not all(
-        isinstance(was, dict) and {*was} >= {"file", "bytes", "xxh3"} for was in before.values()
-    ):
+    fields = {"file", "bytes", "xxh3"}
+    if before is None or not all(isinstance(was, dict) and fields <= {*was} for was in before.values()):
         fix = "Restore it, or remove it to accept the data files as they are now."
         raise WindfallError("the record of the run's data files is damaged", where=str(path), fix=fix)
-    changed = [
-        _describe_change(key, before[key], now[key]) for key in before if key in now and _differ(before[key], now[key])
-    ]
+    both = [(key, was, now[key]) for key, was in before.items() if key in now]
+    changed = [_describe_change(key, was, is_now) for key, was, is_now in both if _differ(was, is_now)]
     if changed:
         what = "\n  ".join(["the data has changed since this run began:", *changed])
         fix = "Restore the file as it was and resume, or start a new run with it: windfall train RECIPE.toml"
@@ -108,9 +105,7 @@ def data_warnings(folder: Path) -> list[str]:
     """Warnings for a run that has data files, but no record of their contents when it began."""
     if (folder / DATA_BEGAN).exists() or not isinstance(initial_recipe(folder).env, config.JsonLinesEnv):
         return []
-    return [
-        f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files have not changed since the run began"
-    ]
+    return [f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files are those that the run began with"]
 
 
 def _differ(was: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -164,17 +159,15 @@ def replace(path: Path, text: str) -> None:
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make existing paths absolute, so that the run can be resumed from any folder."""
-    changes: dict[str, Any] = {}
+
+    def resolved(section: Any, *keys: str) -> Any:
+        paths = {key: getattr(section, key, None) for key in keys}
+        return section.model_copy(update={key: path.resolve() for key, path in paths.items() if path is not None})
+
+    env, trace = resolved(recipe.env, "path", "eval_path"), resolved(recipe.trace, "file")
+    changes = {"env": env, "trace": trace, "fleet": resolved(recipe.fleet, "tls_cert", "tls_key")}
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
-    if isinstance(recipe.env, config.JsonLinesEnv):
-        eval_path = recipe.env.eval_path.resolve() if recipe.env.eval_path is not None else None
-        changes["env"] = recipe.env.model_copy(update={"path": recipe.env.path.resolve(), "eval_path": eval_path})
-    if recipe.trace.file is not None:
-        changes["trace"] = recipe.trace.model_copy(update={"file": recipe.trace.file.resolve()})
-    if recipe.fleet.tls_cert is not None and recipe.fleet.tls_key is not None:
-        files = {"tls_cert": recipe.fleet.tls_cert.resolve(), "tls_key": recipe.fleet.tls_key.resolve()}
-        changes["fleet"] = recipe.fleet.model_copy(update=files)
     return recipe.model_copy(update=changes)
 
 

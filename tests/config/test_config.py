@@ -120,7 +120,8 @@ def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
 
 
 def test_error_for_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "demo.toml").write_text("")
+    (tmp_path / "demo.toml").write_text('[model]\npath = "tiny"')
+    (tmp_path / "dno.toml").write_text("[project]\nname = 'not a recipe'")
     with pytest.raises(WindfallError, match=r"no such recipe file\nDid you mean 'demo.toml'\?"):
         load(tmp_path / "dmo.toml")
     with pytest.raises(WindfallError, match="Recipes are TOML files"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import get_args
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.cost.accounts import PREFILL_OVER_DECODE, Accounts
-from windfall.cost.bill import BUCKETS, Account, Totals, priced, reserved_only
+from windfall.cost.bill import Account, Bucket, Totals, priced, reserved_only
 
 
 def ready(*workers: str, at_s: float = 0.0, usd_per_h: float | None = 3.6) -> Accounts:
@@ -290,7 +291,7 @@ def test_every_second_is_in_one_bucket_of_one_step(story: list[tuple[str, int, f
     assert total.tokens == tokens
     steps.append(a.step(now_s))
     summed = sum(steps, Totals()).all
-    for bucket in BUCKETS:
+    for bucket in get_args(Bucket):
         assert summed.seconds.get(bucket, 0.0) == pytest.approx(total.seconds.get(bucket, 0.0), abs=1e-6)
         assert all(s.all.seconds.get(bucket, 0.0) >= 0 for s in steps)
 

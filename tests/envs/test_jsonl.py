@@ -204,10 +204,10 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
     trained = prompts(env, 0, 250 - on.tasks)
     assert not set(trained) & set(held_out)
     assert set(trained) | set(held_out) == {f"say {n}" for n in range(200)}
-    assert on.what == f"{on.tasks} held-out rows of data.jsonl"
+    assert on.description == f"{on.tasks} held-out rows of data.jsonl"
     assert "each is used once" in on.warnings[0]
     assert (
-        describe(section(path, scoring="exact", held_out=0.2), 10).what
+        describe(section(path, scoring="exact", held_out=0.2), 10).description
         == f"10 of {on.tasks} held-out rows of data.jsonl"
     )
 
@@ -232,17 +232,17 @@ def test_separate_evaluation_file(tmp_path: Path) -> None:
     assert set(prompts(env, 0, 20)) == {f"say {n}" for n in range(20)}
     assert env.task(HELD_OUT).id.startswith("test.jsonl:")
     on = describe(section(path, **keys), 8)
-    assert (on.tasks, on.what, on.warnings) == (8, "8 rows of test.jsonl", ())
+    assert (on.tasks, on.description, on.warnings) == (8, "8 rows of test.jsonl", ())
     own.write_text(own.read_text() + rows(1)[0] + "\n")
     on = describe(section(path, **keys), 64)
-    assert on.what == "9 rows of test.jsonl (1 of the 9 are also trained on)"
+    assert on.description == "9 rows of test.jsonl (1 of the 9 are also trained on)"
     assert any("1 of 9 prompts of test.jsonl are also in data.jsonl" in warning for warning in on.warnings)
 
 
 def test_evaluation_on_training_rows_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path, *rows(20), *rows(20))
     on = describe(section(path, scoring="exact"), 64)
-    assert (on.tasks, on.what) == (20, "20 training rows of data.jsonl (no held-out set given)")
+    assert (on.tasks, on.description) == (20, "20 training rows of data.jsonl (no held-out set given)")
     assert "env.eval_path" in on.warnings[-1]
     env = JsonLines(path, scoring="exact")
     assert len(set(prompts(env, HELD_OUT, 20))) == 20

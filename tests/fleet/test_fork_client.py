@@ -1,6 +1,6 @@
 """The fork server: forked workers are like fresh processes, and no process is left behind when another one dies.
 
-The workers here run small pieces of code, except in the test with a real run. `python -m windfall.fleet.start_time`
+The workers here run small pieces of code, except in the test with a real run. `python benchmarks/start_time.py`
 tests torch in a forked worker.
 """
 

@@ -33,7 +33,7 @@ def failing(
 
     monkeypatch.setattr(start, "_run", run)
     with pytest.raises(WindfallError) as caught:
-        start.train(recipe, folder, quiet=True)
+        start.train(recipe, folder)
     assert caught.value is error
     return folder
 
@@ -78,6 +78,6 @@ def test_run_uses_the_given_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recipe = Recipe(run=config.RunSection(folder=tmp_path / "runs"))
     folder = folders.new_folder(recipe)
     monkeypatch.setattr(start, "_run", lambda *_: None)
-    start.train(recipe, folder, token="chosen-before-the-run", quiet=True)
+    start.train(recipe, folder, token="chosen-before-the-run")
     assert (folder / "token").read_text() == "chosen-before-the-run"
     assert (folder / "token").stat().st_mode & 0o777 == 0o600

@@ -59,7 +59,7 @@ def ends(*codes: int | OSError, then: Callable[[], None] = lambda: None) -> tupl
 
 
 def test_killed_controller_is_restarted_and_ended_one_is_not(tmp_path: Path, output: io.StringIO) -> None:
-    start, started = ends(-9, TimeoutError("waited 30 s for the nursery to fork it"), 0)
+    start, started = ends(-9, TimeoutError("waited 30 s for the fork server to fork it"), 0)
     asyncio.run(supervisor_of(tmp_path)._keep_running("controller", start))
     assert started == [3]
     assert "the controller was killed (SIGKILL); restarting it" in output.getvalue()
@@ -242,13 +242,13 @@ def test_second_ctrl_c_kills_all_processes_at_once(here: Path) -> None:
     try:
         until(lambda: list((run / "workers").glob("*.log")) if run.exists() else False)
         until(lambda: (run / "trainer.log").exists() and len(descendants(process.pid)) >= 4)
-        # Not while a process starts: a nursery frozen at that moment gets the full time of a start.
+        # Not while a process starts: a fork server frozen at that moment gets the full time of a start.
         until(lambda: (run / "events.jsonl").exists() and '"w1.1"' in (run / "events.jsonl").read_text())
         left = descendants(process.pid)
         controller = json.loads((run / "address.json").read_text())["pid"]
         assert controller in left
-        nursery = next(p for p in left if b"windfall.fleet.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
-        for pid in (controller, nursery):
+        fork_server = next(p for p in left if b"windfall.fleet.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
+        for pid in (controller, fork_server):
             os.kill(pid, signal.SIGSTOP)  # so they cannot stop cleanly
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)

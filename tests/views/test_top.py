@@ -34,11 +34,27 @@ def snapshot(**more: Any) -> dict[str, Any]:
     return plain | more
 
 
-def shown(fleet: dict[str, Any], *, live: bool) -> str:
-    out = Console(width=200, record=True, highlight=False)
+def shown(fleet: dict[str, Any], *, live: bool, width: int = 200) -> str:
+    out = Console(width=width, record=True, highlight=False)
     with out.capture() as captured:
-        out.print(top.table(fleet, live=live, run=Path("runs/r")))
+        out.print(top.table(fleet, live=live, run=Path("runs/r"), width=width))
     return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(120, list(top.COLUMNS)), (80, ["worker", "lease", "state", "running", "tok/s", "tokens", "age", "reason"]),
+     (50, ["worker", "state", "running", "tok/s", "reason"])],
+)  # fmt: skip
+def test_narrow_terminal_shows_fewer_columns_and_cuts_only_the_reason(width: int, columns: list[str]) -> None:
+    why = "no heartbeat for 8 s; the link was closed by the machine of the worker"
+    workers = [worker("w1.1", "ready", price_usd_per_h=3.29), worker("w2.1", "gone", why=why)]
+    lines = shown(snapshot(workers=workers), live=True, width=width).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("worker "))
+    assert lines[start].split() == columns
+    assert max(map(len, lines[start:])) <= width
+    assert "no heartbeat for" in lines[-1]
+    assert lines[start + 1 :][0].count("\N{HORIZONTAL ELLIPSIS}") == 0
 
 
 def test_present_workers_come_before_gone_ones() -> None:

@@ -25,9 +25,8 @@ def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
     model = load.load(name, dtype=dtype, device=device)
     context = getattr(model.config, "max_position_embeddings", None)
     if context and PROMPT_TOKENS + max_tokens > context:
-        what = (
-            f"prompts of {PROMPT_TOKENS} tokens and responses of {max_tokens} exceed the model's context of {context}"
-        )
+        lengths = f"prompts of {PROMPT_TOKENS} tokens and responses of {max_tokens}"
+        what = f"{lengths} exceed the model's context of {context}"
         raise WindfallError(what, where="--max-tokens", fix=f"Give at most {context - PROMPT_TOKENS}.")
     out = Console(highlight=False)
     table = Table(title=f"{name}, {dtype} on {device}, {requests} requests: useful tokens/s")
@@ -85,17 +84,13 @@ def _generate(model: Any, work: Sequence[Request]) -> float:
     model.set_attn_implementation("sdpa")
     ids = torch.tensor([r.prompt for r in work], device=model.device)
     longest = max(r.max_tokens for r in work)
-    options = {
-        "do_sample": True,
-        "top_k": 0,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "attention_mask": torch.ones_like(ids),
-    }
+    options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
     seconds = 0.0
     for tokens in (4, longest):  # the first run is a warm-up
         started = time.perf_counter()
-        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
+        model.generate(
+            ids, max_new_tokens=tokens, min_new_tokens=tokens, attention_mask=torch.ones_like(ids), **options
+        )
         seconds = time.perf_counter() - started
     return _useful(work) / seconds
 

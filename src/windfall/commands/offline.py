@@ -31,8 +31,7 @@ from windfall.worker.in_process import in_process_worker
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """The path of the model, and the recipe of the run that it belongs to, if any. For a run, the model is its newest
-    undamaged checkpoint."""
+    """The path of the model (of a run: its newest undamaged checkpoint), and the recipe of its run, if any."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
         chosen = checkpoint.latest(path)
@@ -102,7 +101,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         out.print(example)
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
-    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.what)}")
+    out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}")
     failures = rollout.failures
     out.print(
         f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "

@@ -35,11 +35,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as e:
-        near = nearest(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        fix = near or "Recipes are TOML files; see recipes/."
+        fix = nearest(path.name, _recipes_in(path.parent)) or "Recipes are TOML files; see recipes/."
         raise WindfallError("no such recipe file", where=str(path), fix=fix) from e
     except IsADirectoryError as e:
-        inside = sorted(p.name for p in path.glob("*.toml"))
+        inside = sorted(_recipes_in(path))
         fix = f"Use a file in it: {', '.join(inside[:5])}." if inside else "Give a TOML file; see recipes/."
         raise WindfallError("this is a folder, not a recipe", where=str(path), fix=fix) from e
     except OSError as e:
@@ -52,6 +51,20 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise WindfallError(f"not valid TOML: {e}", where=str(path), fix="Correct the syntax there.") from e
+
+
+def _recipes_in(folder: Path) -> list[str]:
+    """Names of the recipes in a folder. Other tools have TOML files, too: a recipe has a [model] table, or only tables
+    of a recipe, or is in a folder named `recipes`."""
+    return [p.name for p in folder.glob("*.toml") if folder.name == "recipes" or _is_recipe(p)]
+
+
+def _is_recipe(path: Path) -> bool:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not readable, or not TOML
+        return False
+    return "model" in data or (bool(data) and data.keys() <= Recipe.model_fields.keys())
 
 
 def parse(data: dict[str, Any], where: str) -> Recipe:

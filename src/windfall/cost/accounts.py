@@ -46,8 +46,7 @@ from windfall.cost.bill import Account, Bucket, Holder, Totals, add, priced
 from windfall.types import LeaseKind
 
 SAME_START_S = 1.0
-"""Workers of one name whose processes started less than this many seconds apart are one process: it reported its age
-twice."""
+"""Two workers of one name whose start times differ by less than this are one process that reported its age twice."""
 MAX_NAMES = 1000
 """Number of gone workers that are remembered."""
 PREFILL_OVER_DECODE = 10.0
@@ -61,7 +60,7 @@ class _Interval(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Worker:
+class _OpenAccount:
     name: str
     holder: Holder
     usd_per_h: float | None
@@ -113,8 +112,7 @@ class _Worker:
         self.provisional.clear()
 
     def settle_lost(self, heard_s: float) -> None:
-        """Makes all counted time final: as lost, if it is time with work, or time after the last message at
-        `heard_s`."""
+        """Makes all counted time final. Time with work, and time after the last message (`heard_s`), is lost."""
         for bucket, start_s, end_s in self.provisional:
             no_result = bucket in ("generating", "prefill_again")
             lost_from_s = start_s if no_result else min(max(heard_s, start_s), end_s)
@@ -143,7 +141,7 @@ class Accounts:
         self._billed_s = billed_s
         self._gone = self._closed = Totals()
         """Totals of workers that are gone; totals at the last `step()`."""
-        self._here: dict[str, _Worker] = {}
+        self._here: dict[str, _OpenAccount] = {}
         self._newest: dict[str, str] = {}
         """Id of the newest worker that is here, by name."""
         self._ended: dict[str, float] = {}
@@ -160,7 +158,7 @@ class Accounts:
         billed_s = max(self._billed_s, self._ended.get(name, -math.inf))
         holder: Holder = "trainer" if trainer else kind
         before = self._here.get(self._newest.get(name, ""))
-        w = self._here[worker] = _Worker(
+        w = self._here[worker] = _OpenAccount(
             name=name, holder=holder, usd_per_h=usd_per_h, start_s=start_s, counted_s=start_s
         )
         self._newest[name] = worker
@@ -208,8 +206,7 @@ class Accounts:
         self._enter(now_s, worker, "paused")
 
     def trainer_waited(self, now_s: float, s: float) -> None:
-        """The trainer had nothing to train on for `s` seconds since the last `step()`: these move from paused to
-        waiting."""
+        """The trainer had nothing to train on for `s` seconds since the last `step()`: not paused, but waiting."""
         closed_s, gone_s = (
             t.holders.get("trainer", Account()).seconds.get("paused", 0.0) for t in (self._closed, self._gone)
         )
@@ -262,14 +259,13 @@ class Accounts:
         """The account so far of a worker that is here."""
         return self._here[worker].account(now_s)
 
-    def _advance(self, now_s: float, worker: str) -> _Worker:
+    def _advance(self, now_s: float, worker: str) -> _OpenAccount:
         w = self._here[worker]
         w.advance(now_s)
         return w
 
     def _enter(self, now_s: float, worker: str, phase: Literal["pulling", "ready", "paused", "draining"]) -> None:
-        """A draining worker drains until it is gone. A worker that was never ready keeps booting, unless it is paused
-        or drains."""
+        """A draining worker drains until it is gone. One that was never ready boots until it pauses or drains."""
         w = self._advance(now_s, worker)
         if w.phase != "draining":
             w.phase = "booting" if not w.was_ready and phase in ("pulling", "ready") else phase

@@ -9,13 +9,12 @@ lease.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 
 Bucket = Literal["booting", "pulling", "generating", "prefill_again", "waiting", "paused", "draining", "lost"]
 Holder = Literal["trainer", "reserved", "spot", "borrowed"]
-BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +65,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return Totals(holders={h: _subtract(a, earlier.holders.get(h, Account())) for h, a in self.holders.items()})
 
     def usd_per_million(self, trained_tokens: int) -> float | None:
-        """Dollars per million trained tokens; None if nothing was trained on, or if no price is known. A lower bound if
-        `all.unpriced_s` > 0."""
+        """Dollars per million trained tokens, a lower bound if `all.unpriced_s` > 0; None without tokens or prices."""
         total = self.all
         return _per_million(total.total_usd if total.usd else None, trained_tokens)
 

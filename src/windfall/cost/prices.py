@@ -72,9 +72,8 @@ def of(lease: Lease) -> Price:
     """
     own = lease.price_usd_per_h
     if not (math.isfinite(own) and own >= 0):
-        raise WindfallError(
-            f"the price is {own} $ per hour", where="price_usd_per_h", fix="Set it to 0 or more; 0 uses the table."
-        )
+        fix = "Set it to 0 or more; 0 uses the table."
+        raise WindfallError(f"the price is {own} $ per hour", where="price_usd_per_h", fix=fix)
     if own > 0:
         return Price(usd_per_h=own, source="the lease")
     return lookup(lease.device, kind=lease.kind, where=lease.region) or UNKNOWN

@@ -12,6 +12,14 @@ from windfall.envs.base import Env
 from windfall.envs.failures import source_location
 from windfall.errors import WindfallError, nearest
 
+BUILT_IN = {
+    "arithmetic": ("windfall.envs.arithmetic", "Arithmetic"),
+    "gym": ("windfall.envs.gym", "Gym"),
+    "guess": ("windfall.envs.guess", "Guess"),
+    "jsonl": ("windfall.envs.jsonl", "JsonLines"),
+}
+"""Module and class of each environment that ships with windfall. Some of the modules are heavy to import."""
+
 
 def section_dict(section: Any) -> dict[str, Any]:
     """Convert an env section of windfall.config into plain data that can be sent to another process."""
@@ -19,29 +27,12 @@ def section_dict(section: Any) -> dict[str, Any]:
 
 
 def build(section: dict[str, Any], seed: int) -> Env:
-    """Build the environment. Invalid options raise here, before any task is drawn. This runs the environment's code, so
-    call it in a child process."""
+    """Build the environment. Invalid options raise here. This runs foreign code, so call it in a child process."""
     options = {key: value for key, value in section.items() if key != "name"}
-    match section["name"]:
-        case "arithmetic":
-            from windfall.envs.arithmetic import Arithmetic
-
-            return Arithmetic(seed=seed, **options)
-        case "gym":
-            from windfall.envs.gym import Gym
-
-            return Gym(seed=seed, **options)
-        case "jsonl":
-            from windfall.envs.jsonl import JsonLines
-
-            return JsonLines(seed=seed, **options)
-        case "guess":
-            from windfall.envs.guess import Guess
-
-            return Guess(seed=seed, **options)
-        case "custom":
-            return _custom(options["factory"], seed, options.get("options", {}))
-    raise AssertionError(section["name"])
+    if section["name"] == "custom":
+        return _custom(options["factory"], seed, options.get("options", {}))
+    module, name = BUILT_IN[section["name"]]
+    return getattr(importlib.import_module(module), name)(seed=seed, **options)
 
 
 def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
@@ -54,15 +45,14 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name == e.name or module_name.startswith(f"{e.name}.")):
             raise _user_code_error(f"importing {module_name}", e) from e
+        what = f"cannot import {module_name!r}: there is no module {e.name!r}"
         fix = f"Put it into {os.getcwd()} or into the packages of {sys.executable}."
-        raise WindfallError(
-            f"cannot import {module_name!r}: there is no module {e.name!r}", where="env.factory", fix=fix
-        ) from e
+        raise WindfallError(what, where="env.factory", fix=fix) from e
     except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
         raise _user_code_error(f"importing {module_name}", e) from e
     if not hasattr(module, name):
-        what = f"there is no {name!r} in {module_name}"
-        raise WindfallError(what, where="env.factory", fix=nearest(name, dir(module)))
+        fix = nearest(name, dir(module))
+        raise WindfallError(f"there is no {name!r} in {module_name}", where="env.factory", fix=fix)
     try:
         env = getattr(module, name)(seed=seed, **options)
     except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
@@ -77,13 +67,11 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
 
 
 def _user_code_error(doing: str, e: BaseException) -> WindfallError:
+    where = source_location(e)
     if isinstance(e, SyntaxError):
         line = f"\n    {e.text.strip()}" if e.text else ""
-        return WindfallError(
-            f"{doing} found a syntax error: {e.msg}", where=source_location(e), fix=f"Correct this line:{line}"
-        )
+        return WindfallError(f"{doing} found a syntax error: {e.msg}", where=where, fix=f"Correct this line:{line}")
     frames = traceback.extract_tb(e.__traceback__)[-5:]
     shown = "\n".join(f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)
-    return WindfallError(
-        f"{doing} raised {type(e).__name__}: {e}", where=source_location(e), fix=f"The last calls were:\n{shown}"
-    )
+    fix = f"The last calls were:\n{shown}"
+    return WindfallError(f"{doing} raised {type(e).__name__}: {e}", where=where, fix=fix)

@@ -41,10 +41,8 @@ def exception_failure(name: str, e: BaseException) -> EnvFailed:
     trace = _skip_own_frames(e.__traceback__)
     frames = traceback.extract_tb(trace)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    text = "".join(traceback.format_exception(type(e), e, trace))
-    return EnvFailed(
-        f"{name} raised {type(e).__name__}: {_shorten(str(e))}", f"{type(e).__name__}{at}", text[-TRACEBACK_CHARS:]
-    )
+    text, kind = "".join(traceback.format_exception(type(e), e, trace)), type(e).__name__
+    return EnvFailed(f"{name} raised {kind}: {_shorten(str(e))}", f"{kind}{at}", text[-TRACEBACK_CHARS:])
 
 
 def timeout_failure(name: str, timeout_s: float, trace: str = "") -> EnvFailed:

@@ -18,8 +18,7 @@ from windfall.types import Feedback, Task, Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded:
-    """The result of `grade`. If `feedback` is None, every try failed; `error`, `cause` and `traceback` describe the
-    last failure."""
+    """The result of `grade`. If every try failed, `feedback` is None and the other fields describe the last failure."""
 
     feedback: Feedback | None
     tries: int

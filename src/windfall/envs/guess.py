@@ -21,17 +21,13 @@ class Guess:
     def __init__(
         self, low: int = 1, high: int = 20, max_turns: int = 6, seed: int = 0, *, turn_cost: float = 0.02
     ) -> None:
-        where = "guess"
         if high <= low:
-            raise WindfallError(f"low is {low} and high is {high}", where=where, fix="high must be greater than low.")
+            raise WindfallError(f"low is {low} and high is {high}", where="guess", fix="high must be greater than low.")
         if max_turns < 1:
-            raise WindfallError(f"max_turns is {max_turns}", where=where, fix="It must be 1 or more.")
+            raise WindfallError(f"max_turns is {max_turns}", where="guess", fix="It must be 1 or more.")
         if turn_cost < 0 or turn_cost * (max_turns - 1) >= 1:
-            raise WindfallError(
-                f"turn_cost is {turn_cost} for {max_turns} turns",
-                where=where,
-                fix="The reward for a hit in the last turn must be above 0, and at most that for a hit in the first.",
-            )
+            fix = "The reward for a hit in the last turn must be above 0, and at most that for a hit in the first."
+            raise WindfallError(f"turn_cost is {turn_cost} for {max_turns} turns", where="guess", fix=fix)
         self._low, self._high, self._max_turns, self._seed, self._turn_cost = low, high, max_turns, seed, turn_cost
 
     def task(self, index: int) -> Task:

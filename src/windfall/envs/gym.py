@@ -2,10 +2,16 @@
 
 reasoning-gym is heavy, some of its tasks depend on the hash seed, and some of its scorers evaluate text of the policy.
 So it is imported only where a Gym is built, which is a child process of process_pool.
+
+A reasoning-gym dataset is finite, and some datasets build all their items when opened. So the endless sequence of tasks
+is split into datasets of `size` items. Dataset k is opened with seed `start + k * size` and generates its item i from
+its seed + i, so together they form one sequence.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -13,11 +19,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from windfall.envs.base import HELD_OUT
+from windfall.envs.process_pool.limits import cpu_limit
 from windfall.envs.scoring.extract import extract
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, nearest
 from windfall.types import Feedback, Task, Turn
 
 INSTRUCTION = "End with the answer alone between <answer> and </answer>."
+OURS = {"seed", "size"}
+NOT_A_TASK = {"composite"}
+
+TOO_LENIENT = {"coin_flip", "game_of_life_halting"}
+"""The scorers of these tasks (0.1.25) also give the full score to wrong answers: '0' for 0.25, and any text for True. A
+policy exploits that, so here only the gold answer counts."""
+
+NEVER_RIGHT = {
+    "complex_arithmetic": "nan",  # gets the full score, because no comparison with it is true
+    "binary_matrix": "(",  # these four pass answers to `eval`; without a bracket nothing can be called
+    "n_queens": "(",
+    "spiral_matrix": "(",
+    "string_insertion": "(",
+}
+"""Text that no right answer contains and that the scorer must not get."""
 
 
 class Gym:
@@ -29,17 +51,9 @@ class Gym:
     """
 
     def __init__(
-        self,
-        task: str,
-        options: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        size: int = 1000,
-        instruction: str = INSTRUCTION,
-        *,
-        threshold: float = 0.99,
-        partial: bool = False,
-        cpu_s: float = 5.0,
-    ) -> None:
+        self, task: str, options: Mapping[str, Any] | None = None, seed: int = 0, size: int = 1000,
+        instruction: str = INSTRUCTION, *, threshold: float = 0.99, partial: bool = False, cpu_s: float = 5.0,
+    ) -> None:  # fmt: skip
         if importlib.util.find_spec("reasoning_gym") is None:
             raise WindfallError("reasoning-gym is not installed", fix="Install it: pip install 'windfall[gym]'")
         where = f"gym task '{task}'"
@@ -47,23 +61,22 @@ class Gym:
             fix = "It is the number of tasks in one dataset and must be 1 or more."
             raise WindfallError(f"size is {size}", where=where, fix=fix)
         try:
-            options_data = json.loads(json.dumps(dict(options or {}), allow_nan=False))
+            self._options = json.loads(json.dumps(dict(options or {}), allow_nan=False))
         except (TypeError, ValueError) as e:
             raise WindfallError(f"options are not plain data: {e}", where=where) from None
-        self._id, self._instruction = f"{task}/{seed}", instruction
+        _check(task, self._options)
+        self._name, self._seed, self._size, self._instruction = task, seed, size, instruction
         self._threshold, self._partial, self._cpu_s = threshold, partial, cpu_s
-        self._source = {"task": task, "options": options_data, "start": _start(seed), "size": size}
-        from windfall.envs import gym_entries
-
-        gym_entries.check(task, options_data)
-        self._entries = gym_entries
+        self._dataset = functools.lru_cache(maxsize=8)(self._open_dataset)
+        self._entry = functools.lru_cache(maxsize=256)(self._make_entry)
 
     def task(self, index: int) -> Task:
         if index >= HELD_OUT:  # some tasks accept only seeds of 32 bits
             index = index - HELD_OUT + 2**31
-        entry = self._entries.make_entry(self._source, index)
+        entry = self._entry(index)
         prompt = "\n".join(part for part in (entry["question"], self._instruction) if part)
-        return Task(id=f"{self._id}/{index}", prompt=prompt, answer={"index": index, "gold": entry["gold"]})
+        answer = {"index": index, "gold": entry["answer"]}
+        return Task(id=f"{self._name}/{self._seed}/{index}", prompt=prompt, answer=answer)
 
     def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
         index, gold = task.answer["index"], task.answer["gold"]
@@ -71,10 +84,65 @@ class Gym:
         if not answer:
             return Feedback(reward=0.0)
         try:
-            score = self._entries.score_answer(self._source, index, gold, answer, self._cpu_s)
+            score = self._score(index, gold, answer)
         except MemoryError:
             return Feedback(reward=0.0)
         return Feedback(reward=score if self._partial else float(score >= self._threshold))
+
+    def _score(self, index: int, gold: str | None, answer: str) -> float:
+        """The answer's score by reasoning-gym, which may be partial."""
+        entry = self._entry(index)
+        if entry["answer"] != gold:
+            raise ValueError(
+                f"task {index} of '{self._name}' was generated with the answer {gold!r}, but here it has "
+                f"{entry['answer']!r}: check that the version of reasoning-gym and the seed are the same"
+            )
+        if self._name in TOO_LENIENT:
+            return float(answer == gold)
+        never = NEVER_RIGHT.get(self._name)
+        if never and never in answer.lower():
+            return 0.0
+        dataset = self._dataset(index // self._size)
+        try:
+            # Generating the entry is not limited: it may be slow, which the answer did not cause.
+            with cpu_limit(self._cpu_s, Feedback(reward=0.0)):
+                return float(dataset.score_answer(answer, entry))
+        except MemoryError:
+            raise
+        except Exception:  # the entry is valid, so the answer caused the error: '1/0', 'x=', half a list
+            return 0.0
+
+    def _open_dataset(self, number: int) -> Any:
+        import reasoning_gym
+
+        seed = _start(self._seed) + number * self._size
+        return reasoning_gym.create_dataset(self._name, seed=seed, size=self._size, **self._options)
+
+    def _make_entry(self, index: int) -> dict[str, Any]:
+        number, item = divmod(index, self._size)
+        return self._dataset(number)[item]
+
+
+def _check(task: str, options: dict[str, Any]) -> None:
+    """Raise if the task does not exist or does not accept these options."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    where, known = f"gym task '{task}'", DATASETS.keys() - NOT_A_TASK
+    if task not in known:
+        raise WindfallError("there is no such task in reasoning-gym", where=where, fix=nearest(task, known))
+    allowed = [f.name for f in dataclasses.fields(DATASETS[task][1]) if f.name not in OURS]
+    listed = f"Allowed: {', '.join(allowed)}."
+    for name in options:
+        if name in OURS:
+            raise WindfallError(f"option '{name}' is set by windfall", where=where, fix="Leave it out of the options.")
+        if name not in allowed:
+            raise WindfallError(f"unknown option '{name}'", where=where, fix=f"{nearest(name, allowed)} {listed}")
+    try:
+        reasoning_gym.create_dataset(task, seed=0, size=1, **options)
+    except Exception as e:  # asserts and TypeErrors of 100 config classes: all are caused by these options
+        what = f"reasoning-gym refuses these options: {str(e) or type(e).__name__}"
+        raise WindfallError(what, where=where, fix=listed) from e
 
 
 def _start(seed: int) -> int:

@@ -16,8 +16,8 @@ class HeldOut:
 
     tasks: int
     """Number of tasks that are evaluated, each once."""
-    what: str
-    """Description that completes "reward 0.5 on ..."."""
+    description: str
+    """Completes the sentence "reward 0.5 on ..."."""
     warnings: tuple[str, ...] = ()
 
 
@@ -47,14 +47,14 @@ def split(
     if not held_out:
         evaluation = _distinct(rows)
         return Split(train=rows, evaluation=evaluation, file=path, trained_on=len(evaluation))
-    edge = int(held_out * 2**64)
-    train, evaluation = [row for row in rows if row.key >= edge], _distinct([row for row in rows if row.key < edge])
+    key_limit = int(held_out * 2**64)  # keys are spread evenly from 0 to 2**64
+    train = [row for row in rows if row.key >= key_limit]
+    evaluation = _distinct([row for row in rows if row.key < key_limit])
     if not train or not evaluation:
-        left = "to evaluate on" if train else "to train on"
-        raise WindfallError(
-            f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {left}",
-            where=str(path), fix="Change env.held_out, or set env.eval_path to a separate file.",
-        )  # fmt: skip
+        purpose = "to evaluate on" if train else "to train on"
+        what = f"env.held_out = {held_out:g} leaves none of the {len(_distinct(rows))} different prompts {purpose}"
+        fix = "Change env.held_out, or set env.eval_path to a separate file."
+        raise WindfallError(what, where=str(path), fix=fix)
     return Split(train=train, evaluation=evaluation, file=path, trained_on=0)
 
 
@@ -69,10 +69,10 @@ def _distinct(rows: list[DataRow]) -> list[DataRow]:
 def describe(section: Any, tasks: int) -> HeldOut:
     """Describe the evaluation. `section` is an env section of windfall.config; `tasks` is the requested number."""
     if section.name != "jsonl":
-        own = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"
-        return HeldOut(tasks=tasks, what=f"{tasks} held-out tasks{own}")
+        source = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"
+        return HeldOut(tasks=tasks, description=f"{tasks} held-out tasks{source}")
     if tasks == 0:
-        return HeldOut(tasks=0, what="nothing")
+        return HeldOut(tasks=0, description="nothing")
     s = split(
         section.path, section.prompt_field, section.answer_field, eval_path=section.eval_path, held_out=section.held_out
     )
@@ -82,14 +82,14 @@ def describe(section: Any, tasks: int) -> HeldOut:
     if tasks > available:
         warnings.append(f"the evaluation needs {tasks} tasks, but {name} has only {available}: each is used once")
     if s.trained_on == 0:
-        what = f"{rows} held-out rows of {name}" if section.held_out else f"{rows} rows of {name}"
+        description = f"{rows} held-out rows of {name}" if section.held_out else f"{rows} rows of {name}"
     elif section.eval_path is None:
-        what = f"{rows} training rows of {name} (no held-out set given)"
+        description = f"{rows} training rows of {name} (no held-out set given)"
         warnings.append(
             f"the evaluation uses training rows of {name}, so its result says nothing about new tasks; set "
             "env.eval_path to another file, or env.held_out to a share of the rows"
         )
     else:
-        what = f"{rows} rows of {name} ({s.trained_on} of the {available} are also trained on)"
+        description = f"{rows} rows of {name} ({s.trained_on} of the {available} are also trained on)"
         warnings.append(f"{s.trained_on} of {available} prompts of {name} are also in {section.path.name}")
-    return HeldOut(tasks=count, what=what, warnings=tuple(warnings))
+    return HeldOut(tasks=count, description=description, warnings=tuple(warnings))

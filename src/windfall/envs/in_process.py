@@ -8,15 +8,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from windfall.envs import failures
 from windfall.envs.base import Env
-from windfall.envs.failures import (
-    EnvFailed,
-    exception_failure,
-    feedback_fault,
-    invalid_value,
-    task_fault,
-    timeout_failure,
-)
+from windfall.envs.failures import EnvFailed
 from windfall.types import Feedback, Task, Turn
 
 
@@ -40,12 +34,12 @@ class InProcess:
         try:
             task = self.env.task(index)
             if inspect.isawaitable(task):
-                return asyncio.ensure_future(_limited(task, task_fault, name, timeout_s))
-            future.set_result(_checked(task, task_fault, name))
+                return asyncio.ensure_future(_limited(task, failures.task_fault, name, timeout_s))
+            future.set_result(_checked(task, failures.task_fault, name))
         except EnvFailed as e:
             future.set_exception(e)
         except Exception as e:  # fault boundary: an environment is foreign code
-            future.set_exception(exception_failure(name, e))
+            future.set_exception(failures.exception_failure(name, e))
         return future
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
@@ -53,10 +47,10 @@ class InProcess:
         try:
             feedback = self.env.feedback(task, turns)
         except Exception as e:  # fault boundary: an environment is foreign code
-            raise exception_failure(name, e) from e
+            raise failures.exception_failure(name, e) from e
         if inspect.isawaitable(feedback):
-            return await _limited(feedback, feedback_fault, name, timeout_s)
-        return _checked(feedback, feedback_fault, name)
+            return await _limited(feedback, failures.feedback_fault, name, timeout_s)
+        return _checked(feedback, failures.feedback_fault, name)
 
 
 async def _limited(awaitable: Any, fault: Callable[[object], str], name: str, timeout_s: float) -> Any:
@@ -65,11 +59,13 @@ async def _limited(awaitable: Any, fault: Callable[[object], str], name: str, ti
         async with clock:
             value = await awaitable
     except Exception as e:  # fault boundary: an environment is foreign code
-        raise (timeout_failure(name, timeout_s) if clock.expired() else exception_failure(name, e)) from e
+        raise (
+            failures.timeout_failure(name, timeout_s) if clock.expired() else failures.exception_failure(name, e)
+        ) from e
     return _checked(value, fault, name)
 
 
 def _checked(value: Any, fault: Callable[[object], str], name: str) -> Any:
     if wrong := fault(value):
-        raise invalid_value(name, wrong)
+        raise failures.invalid_value(name, wrong)
     return value

@@ -27,21 +27,12 @@ class JsonLines:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        prompt_field: str = "prompt",
-        answer_field: str = "answer",
-        scoring: Scoring = "math",
-        *,
-        eval_path: str | Path | None = None,
-        held_out: float = 0.0,
-        seed: int = 0,
-        cpu_s: float = 5.0,
-    ) -> None:
+        self, path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer", scoring: Scoring = "math",
+        *, eval_path: str | Path | None = None, held_out: float = 0.0, seed: int = 0, cpu_s: float = 5.0,
+    ) -> None:  # fmt: skip
         if scoring not in get_args(Scoring):
-            raise WindfallError(
-                f"unknown scoring '{scoring}'", where=str(path), fix=nearest(scoring, get_args(Scoring))
-            )
+            fix = nearest(scoring, get_args(Scoring))
+            raise WindfallError(f"unknown scoring '{scoring}'", where=str(path), fix=fix)
         if scoring == "math" and importlib.util.find_spec("math_verify") is None:
             raise WindfallError("math-verify is not installed", fix="Install it: pip install 'windfall[math]'")
         self._path, self._scoring, self._seed, self._cpu_s = Path(path), scoring, seed, cpu_s

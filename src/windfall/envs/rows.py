@@ -102,23 +102,21 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as e:
         raise WindfallError(f"the line is not UTF-8: {e}", where=where, fix="Save the file as UTF-8.") from None
     except json.JSONDecodeError as e:
-        raise WindfallError(
-            f"the line is not JSON: {e}", where=where, fix="Every line must be one JSON object."
-        ) from None
+        fix = "Every line must be one JSON object."
+        raise WindfallError(f"the line is not JSON: {e}", where=where, fix=fix) from None
     except RecursionError:
-        what = "the JSON is nested too deeply"
-        raise WindfallError(what, where=where, fix="Every line must be one flat JSON object.") from None
+        fix = "Every line must be one flat JSON object."
+        raise WindfallError("the JSON is nested too deeply", where=where, fix=fix) from None
     if not isinstance(row, dict):
-        what = f"the line is a JSON {type(row).__name__}"
-        raise WindfallError(what, where=where, fix="Every line must be one JSON object.")
+        fix = "Every line must be one JSON object."
+        raise WindfallError(f"the line is a JSON {type(row).__name__}", where=where, fix=fix)
     return row
 
 
 def _field(row: dict[str, Any], name: str, where: str) -> Any:
     if name not in row:
-        raise WindfallError(
-            f"there is no field '{name}'", where=where, fix=nearest(name, row) or "The object is empty."
-        )
+        fix = nearest(name, row) or "The object is empty."
+        raise WindfallError(f"there is no field '{name}'", where=where, fix=fix)
     return row[name]
 
 

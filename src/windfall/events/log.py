@@ -35,7 +35,6 @@ from windfall.errors import WindfallError
 Event = dict[str, Any]
 Sink = Callable[[Event], None]
 
-
 LINE_START = b'{"t":'
 """First bytes of every line that windfall writes, also of a line that a kill truncated."""
 MAX_LINE_BYTES = 1 << 26
@@ -82,8 +81,7 @@ class EventLog:
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Time a block of code. The block may add fields to the dict that it gets. The event is written at the end,
-        also after an error."""
+        """Time a block, which may add fields to the dict that it gets. The event is written also after an error."""
         start = self.clock.monotonic()
         try:
             yield fields
@@ -229,9 +227,8 @@ def tensorboard(folder: Path) -> Sink:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as e:
-        raise WindfallError(
-            "tensorboard is not installed", where="log.tensorboard", fix="pip install 'windfall[tensorboard]'"
-        ) from e
+        fix = "pip install 'windfall[tensorboard]'"
+        raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix) from e
     writer = SummaryWriter(str(folder))
 
     def sink(event: Event) -> None:

@@ -80,19 +80,13 @@ class Provider(Protocol):
     """A source of workers."""
 
     name: str
-
-    @property
-    def started(self) -> int:
-        """Number of worker processes started so far."""
-        ...
-
-    @property
-    def lost(self) -> int:
-        """Number of started workers that ended without a request: they died, or were killed without notice."""
-        ...
+    started: int
+    """Number of worker processes started so far."""
+    lost: int
+    """Number of started workers that ended without a request: they died, or were killed without notice."""
 
     async def run(self) -> None:
-        """Run until cancelled; then end every worker that was started, and wait for it."""
+        """Run until canceled; then end every worker that was started, and wait for it."""
         ...
 
     def target(self, n: int) -> None:

@@ -1,7 +1,7 @@
 """The client of the fork server: workers are forked from one process that has already imported torch and the rest.
 
 Importing torch and transformers takes seconds of CPU time, too much for a worker that dies every few seconds. Forking
-takes milliseconds (`python -m windfall.fleet.start_time` measures both). `start` has the interface of `process.start`;
+takes milliseconds (`python benchmarks/start_time.py` measures both). `start` has the interface of `process.start`;
 its `argv` becomes the worker's `sys.argv`. fork_server.py is the other side, with the rules for a forked worker.
 
 - The first request starts the fork server. If it has died, the next request starts another.
@@ -22,7 +22,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from windfall.errors import WindfallError
@@ -51,14 +50,9 @@ class ForkClient:
     work and imports. Such calls only save time: if the fork server cannot fork after them, it is restarted without."""
 
     def __init__(
-        self,
-        *,
-        entry: str,
-        modules: Sequence[str],
-        log: Path,
-        env: Mapping[str, str] | None = None,
+        self, *, entry: str, modules: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
         import_timeout_s: float = 180.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._entry, self._modules, self._log = entry, list(modules), log
         self._env = {**(os.environ if env is None else env), **FORKABLE}
         self._import_timeout_s = import_timeout_s
@@ -80,7 +74,7 @@ class ForkClient:
         await self._connect()
 
     async def start(self, *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Handle:
-        """Fork a worker. Cancelling this leaves no worker behind."""
+        """Fork a worker. Canceling this leaves no worker behind."""
         os.close(process.open_log(log))
         link = await self._connect()
         return await link.fork({"name": name, "argv": list(argv), "env": dict(env), "log": str(log)})
@@ -98,9 +92,7 @@ class ForkClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _connect(self) -> _Link:
@@ -132,25 +124,21 @@ class ForkClient:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             try:
                 # When we die it gets SIGTERM, not SIGKILL, so that it can kill the process groups of its workers.
+                argv = [sys.executable, "-m", "windfall.fleet.fork_server", self._entry, *modules]
                 server = process.launch(
-                    name="fork server",
-                    argv=[sys.executable, "-m", "windfall.fleet.fork_server", self._entry, *modules],
-                    env=self._env,
-                    log=self._log,
-                    channel=theirs.fileno(),
+                    name="fork server", argv=argv, env=self._env, log=self._log, channel=theirs.fileno(),
                     death=signal.SIGTERM,
-                )
+                )  # fmt: skip
             except BaseException:  # close the connection and raise again
                 writer.close()
                 raise
         link = _Link(server, reader, writer)
         try:
             await link.wait_until_ready(self._import_timeout_s, self._log)
-        except BaseException:  # also when cancelled: an unused fork server must not stay
+        except BaseException:  # also when canceled: an unused fork server must not stay
             server.kill()
             await link.close()
             raise
-        link.start_pings()
         return link
 
 
@@ -170,6 +158,7 @@ class _Link:
         self._pinger: asyncio.Task[None] | None = None
 
     async def wait_until_ready(self, timeout_s: float, log: Path) -> None:
+        """Wait for the imports. After them the fork server must answer pings."""
         try:
             async with asyncio.timeout(timeout_s):
                 failed = await self._import_error
@@ -178,9 +167,6 @@ class _Link:
         if failed:
             fix = f"Read its output in {log}."
             raise WindfallError(f"the fork server did not start: {failed}", where="fleet", fix=fix)
-
-    def start_pings(self) -> None:
-        """From now on the fork server must answer pings."""
         self._pinger = asyncio.create_task(self._ping())
 
     async def _ping(self) -> None:
@@ -256,7 +242,7 @@ class _Link:
                 handle = Handle(name=name, pid=pid, send=lambda number: self._send(pid=pid, signal=int(number)))
                 self._workers[pid] = handle
                 if (requested := self._requested.pop(name)).done():
-                    handle.kill()  # the request was cancelled meanwhile
+                    handle.kill()  # the request was canceled meanwhile
                 else:
                     requested.set_result(handle)
             case {"name": name, "error": why} if name in self._requested:

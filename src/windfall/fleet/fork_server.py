@@ -38,8 +38,7 @@ from windfall.fleet.parent_death import die_with_parent
 Request = dict[str, Any]
 HANDLED = (signal.SIGCHLD, signal.SIGTERM)
 FORK_SAFE = ("jemalloc_bg_thd",)
-"""Names of threads that do not prevent a fork. jemalloc, a part of pyarrow, stops its thread before a fork and restarts
-it afterward."""
+"""Threads that do not prevent a fork: jemalloc, a part of pyarrow, stops its thread before a fork and restarts it."""
 
 
 class ForkServer:
@@ -92,23 +91,17 @@ class ForkServer:
     def _handle(self, line: bytes) -> Request | None:
         """Carry out a request. Returns the request in a forked worker, None here."""
         try:
-            request = json.loads(line)
-            if "ping" in request:
-                self.answer(pong=request["ping"])
-                return None
-            if "signal" in request:
-                pid, number = int(request["pid"]), int(request["signal"])
-            else:
-                pid, number = 0, 0
-                _check(request)
+            match request := json.loads(line):
+                case {"ping": ping}:
+                    return self.answer(pong=ping)
+                case {"pid": int(pid), "signal": int(number)}:
+                    if pid in self._workers:  # not reaped yet, so the pid still belongs to the worker
+                        process.send_signal(pid, number)
+                    return None
+            _check(request)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            self.answer(name=None, error=f"invalid request: {type(e).__name__}: {e}")
-            return None
-        if not number:
-            return self._fork(request)
-        if pid in self._workers:  # not reaped yet, so the pid still belongs to the worker
-            process.send_signal(pid, number)
-        return None
+            return self.answer(name=None, error=f"invalid request: {type(e).__name__}: {e}")
+        return self._fork(request)
 
     def _fork(self, request: Request) -> Request | None:
         """Fork a worker. Returns the request in the worker, None here."""

@@ -17,31 +17,16 @@ from windfall.types import Lease
 RESERVED = Lease(kind="reserved")
 
 
-class LocalProvider:
+class LocalProvider(RestartingNodes):
     name = "local"
 
     def __init__(
-        self,
-        spawn: Spawn,
-        count: int,
-        *,
-        terms: Lease = RESERVED,
-        on_event: OnEvent = ignore_event,
-        grace_s: float = GRACE_S,
-        prefix: str = "w",
-    ) -> None:
-        self._nodes = RestartingNodes(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
-        self.prefix, self._grace_s = prefix, grace_s
-        self._changed = asyncio.Event()
+        self, spawn: Spawn, count: int, *, terms: Lease = RESERVED, on_event: OnEvent = ignore_event,
+        grace_s: float = GRACE_S, prefix: str = "w",
+    ) -> None:  # fmt: skip
+        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
+        self.prefix, self._changed = prefix, asyncio.Event()
         self.target(count)
-
-    @property
-    def started(self) -> int:
-        return self._nodes.started
-
-    @property
-    def lost(self) -> int:
-        return self._nodes.lost
 
     def target(self, n: int) -> None:
         if n < 0:
@@ -50,13 +35,13 @@ class LocalProvider:
         self._changed.set()
 
     async def run(self) -> None:
-        async with self._nodes as nodes:
+        async with self:
             while True:
                 self._changed.clear()
                 wanted = [f"{self.prefix}{k + 1}" for k in range(self._count)]
-                for name in nodes.up:
+                for name in self.up:
                     if name not in wanted:
-                        nodes.take_down(name, self._grace_s)
+                        self.take_down(name, self.grace_s)
                 for name in wanted:
-                    nodes.bring_up(name)
-                await nodes.wait_for(self._changed)
+                    self.bring_up(name)
+                await self.wait_for(self._changed)

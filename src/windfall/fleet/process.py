@@ -44,15 +44,10 @@ async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: 
 
 
 def launch(
-    *,
-    name: str,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    log: Path,
-    channel: int | None = None,
+    *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, channel: int | None = None,
     death: int = signal.SIGKILL,
-) -> Handle:
-    """Like `start`, but synchronous, so it cannot be cancelled. `channel` is a file descriptor to use as standard input
+) -> Handle:  # fmt: skip
+    """Like `start`, but synchronous, so it cannot be canceled. `channel` is a file descriptor to use as standard input
     and output. `death` is the signal that the process gets when its parent dies."""
     program = shutil.which(argv[0], path=env.get("PATH", os.defpath))
     if program is None:
@@ -76,9 +71,7 @@ def launch(
 
 def send_signal(pid: int, number: int) -> None:
     """Send SIGKILL to the whole group, any other signal to its leader only: it may need its children while it drains.
-
-    The leader must not have been reaped yet.
-    """
+    The leader must not have been reaped yet."""
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 

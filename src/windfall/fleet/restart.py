@@ -1,4 +1,4 @@
-"""Nodes whose workers are restarted: while a node is up, one worker is kept running on it. Providers build on this.
+"""Nodes whose workers are restarted: while a node is up, one worker is kept running on it. Base class of providers.
 
     bring_up() ──▶ spawn ──▶ running ── died ──▶ back off ──▶ spawn ...    take_down(grace_s) ──▶ ended, and waited for
                                 └── exit status 3 ──▶ refused: not restarted until the next bring_up()
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from windfall import backoff
@@ -53,7 +52,7 @@ class RestartingNodes:
     """The nodes of a provider, by name. Used as `async with`: the exit ends all workers and waits for them."""
 
     def __init__(self, spawn: Spawn, *, terms: Lease, on_event: OnEvent, grace_s: float) -> None:
-        self.spawn, self.terms, self.on_event, self._grace_s = spawn, terms, on_event, grace_s
+        self.spawn, self.terms, self.on_event, self.grace_s = spawn, terms, on_event, grace_s
         self.started, self.lost = 0, 0
         self._nodes: dict[str, _Node] = {}
         self._up: dict[str, _UpPeriod] = {}
@@ -96,11 +95,9 @@ class RestartingNodes:
         self._failed = asyncio.get_running_loop().create_future()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for name in self.up:
-            self.take_down(name, self._grace_s)
+            self.take_down(name, self.grace_s)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._failed and self._failed.done():
             self._failed.exception()  # retrieve it, so that asyncio does not report it as never retrieved
@@ -128,7 +125,7 @@ class _Node:
         self._one_worker = asyncio.Lock()
 
     async def keep_running(self, period: _UpPeriod) -> None:
-        """Restart the worker until cancelled, or until the controller refuses it."""
+        """Restart the worker until canceled, or until the controller refuses it."""
         async with self._one_worker:
             delay, pause_s, instead_of = RestartDelay(), 0.0, ""
             while True:

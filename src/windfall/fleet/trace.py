@@ -63,10 +63,8 @@ def synthetic(*, nodes: int, mean_up_s: float, mean_down_s: float, seconds: floa
         if not (math.isfinite(value) and value > 0):
             raise WindfallError(f"{what} is {value}", where="synthetic trace", fix="Use a number above 0.")
     if 2 * nodes * seconds / (mean_up_s + mean_down_s) > MAX_CHANGES:
-        raise WindfallError(
-            f"the trace would have more than {MAX_CHANGES} changes", where="synthetic trace",
-            fix="Use longer means or fewer seconds.",
-        )  # fmt: skip
+        what, fix = f"the trace would have more than {MAX_CHANGES} changes", "Use longer means or fewer seconds."
+        raise WindfallError(what, where="synthetic trace", fix=fix)
     draws = [random.Random(f"{seed}/{k}") for k in range(nodes)]
     up_at_0 = [draw.random() < mean_up_s / (mean_up_s + mean_down_s) for draw in draws]
     if not any(up_at_0):
@@ -100,11 +98,8 @@ def window(changes: Sequence[Change], start_s: float, length_s: float) -> list[C
 
 
 def slots(changes: Sequence[Change], count: int) -> list[Change]:
-    """Map the nodes to `count` slots named s1, s2, ...: for traces whose nodes never return under the same name.
-
-    A node takes the lowest free slot when it comes up, and frees it when it goes down. A node that comes up while no
-    slot is free is left out.
-    """
+    """Map the nodes to `count` slots named s1, s2, ...: for traces whose nodes never return under the same name. A node
+    that comes up takes the lowest free slot until it goes down. While no slot is free, new nodes are left out."""
     held: dict[str, int] = {}
     free = set(range(1, count + 1))
     taken: list[Change] = []

@@ -23,49 +23,34 @@ from windfall.types import Lease
 SPOT = Lease(kind="spot")
 
 
-class TraceProvider:
+class TraceProvider(RestartingNodes):
     name = "trace"
 
     def __init__(
-        self,
-        spawn: Spawn,
-        changes: Sequence[Change],
-        *,
-        speedup: float = 1.0,
-        terms: Lease = SPOT,
-        on_event: OnEvent = ignore_event,
-        grace_s: float = GRACE_S,
-        notice_s: float = 0.0,
-    ) -> None:
+        self, spawn: Spawn, changes: Sequence[Change], *, speedup: float = 1.0, terms: Lease = SPOT,
+        on_event: OnEvent = ignore_event, grace_s: float = GRACE_S, notice_s: float = 0.0,
+    ) -> None:  # fmt: skip
         check(changes)
         if not (math.isfinite(speedup) and speedup > 0):
             raise WindfallError(f"the speedup is {speedup}", where="fleet trace", fix="Use a number above 0.")
-        self._changes, self._speedup = list(changes), speedup
-        self._nodes, self._notice_s = RestartingNodes(spawn, terms=terms, on_event=on_event, grace_s=grace_s), notice_s
-
-    @property
-    def started(self) -> int:
-        return self._nodes.started
-
-    @property
-    def lost(self) -> int:
-        return self._nodes.lost
+        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
+        self._changes, self._speedup, self._notice_s = list(changes), speedup, notice_s
 
     def target(self, n: int) -> None:
         """Ignored: the trace decides how many workers run."""
 
     async def run(self) -> None:
-        async with self._nodes as nodes:
+        async with self:
             began = time.monotonic()
             for change in self._changes:
                 await self._sleep_until(began + change.at_s / self._speedup)
                 if change.up:
-                    nodes.bring_up(change.node)
-                elif change.node in nodes.up:
-                    nodes.take_down(change.node, self._notice_s)
-            await nodes.wait_for(asyncio.Event())
+                    self.bring_up(change.node)
+                elif change.node in self.up:
+                    self.take_down(change.node, self._notice_s)
+            await self.wait_for(asyncio.Event())
 
     async def _sleep_until(self, moment: float) -> None:
         await asyncio.sleep(0)  # even if we are late, other tasks must run
         if (left_s := moment - time.monotonic()) > 0:
-            await self._nodes.wait_for(asyncio.Event(), left_s)
+            await self.wait_for(asyncio.Event(), left_s)

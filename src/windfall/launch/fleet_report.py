@@ -84,8 +84,7 @@ class FleetReport:
         )  # fmt: skip
 
     def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
-        """Called at the end of a step: what happened to the fleet since the previous one, and what it cost. `last`: the
-        measurements of the step."""
+        """What happened to the fleet in the step that ended now, and its cost. `last`: the measurements of the step."""
         c = self._dispatch.ledger.counts
         now = {
             "moved": c.moved, "prefilled_again": c.prefilled_again, "repeated": c.repeated, "late": c.late,
@@ -105,8 +104,7 @@ class FleetReport:
         }
 
     def _speeds(self) -> dict[str, list[list[float]]]:
-        """Measured speeds by kind of worker, as rows of [batch, seconds per engine step, windows], for `windfall sim
-        calibrate`."""
+        """For `windfall sim calibrate`: rows of [batch, seconds per engine step, windows] by kind of worker."""
         sums: dict[str, dict[int, list[float]]] = {}
         for member in self._dispatch.members.here():
             kind = LOCAL if member.name == LOCAL else prices.kind(member.lease)

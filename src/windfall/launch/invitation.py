@@ -17,8 +17,7 @@ ALL_INTERFACES = ("0.0.0.0", "::", "")
 
 
 def url(address: dict[str, Any], fleet: Fleet) -> str:
-    """The URL for workers. `address`: contents of address.json. A controller that listens on all interfaces is reached
-    by this machine's own address."""
+    """The URL for workers: this machine's own address if the controller listens on all. `address`: of address.json."""
     if fleet.host not in ALL_INTERFACES:
         return address["url"]
     host = own_address()

@@ -6,20 +6,18 @@ cannot observe anything, and a wall clock may be set.
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
 from windfall.backoff import delay_s
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_exit
 
 CHECK_S = 1.0
 """Seconds between two checks."""
 FROZEN_S = 30.0
 """Seconds without a new snapshot after which a controller counts as frozen. It is killed and restarted."""
 MISSING_S = 15.0
-"""Seconds after which a worker process that runs but is not in the fleet is killed and replaced. A frozen worker would
-otherwise keep its place forever."""
+"""Seconds until a worker that runs but is not in the fleet is killed: a frozen one would keep its place forever."""
 SILENT_S = 3.0
 """Seconds without a new snapshot after which the fleet in the last snapshot is no longer trusted."""
 REPEAT_S = 60.0
@@ -43,8 +41,7 @@ class ControllerPulse:
     _last: Any = None
 
     def update(self, pid: int | None, snapshot: dict[str, Any] | None) -> bool:
-        """One check. `pid`: the running controller process, if any; `snapshot`: the one on disk. Returns True if the
-        controller is frozen."""
+        """One check of the controller `pid`, with the snapshot on disk. Returns True if the controller is frozen."""
         if pid is None or snapshot is None or snapshot.get("pid") != pid or snapshot["ended"]:
             self.pid, self.unchanged_s, self._last = 0, None, None
         elif self.pid != pid or snapshot["t"] != self._last:
@@ -65,8 +62,7 @@ class MissingWorkers:
     _missing_s: dict[str, float] = field(default_factory=dict)
 
     def update(self, running: set[str], snapshot: dict[str, Any] | None) -> list[str]:
-        """One check. Returns the workers that have been missing for too long. `snapshot`: the fleet as reported by a
-        live controller, else None."""
+        """One check. Returns the workers that are missing for too long. `snapshot`: None without a live controller."""
         # Without a version workers cannot join yet, and without a live controller the fleet is unknown.
         if snapshot is None or snapshot["version"] is None:
             self._missing_s.clear()
@@ -131,17 +127,3 @@ class WorkerProblems:
         self._reported[cause] = (now_s, 0)
         repeats = f" (and {more} more before it)" if more else ""
         return f"worker {worker} {cause}{repeats}; see workers/{worker}.log"
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended.
-
-    >>> describe_exit(1), describe_exit(-9), describe_exit(-99)
-    ('ended with status 1', 'was killed (SIGKILL)', 'was killed (signal 99)')
-    """
-    if code >= 0:
-        return f"ended with status {code}"
-    try:
-        return f"was killed ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"was killed (signal {-code})"

@@ -25,13 +25,14 @@ from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task
 
+CHECKED = "all keys, that the model is known or its folder exists, two calls of the environment, trace, certificates"
+NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
 
 
 def check(recipe: Recipe) -> str:
-    """Raise WindfallError for everything that can be found wrong before any work starts. Returns a line about a trial
-    call of the environment."""
+    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call of the environment."""
     load.resolve(recipe.model.path)
     if recipe.run.device == "cuda":
         from windfall import devices
@@ -120,19 +121,16 @@ def fit(recipe: Recipe, prompts: Sequence[int], context: int | None) -> int:
     fitting = [n for n in prompts if not context or n + o.max_tokens <= context]
     prompt_tokens = max(fitting) if fitting else min(prompts)
     longest = prompt_tokens + o.max_tokens
+    lengths, page = (
+        f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens}",
+        recipe.engine.page_size,
+    )
     if context and not fitting:
-        raise WindfallError(
-            f"prompts of {prompt_tokens} tokens and rollout.max_tokens = {o.max_tokens} exceed the model's context of "
-            f"{context}",
-            where="rollout.max_tokens",
-            fix=f"Set it to at most {max(1, context - prompt_tokens)}.",
-        )
-    room = recipe.engine.kv_tokens // recipe.engine.page_size * recipe.engine.page_size
+        fix = f"Set it to at most {max(1, context - prompt_tokens)}."
+        raise WindfallError(f"{lengths} exceed the model's context of {context}", where="rollout.max_tokens", fix=fix)
+    room = recipe.engine.kv_tokens // page * page
     if recipe.engine.kv_tokens and room < longest:
-        raise WindfallError(
-            f"a KV cache of {room} tokens has no room for one response: prompts of {prompt_tokens} tokens and "
-            f"rollout.max_tokens = {o.max_tokens} need {longest}",
-            where="engine.kv_tokens",
-            fix=f"Set it to at least {-(-longest // recipe.engine.page_size) * recipe.engine.page_size}, or to 0.",
-        )
+        what = f"a KV cache of {room} tokens has no room for one response: {lengths} need {longest}"
+        fix = f"Set it to at least {-(-longest // page) * page}, or to 0."
+        raise WindfallError(what, where="engine.kv_tokens", fix=fix)
     return prompt_tokens

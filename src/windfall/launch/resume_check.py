@@ -19,7 +19,7 @@ from windfall.train import checkpoint, checksums
 
 FILES = (
     "recipe.toml", folders.BEGAN, "events.jsonl", "token", "trainer.secret", "address.json", "fleet.json",
-    "controller.log", "trainer.log", "nursery.log", ".controller.lock", ".trainer.lock", ".controller.failure",
+    "controller.log", "trainer.log", "fork_server.log", ".controller.lock", ".trainer.lock", ".controller.failure",
     ".trainer.failure", FROZEN_TRAINER,
 )  # fmt: skip
 FOLDERS = ("checkpoints", "journal", "tokenizer", "workers", "tensorboard")
@@ -42,31 +42,27 @@ def check_files(folder: Path) -> list[str]:
         path.unlink()
         warnings.append(f"{path}: damaged and removed; the controller may get a different port")
     if not (folder / "token").exists():
-        warnings.append(
-            f"{folder / 'token'}: missing; a new token is created, and workers with the old one are refused"
-        )
+        lost = "missing; a new token is created, and workers with the old one are refused"
+        warnings.append(f"{folder / 'token'}: {lost}")
     return warnings
 
 
 def check_changes(recipe: Recipe, folder: Path) -> list[KeyChange]:
-    """All keys that differ from the recipe that the run started with. Refuses those that may not change
-    (config/changes.py)."""
+    """All keys changed since the run started. Refuses those that may not change (config/changes.py)."""
     changes = config.changes(folders.initial_recipe(folder), recipe)
     fixed = [str(c) for c in changes if c.verdict == "fixed"]
     if fixed:
         what = "\n  ".join(["these keys cannot change after a run has started:", *fixed])
-        fix = (
-            f"Undo this with --set or in {folder / 'recipe.toml'}, or start a new run from a checkpoint of this one:\n"
-        )
-        fix += f"windfall train RECIPE.toml --set model.path={folder / 'checkpoints' / 'step-...'}"
+        new_run = f"windfall train RECIPE.toml --set model.path={folder / 'checkpoints' / 'step-...'}"
+        undo = f"Undo this with --set or in {folder / 'recipe.toml'}"
+        fix = f"{undo}, or start a new run from a checkpoint of this one:\n{new_run}"
         raise WindfallError(what, where=str(folder), fix=fix)
     folders.check_data(recipe, folder)
     return changes
 
 
 def finished(recipe: Recipe, folder: Path) -> int | None:
-    """The number of steps of a finished run; None if something is left to do, such as replacing a damaged last
-    checkpoint."""
+    """The number of steps of a finished run; None if something is left to do, even if only a checkpoint is damaged."""
     end = log.last(folder / "events.jsonl")
     if end is None or end["name"] != "end" or end.get("finished") is not True:
         return None

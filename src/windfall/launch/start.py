@@ -18,12 +18,12 @@ from windfall.link import auth
 from windfall.views.console import Console
 
 
-def train(recipe: Recipe, folder: Path, *, token: str | None = None, quiet: bool = False) -> None:
+def train(recipe: Recipe, folder: Path, *, token: str | None = None) -> None:
     """Run a new run in `folder` until it ends or is stopped. `token`: what workers join with; None creates one."""
     with folders.owned(folder):
         try:
             auth.make_token(folder / "token", token)
-            _run(recipe, folder, Console(recipe, folder) if not quiet else None)
+            _run(recipe, folder, Console(recipe, folder))
         except WindfallError as e:
             # If no worker ever joined, the folder is kept only if the error message refers to it.
             referred = any(text in str(e) for text in (str(folder), ".log", "windfall resume"))
@@ -32,24 +32,20 @@ def train(recipe: Recipe, folder: Path, *, token: str | None = None, quiet: bool
             raise
 
 
-def resume(recipe: Recipe, folder: Path, *, quiet: bool = False) -> None:
+def resume(recipe: Recipe, folder: Path) -> None:
     """Resume the run in `folder` with the recipe as it is now."""
-    console = Console(recipe, folder) if not quiet else None
+    console = Console(recipe, folder)
     with folders.owned(folder):
         warnings = resume_check.check_files(folder)
         recipe = folders.with_absolute_paths(recipe)
         changes = resume_check.check_changes(recipe, folder)
         steps = resume_check.finished(recipe, folder)
         if steps is not None:
-            if console is not None:
-                console.is_finished(steps)
+            console.is_finished(steps)
             return
-        report = recipe_check.check(recipe)
-        if console is not None:
-            console.notice(report)
+        console.notice(recipe_check.check(recipe))
         _record(recipe, folder, changes)
-        if console is not None:
-            console.resuming(changes, warnings)
+        console.resuming(changes, warnings)
         _run(recipe, folder, console)
 
 
@@ -69,21 +65,19 @@ def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
 
 
 def _had_work(folder: Path) -> bool:
-    """Whether a worker joined or a step was completed; then the logs and the journal are worth keeping. Before a worker
-    joins, the journal contains only its header."""
+    """Whether a worker joined or a step was completed. Before that, the journal contains only its header."""
     log, signs = folder / "events.jsonl", (("instant", "worker_joined"), ("scalar", "step"))
     return log.is_file() and any((e["kind"], e["name"]) in signs for e in events.scan(log))
 
 
-def _run(recipe: Recipe, folder: Path, console: Console | None) -> None:
+def _run(recipe: Recipe, folder: Path, console: Console) -> None:
     for left in (*folder.glob(".*.failure"), *folder.glob(FROZEN_TRAINER)):
         left.unlink()
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")
-    with console or contextlib.nullcontext():
+    with console:
         try:
             done = asyncio.run(errors.guard(supervisor.Supervisor(recipe, folder, console).run()))
         except asyncio.CancelledError:  # after a second Ctrl-C
             raise KeyboardInterrupt from None
-    if console is not None:
-        console.summary(finished=done)
+    console.summary(finished=done)

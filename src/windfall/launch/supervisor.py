@@ -4,8 +4,7 @@
                 └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
 
-All of them end with the supervisor, however it ends (see fleet/parent_death.py). What it shows, it reads from the event
-log.
+All of them end with the supervisor, however it ends (see fleet/parent_death.py). It reads what it shows from the log.
 
 On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
 killed at once.
@@ -26,27 +25,15 @@ from typing import Any
 from windfall import backoff
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.errors import WindfallError, report_failure
+from windfall.errors import WindfallError, describe_exit, report_failure
 from windfall.events import log
 from windfall.fleet import process
 from windfall.fleet.base import Handle, Provider
 from windfall.fleet.fork_client import ForkClient
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.trace_provider import TraceProvider
-from windfall.launch import invitation
+from windfall.launch import invitation, liveness
 from windfall.launch.autoscale import Autoscaler
-from windfall.launch.liveness import (
-    CHECK_S,
-    FROZEN_S,
-    FROZEN_TRAINER,
-    MAX_FAILURES,
-    MISSING_S,
-    ControllerPulse,
-    MissingWorkers,
-    TrainerFailures,
-    WorkerProblems,
-    describe_exit,
-)
 from windfall.launch.recipe_check import trace_changes
 from windfall.link import auth
 from windfall.types import Lease
@@ -57,14 +44,13 @@ QUICK_DEATHS = 8
 QUICK_S = 5.0
 """Seconds after its start within which the death of a process counts as quick."""
 BETWEEN_VERSIONS = 4
-"""Exit status of a trainer that lost its controller between two updates. Its weights belong to no version, so it is
-restarted from the last checkpoint."""
+"""Exit status of a trainer that lost its controller between two updates: its weights belong to no version."""
 LOGS_KEPT = 50
 """Log files of ended workers to keep."""
 
 
 class Supervisor:
-    def __init__(self, recipe: Recipe, folder: Path, console: Console | None) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, console: Console) -> None:
         self.recipe, self.folder, self._console = recipe, folder, console
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
@@ -76,7 +62,7 @@ class Supervisor:
         """Worker processes that this run started, by name."""
         self._local: LocalProvider | None = None
         self._autoscaler = Autoscaler(recipe.fleet.workers, recipe.fleet.workers_max)
-        self._problems = WorkerProblems()
+        self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
         self._newest_step = 0
         """The newest step completed since this process started."""
@@ -88,7 +74,7 @@ class Supervisor:
             environment["WINDFALL_TLS_PIN"] = str(self.recipe.fleet.tls_cert)
         fork_client = ForkClient(
             entry="windfall.cli:main", modules=[f"windfall.launch.processes.preload:preload_run:{self.folder}"],
-            log=self.folder / "nursery.log", env=environment,
+            log=self.folder / "fork_server.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
         async with self._handling_signals(fork_client), fork_client, self._showing_events():
@@ -120,12 +106,11 @@ class Supervisor:
         ]
         main = asyncio.create_task(self._keep_running("controller", controller))
         try:
-            done, _ = await asyncio.wait([main, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            while main not in done and all(t.exception() is None for t in done if not t.cancelled()):
-                rest = [t for t in (main, *tasks) if not t.done()]
-                done, _ = await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            waiting = {main, *tasks}
+            while main in waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         except WindfallError as e:
             self._error = e
         finally:
@@ -136,7 +121,7 @@ class Supervisor:
     async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
         """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The
         trainer is also restarted when it fails, but not forever, and not after an error that the user must fix (2)."""
-        quick, handle, failures = 0, None, TrainerFailures()
+        quick, handle, failures = 0, None, liveness.TrainerFailures()
         try:
             while not self._stopping:
                 began, how = time.monotonic(), "was killed"
@@ -153,8 +138,8 @@ class Supervisor:
                     error = folders.failure(self.folder, role, code)
                     if delay_s is None:
                         raise failures.final_error(error)
-                    count = f"failure {failures.count} of {MAX_FAILURES}"
-                    self._notice(f"{error.what}; restarting in {delay_s:g} s ({count})")
+                    count = f"failure {failures.count} of {liveness.MAX_FAILURES}"
+                    self._console.notice(f"{error.what}; restarting in {delay_s:g} s ({count})")
                     (self.folder / f".{role}.failure").unlink(missing_ok=True)
                     await asyncio.sleep(delay_s)
                     continue
@@ -162,7 +147,7 @@ class Supervisor:
                 if quick >= QUICK_DEATHS:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"
                     raise WindfallError(what, where=str(self.folder), fix=f"Check the free memory, and see {role}.log.")
-                self._notice(f"the {role} {how}; restarting it")
+                self._console.notice(f"the {role} {how}; restarting it")
                 await asyncio.sleep(backoff.delay_s(quick, first_s=0.1, limit_s=5.0))
         finally:
             if handle is not None and handle.running:
@@ -170,18 +155,20 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Kill controllers, trainers and workers that are frozen, so that they are restarted; and autoscale."""
-        pulse, missing = ControllerPulse(), MissingWorkers()
+        pulse, missing = liveness.ControllerPulse(), liveness.MissingWorkers()
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(liveness.CHECK_S)
             handle, snapshot = self._controller, folders.read_json(self.folder / "fleet.json")
             frozen = pulse.update(handle.pid if handle and handle.running else None, snapshot)
             if frozen and handle is not None:
-                self._notice(f"the controller has been frozen for {FROZEN_S:g} s; killing it")
+                self._console.notice(f"the controller has been frozen for {liveness.FROZEN_S:g} s; killing it")
                 handle.kill()
-                pulse = ControllerPulse()
+                pulse = liveness.ControllerPulse()
             self._workers = {name: worker for name, worker in self._workers.items() if worker.running}
             for name in missing.update(set(self._workers), snapshot if pulse.alive else None):
-                self._notice(f"worker {name} runs but has been missing from the fleet for {MISSING_S:g} s; killing it")
+                self._console.notice(
+                    f"worker {name} runs but has been missing from the fleet for {liveness.MISSING_S:g} s; killing it"
+                )
                 self._workers[name].kill()
             self._kill_frozen_trainer()
             self._autoscale(snapshot if pulse.alive else None)
@@ -194,18 +181,18 @@ class Supervisor:
         own = {name for name in self._workers if name.startswith(local.prefix)}
         wanted = self._autoscaler.update(snapshot, own)
         if wanted is not None:
-            self._notice(f"scaling to {wanted} workers on this machine, by prices and measured rates")
+            self._console.notice(f"scaling to {wanted} workers on this machine, by prices and measured rates")
             local.target(wanted)
 
     def _kill_frozen_trainer(self) -> None:
         """Kill the trainer if the controller has reported it as frozen. Only a process that we started is killed: by
         now, the reported pid may belong to another process."""
-        path = self.folder / FROZEN_TRAINER
+        path = self.folder / liveness.FROZEN_TRAINER
         report = folders.read_json(path)
         if report is None:
             return
         if self._trainer is not None and self._trainer.running and self._trainer.pid == report.get("pid"):
-            self._notice("the trainer does not respond; killing it")
+            self._console.notice("the trainer does not respond; killing it")
             self._trainer.kill()
         path.unlink(missing_ok=True)
 
@@ -249,7 +236,7 @@ class Supervisor:
     def _on_provider_event(self, name: str, /, **fields: Any) -> None:
         """Show problems of worker processes. What the workers themselves do is in the event log."""
         if line := self._problems.describe(name, fields, time.monotonic()):
-            self._notice(line)
+            self._console.notice(line)
 
     # the event log
 
@@ -279,7 +266,7 @@ class Supervisor:
             except OSError as e:  # it may be temporary
                 if str(e) != reported:
                     reported = str(e)
-                    self._notice(f"cannot read the event log: {e}; retrying")
+                    self._console.notice(f"cannot read the event log: {e}; retrying")
             offset += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
@@ -294,25 +281,21 @@ class Supervisor:
             self._end = event
         if (event["kind"], event["name"]) == ("scalar", "step"):
             self._newest_step = max(self._newest_step, event.get("step", 0))
-        if self._console is None or (event["name"] == "stopping" and not self._stopping):
+        if event["name"] == "stopping" and not self._stopping:
             return  # the controller is stopped because of an error, which is shown at the end
         try:
             self._console.show(event)
         except (KeyError, TypeError, ValueError) as e:
-            self._notice(f"cannot show event '{event['name']}': {type(e).__name__}: {e}")
+            self._console.notice(f"cannot show event '{event['name']}': {type(e).__name__}: {e}")
         if event["name"] == "trainer_ready" and not self._join_shown:
             self._join_shown = True  # not earlier: until the trainer is ready, the start may still fail
             self._show_how_to_join()
 
     def _show_how_to_join(self) -> None:
         address, f = folders.address(self.folder), self.recipe.fleet
-        if address is not None and self._console is not None:
+        if address is not None:
             remote = f.host in invitation.ALL_INTERFACES
             self._console.join(invitation.url(address, f), self.folder / "token", remote=remote, ca=f.tls_cert)
-
-    def _notice(self, line: str) -> None:
-        if self._console is not None:
-            self._console.notice(line)
 
     @contextlib.asynccontextmanager
     async def _handling_signals(self, fork_client: ForkClient) -> AsyncIterator[None]:

@@ -69,8 +69,8 @@ class Console:
                 r = self._recipe
                 self._out.print(
                     f"[bold]{r.run.name}[/]: {escape(r.model.path)} ({event['parameters'] / 1e6:.1f} M parameters, "
-                    f"{event['dtype']} on {event['device']}) learns {r.env.name} with {r.algorithm.name}, "
-                    f"{r.rollout.groups} x {r.rollout.group_size} responses per step; files in "
+                    f"{event['dtype']} on {event['device']}) trains on {escape(_tasks(r.env))} with "
+                    f"{r.algorithm.name}, {r.rollout.groups} x {r.rollout.group_size} responses per step; files in "
                     f"{escape(str(self._folder))}"
                 )
                 self._task = self._bar.add_task("training", total=event["steps"], completed=event["step"])
@@ -297,6 +297,18 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     out.append(f"  try next                   {_command()} generate {model} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {model}")
     return out
+
+
+def _tasks(env: Any) -> str:
+    """Where the tasks come from, for the header: "arithmetic tasks", "problems.jsonl", ..."""
+    match env.name:
+        case "jsonl":
+            return env.path.name
+        case "gym":
+            return f"{env.task} tasks of reasoning-gym"
+        case "custom":
+            return f"tasks of {env.factory}"
+    return f"{env.name} tasks"
 
 
 def _failure(event: Event) -> str:

@@ -21,6 +21,10 @@ STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "
 WIDE = 160
 """Columns of output that goes to a file or a pipe."""
 COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
+LEFT_OUT = ("moved", "version", "device", "tokens", "age", "lease")
+"""Columns that a narrow terminal does not show: as many as needed, in this order."""
+REASON_WIDTH = 20
+"""The reason may be cut to this many characters before another column is left out."""
 GONE_SHOWN = 8
 """Number of newest gone workers in the table."""
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", True: "ended"}
@@ -30,26 +34,26 @@ ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", True: 
 def show(run: Path, *, once: bool = False, every_s: float = 1.0) -> None:
     """Show the table until the run ends or Ctrl-C is pressed. With `once`, or without a terminal, print it once."""
     out = Console(highlight=False)
-    shown = view(run)
     if not out.is_terminal:
         out.width = max(out.width, WIDE)
+    shown = view(run, out.width)
     if once or not out.is_terminal:
         out.print(shown)
         return
     with Live(shown, console=out, refresh_per_second=4) as screen:
         while folders.held(run):
-            screen.update(view(run))
+            screen.update(view(run, out.width))
             time.sleep(every_s)
-        screen.update(view(run))
+        screen.update(view(run, out.width))
 
 
-def view(run: Path) -> Group:
-    """The current state of the run in this folder."""
+def view(run: Path, width: int = WIDE) -> Group:
+    """The current state of the run in this folder, for a terminal with `width` columns."""
     path, live = run / "fleet.json", folders.held(run)
     snapshot = folders.read_json(path)
     try:
         if snapshot is not None:
-            return table(snapshot, live=live, run=run)
+            return table(snapshot, live=live, run=run, width=width)
     except (KeyError, TypeError, ValueError, AttributeError):
         pass  # valid JSON, but not written by a controller
     if not path.exists():
@@ -59,7 +63,7 @@ def view(run: Path) -> Group:
     raise WindfallError("this file is damaged or cannot be read", where=str(path), fix=fix)
 
 
-def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
+def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE) -> Group:
     """The workers in the fleet, then the last few that are gone. `snapshot`: contents of fleet.json."""
     present = [w for w in snapshot["workers"] if w["state"] != "gone"]
     gone = [w for w in snapshot["workers"] if w["state"] == "gone"]
@@ -74,13 +78,17 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path) -> Group:
             escape(w["why"]),
         )  # fmt: skip
         rows.append(row)
+    widths = {name: max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(COLUMNS)}
+    widths["reason"] = min(widths["reason"], REASON_WIDTH)
+    for name in LEFT_OUT:
+        if sum(widths.values()) + len(widths) - 1 > width:  # one space between two columns
+            del widths[name]
     out = Table(box=None, pad_edge=False)
-    for i, name in enumerate(COLUMNS):
+    for name, least in widths.items():
         numbers = name in ("version", "running", "tok/s", "tokens", "moved", "age")
-        width = max([len(name), *(len(row[i]) for row in rows)]) if name != "reason" else None  # only that one shrinks
-        out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis", min_width=width)
+        out.add_column(name, justify="right" if numbers else "left", no_wrap=True, overflow="ellipsis", min_width=least)
     for row in rows:
-        out.add_row(*row)
+        out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = [staleness.of_snapshot(snapshot["staleness"])] if snapshot.get("staleness") else []
     return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)

@@ -163,9 +163,13 @@ class Agent:
                     return 3 if self._refused else 0
                 if str(e) != last_line:
                     last_line = str(e)
-                    self._say(f"no link: {e}; reconnecting for up to {self._patience_s:g} s")
+                    self._say(f"no link to {self._dialer.url}: {e}; reconnecting for up to {self._patience_s:g} s")
             if time.monotonic() - alone_s > self._patience_s:
-                self._say(f"waited {self._patience_s:g} s for a controller at {self._dialer.url}")
+                self._say(
+                    f"waited {self._patience_s:g} s for a controller at {self._dialer.url}; leaving. Check that the "
+                    "run is in progress (`windfall top RUN`), that --join is the address it showed at its start, and "
+                    "that no firewall is in between; then start this worker again, or give a longer --patience"
+                )
                 return 1
             wait_s = backoff.delay_s(failures, first_s=0.2, factor=1.6, limit_s=5.0)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # spread the retries of a fleet over time

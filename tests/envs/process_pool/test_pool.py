@@ -143,7 +143,7 @@ def test_call_that_ignores_its_cancellation_is_killed_while_others_are_answered(
     [
         (hostile.Raises, "abc", "Raises.feedback of task 'hostile/1' raised KeyError: 'no such key: abc'"),
         (hostile.Leaves, "abc", "the process that ran Leaves.feedback of task 'hostile/1' ended with status 3"),
-        (hostile.Crashes, "abc", "the process that ran Crashes.feedback of task 'hostile/1' was killed by SIGSEGV"),
+        (hostile.Crashes, "abc", "the process that ran Crashes.feedback of task 'hostile/1' was killed (SIGSEGV)"),
         (hostile.ExitsPolitely, "abc", "raised SystemExit: I have had enough"),
         (hostile.Garbage, "none", "is wrong: it is a NoneType, not a Feedback"),
         (hostile.Garbage, "text", "is wrong: it is a str, not a Feedback"),

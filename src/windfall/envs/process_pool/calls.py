@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,17 +70,3 @@ def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | Env
     if fault := task_fault(value) if isinstance(value, Task) else feedback_fault(value):
         raise ValueError(fault)
     return value
-
-
-def describe_exit(code: int) -> str:
-    """Describe an exit status.
-
-    >>> describe_exit(3), describe_exit(-9)
-    ('ended with status 3', 'was killed by SIGKILL')
-    """
-    if code >= 0:
-        return f"ended with status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"

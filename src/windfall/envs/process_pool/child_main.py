@@ -26,14 +26,8 @@ import zlib
 from typing import Any
 
 from windfall import envs
-from windfall.envs.failures import (
-    EnvFailed,
-    exception_failure,
-    feedback_fault,
-    invalid_value,
-    task_fault,
-    timeout_failure,
-)
+from windfall.envs import failures
+from windfall.envs.failures import EnvFailed
 from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.running_call import LAYOUT, RunningCall, TrackedCoroutine
 from windfall.errors import WindfallError
@@ -133,7 +127,7 @@ class ChildProgram:
     def _over(self, step: TrackedCoroutine) -> None:
         del self._running[step.number]
         if not step.answered:  # it was canceled before it began
-            self.send(step.number, "failed", 0.0, 0.0, "cancelled", "cancelled", "")
+            self.send(step.number, "failed", 0.0, 0.0, "canceled", "canceled", "")
 
     async def _answer(self, step: TrackedCoroutine, what: str, args: list[Any]) -> None:
         name = f"{self._name}.task({args[0]})" if what == "task" else f"{self._name}.feedback of task '{args[1]}'"
@@ -142,12 +136,12 @@ class ChildProgram:
             value = await (self._task(args[0]) if what == "task" else self._feedback(name, *args))
             self.send(step.number, "value", *step.used(), *value)
         except asyncio.CancelledError as e:
-            failed = exception_failure(name, e)
-            failed = timeout_failure(name, step.limit_s, failed.traceback) if step.late else failed
+            failed = failures.exception_failure(name, e)
+            failed = failures.timeout_failure(name, step.limit_s, failed.traceback) if step.late else failed
         except EnvFailed as e:
             failed = e
         except (Exception, SystemExit, KeyboardInterrupt) as e:  # fault boundary: an environment is foreign code
-            failed = exception_failure(name, e)
+            failed = failures.exception_failure(name, e)
         step.answered = True
         if failed is not None:
             self.send(step.number, "failed", *step.used(), failed.error, failed.cause, failed.traceback)
@@ -156,8 +150,8 @@ class ChildProgram:
         task = self._env.task(index)
         if inspect.isawaitable(task):
             task = await task
-        if fault := task_fault(task):
-            raise invalid_value(f"{self._name}.task({index})", fault)
+        if fault := failures.task_fault(task):
+            raise failures.invalid_value(f"{self._name}.task({index})", fault)
         while len(self._tasks) >= TASKS_KEPT:
             del self._tasks[next(iter(self._tasks))]
         self._tasks[index] = task
@@ -168,7 +162,7 @@ class ChildProgram:
             await self._task(index)
         task = self._tasks[index]
         if zlib.crc32(prompt_key(task.prompt)) != prompt_crc:
-            raise invalid_value(
+            raise failures.invalid_value(
                 f"{self._name}.task({index})",
                 f"its prompt differs from the first time, so '{id}' cannot be judged; "
                 "the same number must always give the same task",
@@ -176,6 +170,6 @@ class ChildProgram:
         feedback = self._env.feedback(task, [Turn(text=text, observation=observation) for text, observation in turns])
         if inspect.isawaitable(feedback):
             feedback = await feedback
-        if fault := feedback_fault(feedback):
-            raise invalid_value(name, fault)
+        if fault := failures.feedback_fault(feedback):
+            raise failures.invalid_value(name, fault)
         return None if feedback.reward is None else float(feedback.reward), feedback.observation

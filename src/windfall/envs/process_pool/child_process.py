@@ -30,14 +30,13 @@ DUMP_S = 1.0
 REAP_S = 5.0
 """Seconds that a killed child may take to end. A child in uninterruptible sleep may take forever."""
 STACK_CHARS = 4000
+OnEnd = Callable[[int, int, str], None]
+"""Gets the exit status, the number of the call that was running, and the stack if the child crashed."""
 
 
 class ChildProcess:
-    def __init__(
-        self, *, strict: bool, on_line: Callable[[bytes], None], on_end: Callable[[int, int, str], None]
-    ) -> None:
-        """`on_line` gets every line, whatever it contains. `on_end` gets the exit status, the number of the call that
-        was running, and the stack if the child crashed. `strict`: for an environment that ships with windfall."""
+    def __init__(self, *, strict: bool, on_line: Callable[[bytes], None], on_end: OnEnd) -> None:
+        """`on_line` gets every line, whatever it contains. `strict`: for an environment that ships with windfall."""
         self._on_line, self._on_end = on_line, on_end
         self._partial_line, self._unsent = b"", b""
         self._record, self._trace = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
@@ -45,13 +44,9 @@ class ChildProcess:
         self._record.flush()
         self._link, theirs = socket.socketpair()
         fds = (theirs.fileno(), self._record.fileno(), self._trace.fileno())
-        command = [sys.executable, *(["-W", "ignore"] if strict else [])]
-        command += [
-            "-c",
-            "from windfall.envs.process_pool.child_main import main; main()",
-            str(os.getpid()),
-            *map(str, fds),
-        ]
+        program = "from windfall.envs.process_pool.child_main import main; main()"
+        warnings = ["-W", "ignore"] if strict else []
+        command = [sys.executable, *warnings, "-c", program, *map(str, (os.getpid(), *fds))]
         with theirs:
             self._process = subprocess.Popen(
                 command, env=child_environment(strict), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

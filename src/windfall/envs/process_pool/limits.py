@@ -23,8 +23,7 @@ OVER = signal.SIGPROF
 """The signal that ends a process over its CPU time limit."""
 
 announce: Callable[[Feedback], None] = lambda verdict: None  # noqa: E731
-"""Tells the parent beforehand what the result of the current call is if the kernel ends this process. Set by
-child_main.py."""
+"""Tells the parent the result of the current call in case the kernel ends this process. Set by child_main.py."""
 
 
 @contextlib.contextmanager

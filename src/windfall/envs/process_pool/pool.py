@@ -25,10 +25,10 @@ from typing import Any, Self
 from windfall import envs
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
-from windfall.envs.process_pool.calls import Call, PoolChild, describe_exit, parse_answer
+from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
 from windfall.envs.process_pool.sizing import Sizing
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_exit
 from windfall.types import Feedback, Task, Turn, prompt_key
 
 BUILD_S = 300.0
@@ -101,7 +101,7 @@ class EnvPool:
         future = asyncio.get_running_loop().create_future()
         call = Call(number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future)
         self._next_number += 1
-        future.add_done_callback(lambda future: self._cancelled(call) if future.cancelled() else None)
+        future.add_done_callback(lambda future: self._on_cancel(call) if future.cancelled() else None)
         if self._broken is not None:
             call.fail(self._broken)
             return future
@@ -109,7 +109,7 @@ class EnvPool:
         self._send_soon()
         return future
 
-    def _cancelled(self, call: Call) -> None:
+    def _on_cancel(self, call: Call) -> None:
         for child in self._children:
             if call.number in child.sent:
                 child.process.send([(call.number, "cancel")])  # a plain call continues until its end or its limit

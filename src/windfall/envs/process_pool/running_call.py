@@ -50,8 +50,7 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
     task: asyncio.Task[None]
 
     def __init__(self, number: int, limit_s: float, running_call: RunningCall, send: Callable[..., None]) -> None:
-        """`send` gets `number, "waits"` when the call lets others run, and `number, "late", stack` when it is canceled
-        at its limit."""
+        """`send` gets `number, "waits"` when the call lets others run, `number, "late", stack` when it is too late."""
         self.number, self.limit_s, self.late, self.answered = number, limit_s, False, False
         self._running_call, self._send_message, self._first = running_call, send, True
         self._began_s = self._cpu_s = self._took_s = self._slept_s = 0.0

@@ -55,13 +55,8 @@ def _reasons(golds: list[str], cpu_s: float, timeout_s: float) -> list[str]:
     """For as many answers as one child could check, in order: why the answer cannot be scored, or ''."""
     command = [sys.executable, "-W", "ignore", "-c", "from windfall.envs.scoring.math_answer import check; check()"]
     request = json.dumps({"golds": golds, "cpu_s": cpu_s}).encode()
-    child = subprocess.Popen(
-        command,
-        env=child_environment(strict=True),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, env=child_environment(strict=True), stdin=pipe, stdout=pipe, stderr=pipe)
     try:
         out, err = child.communicate(request, timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -55,7 +55,6 @@ def _parse_gold(gold: str) -> tuple[list, str]:
 
 
 def _parse(answer: str) -> list:
-    """A single answer is all mathematics. math-verify assumes that only between dollar signs: from a plain '2x+5' it
-    would read 2."""
+    """All of the answer is mathematics, which math-verify assumes only between $ signs: of a bare '2x+5' it reads 2."""
     enclosed = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     return math_verify.parse(enclosed, parsing_timeout=0) or math_verify.parse(answer, parsing_timeout=0)

@@ -12,7 +12,7 @@ killed, it is restarted and continues from its journal; workers and trainer reco
          ├─ life.tick        seeding                            forever
          └─ _write_failure   waits for a failed write           until one fails; its error ends the run
 
-When the first of them ends, the others are cancelled. No failure goes unnoticed.
+When the first of them ends, the others are canceled. No failure goes unnoticed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from windfall.envs import held_out
 from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
-from windfall.launch import tls
+from windfall.launch import invitation, tls
 from windfall.launch.assembly import ControllerLife, run_until_first
 from windfall.launch.fleet_report import Ended
 from windfall.launch.liveness import FROZEN_TRAINER
@@ -198,7 +198,7 @@ class ControllerProcess:
                 raise
             port = Port(f.host, 0, routes, context)  # another process now uses the previous port
             await port.open()
-        host = "127.0.0.1" if f.host in ("0.0.0.0", "::", "") else f.host
+        host = "127.0.0.1" if f.host in invitation.ALL_INTERFACES else f.host
         url = f"{'https' if context else 'http'}://{f'[{host}]' if ':' in host else host}:{port.port}"
         address = {"url": url, "port": port.port, "pid": os.getpid()}
         folders.replace(self.folder / "address.json", json.dumps(address))
@@ -224,9 +224,8 @@ class ControllerProcess:
                 failed += 1  # the run does not depend on it, and the next one may succeed
                 if failed == SNAPSHOT_TRIES:
                     fix = "Free disk space or make the file writable; then continue with `windfall resume`."
-                    raise WindfallError(
-                        f"cannot write the snapshot: {e.strerror or e}", where=str(path), fix=fix
-                    ) from e
+                    what = f"cannot write the snapshot: {e.strerror or e}"
+                    raise WindfallError(what, where=str(path), fix=fix) from e
             await asyncio.sleep(SNAPSHOT_S)
 
     def _snapshot(self, ended: Ended | None = None) -> None:

@@ -155,8 +155,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
 
 
 def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
-    """The checkpoint to continue from, and what the controller should report about it. Damaged checkpoints are set
-    aside."""
+    """Set damaged checkpoints aside. Returns the one to continue from, and what the controller should report."""
     found, notes = checkpoint.newest_intact(folder), dict[str, str]()
     if found is None:
         return None, notes
@@ -282,8 +281,7 @@ def checked(engine: m.EngineSpec, device: str, model: Any) -> m.EngineSpec:
 
 
 def fingerprint(engine: m.EngineSpec) -> str:
-    """Fingerprint of the model's architecture and the engine settings. A worker with another one belongs to another
-    run."""
+    """Digest of the architecture and the engine settings. A worker with another one belongs to another run."""
     fields = json.loads(engine.model_config)
     for key in ("transformers_version", "_name_or_path", "architectures"):
         fields.pop(key, None)
@@ -293,8 +291,7 @@ def fingerprint(engine: m.EngineSpec) -> str:
 
 
 def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> Derived:
-    """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens. The rollout skips tasks with prompts
-    that leave no room for a response."""
+    """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
     c, o = model.config, recipe.rollout
     context = getattr(c, "max_position_embeddings", None)
     longest = fit(recipe, prompts, context) + o.max_tokens

@@ -11,6 +11,7 @@ from typing import Any
 
 from windfall import config
 from windfall.config import Recipe
+from windfall.config.sections import Sim
 from windfall.errors import WindfallError, nearest
 from windfall.events.log import read
 from windfall.fleet import trace
@@ -166,7 +167,7 @@ def _quantum_s(recipe: Recipe, kind: MachineKind) -> float:
     return kind.service.step_s(max(1.0, min(kind.slots, share)))
 
 
-def _lengths(s: config.Sim) -> LengthDistribution:
+def _lengths(s: Sim) -> LengthDistribution:
     if s.lengths_file is None:
         return LogNormalLengths(median=s.median_tokens, sigma=s.sigma, alike=s.alike)
     return MeasuredLengths(lengths=read_lengths(s.lengths_file), alike=s.alike)

@@ -1,6 +1,6 @@
 """Measure the time from requesting a worker until it has imported torch and transformers and can begin its work.
 
-    OMP_NUM_THREADS=1 python -m windfall.fleet.start_time [REPEATS]
+    OMP_NUM_THREADS=1 python benchmarks/start_time.py [REPEATS]
 
 Prints one line of JSON for fresh processes and one for forked processes: the median and the slowest time in seconds,
 and the CPU time that a worker had used by then. The worker multiplies two matrices before it ends, to show that torch
@@ -53,16 +53,17 @@ def _report(how: str, times: list[tuple[float, float]], **more: float) -> None:
 
 
 async def measure(repeats: int, folder: Path) -> None:
-    env = dict(os.environ)
-    code = "from windfall.fleet.start_time import worker; worker()"
+    here = str(Path(__file__).resolve().parent)  # so that the measured processes can import this file
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
+    code = "from start_time import worker; worker()"
     times: list[tuple[float, float]] = []
     for n in range(max(1, repeats // 10)):
         requested, log = time.monotonic(), folder / f"fresh{n}.log"
         handle = await process.start(name=f"fresh{n}", argv=[sys.executable, "-c", code], env=env, log=log)
         times.append(await _measure(handle, requested, log))
     _report("fresh", times)
-    entry = "windfall.fleet.start_time:worker"
-    async with ForkClient(entry=entry, modules=MODULES, log=folder / "fork_server.log") as client:
+    log = folder / "fork_server.log"
+    async with ForkClient(entry="start_time:worker", modules=MODULES, log=log, env=env) as client:
         began = time.monotonic()
         await client.ready()
         imports_s = time.monotonic() - began

@@ -34,7 +34,7 @@ from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Dialer, Port, Route
 from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import Patience
 from windfall.types import Lease, Sampling
 
@@ -153,6 +153,7 @@ async def over_links(folder: Path, *, links: int, each: int, count: int, rounds:
     )  # fmt: skip
     port = Port("127.0.0.1", 0, {"/worker": route}, None)
     await port.open()
+    listener = Listener(turn_ended=lambda id: None, rejected=lambda id, why: None)
     d.set_offer(Offer(version=0, digest="d", url="http://_:1"))
     command = [
         sys.executable, __file__, "--url", f"http://127.0.0.1:{port.port}", "--links", str(links), "--each", str(each),
@@ -166,7 +167,7 @@ async def over_links(folder: Path, *, links: int, each: int, count: int, rounds:
                 await asyncio.sleep(0.05)
             for w in range(links):
                 for r in range(each):
-                    d.open(episode(f"{w}/{r}"))
+                    d.open(episode(f"{w}/{r}"), listener)
             expected = links * each * count * rounds
             while d.ledger.counts.accepted == 0:
                 await asyncio.sleep(0.001)

@@ -36,7 +36,7 @@ from windfall.link import messages as m
 from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.rollout.assignment import Offer
-from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.types import Chunk, Lease, Request, Sampling
 from windfall.worker.agent import Agent
 
@@ -192,7 +192,7 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
         d.ledger.close(id)
         finished.add(id)
 
-    d.listen(ended, lambda id, why: None)
+    listener = Listener(turn_ended=ended, rejected=lambda id, why: None)
     for g in range(groups):
         for s in range(SIBLINGS):
             e = Episode(
@@ -200,7 +200,7 @@ async def killed(folder: Path, *, workers: int = 4, groups: int = 64, every_s: f
                 stop=frozenset((STOP,)),
             )  # fmt: skip
             open_[e.id] = e
-            d.open(e)
+            d.open(e, listener)
     watching, fleet = asyncio.create_task(d.watch()), Fleet(url=f"http://127.0.0.1:{port.port}", folder=folder)
     try:
         async with asyncio.timeout(180):

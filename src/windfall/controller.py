@@ -101,6 +101,8 @@ class Controller:
     """Called when a checkpoint of this state is on disk."""
     before_update: Callable[[int, Sequence[int]], None] = lambda step, tasks: None
     """Called before the weights change, with the step and the tasks of its batch."""
+    note_staleness: Callable[[dict[str, Any]], None] = lambda fields: None
+    """Called after every step of asynchronous training, with the fields of its event about staleness."""
     counters: Callable[[], dict[str, Any]] = dict
     """Returns what happened to the fleet since the last call."""
     evaluated: set[int] = field(default_factory=set)
@@ -403,6 +405,7 @@ class Controller:
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step)
             tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens, "held_s": self._held_s}
+            self.note_staleness({**tasks, "train_wait_s": batch.wait_s})
         self.events.scalar(
             "step",
             step=step,

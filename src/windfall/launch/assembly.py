@@ -101,7 +101,7 @@ class ControllerLife:
             trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
             connected=self.connected, restore=self.restore, offer=self._offer, saved=self._saved,
             before_update=self._before_update, counters=counters or self.counters, micro_tokens=hello.micro_tokens,
-            evaluated=self._evaluated, held_out=self.held_out,
+            note_staleness=self.report.note_staleness, evaluated=self._evaluated, held_out=self.held_out,
         )  # fmt: skip
         try:
             return await controller.run()

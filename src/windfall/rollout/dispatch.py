@@ -412,11 +412,12 @@ class Dispatch:
 
     def _request_loads(self) -> None:
         """Workers without the newest version load it. New workers do so at once. With staleness 0, others do when there
-        is work for them. Otherwise they do at once if running responses are interrupted, else when they are idle."""
+        is work for them. Otherwise they do at once if running responses are interrupted, else when they are idle. The
+        trainer's engine has no other weights than the newest."""
         now = asyncio.get_running_loop().time()
         for member in self.members.outdated(self.window, needed=bool(self._staleness or self.ledger.queue)):
             busy = self.ledger.running(member.id) > 0
-            if self._finish and busy and member.state is WorkerState.READY:
+            if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
                 continue
             if busy and self.window.allows(member.version, member.digest):
                 member.progress_s = now  # it goes on generating while it pulls

@@ -18,7 +18,7 @@ import msgspec
 
 from windfall.types import Finish, Lease, Sampling
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 8 << 20
 """Size limit of a worker's frames: far above an engine step of thousands of responses."""
 MAX_TRAINER_FRAME_BYTES = 256 << 20
@@ -282,7 +282,7 @@ class Left(Message, frozen=True, tag=17):
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A train.sample.Sample on the wire; arrays are bytes of float64."""
+    """A train.sample.Sample on the wire; arrays are bytes of float64, those of `lag` of uint16."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -290,6 +290,7 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     advantage: float
     limit: int
     old: bytes | None = None
+    lag: bytes | None = None
 
 
 class TrainerHello(Message, frozen=True, tag=18):

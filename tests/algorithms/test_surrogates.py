@@ -17,7 +17,7 @@ from torch import Tensor
 from windfall.algorithms import ALGORITHMS, make
 from windfall.algorithms.base import Outcome, SampledTokens
 from windfall.algorithms.credit import EPS
-from windfall.algorithms.importance import truncated_importance
+from windfall.algorithms.importance import importance_weights
 from windfall.algorithms.kl import kl_weights
 
 LIMIT = 12
@@ -125,7 +125,7 @@ def weighted(name: str, batch: Batch) -> tuple[list[np.ndarray], float]:
     ]
     advantages = [torch.tensor(a, dtype=torch.float64) for a in algorithm.advantages(outcomes)]
     each = [
-        algorithm.weights(SampledTokens(logp=x.detach().numpy(), old=old.numpy(), advantage=float(a)))
+        algorithm.weights(SampledTokens(logp=x.detach().numpy(), proximal=old.numpy(), advantage=float(a)))
         for x, old, a in responses(batch, advantages)
     ]
     return each, sum(algorithm.normalizer(length=n, limit=LIMIT) for lengths in LENGTHS for n in lengths)
@@ -179,7 +179,7 @@ def test_truncated_importance_multiplies_the_terms_of_dapo() -> None:
     expected = gradient(batch, -torch.cat(terms).mean())
     weights, divisor = weighted("dapo", batch)
     corrected = [
-        w * truncated_importance(old.numpy(), b.numpy(), cap=1.5)
+        w * importance_weights(old.numpy(), b.numpy(), mode="truncate", cap=1.5)[0]
         for w, (_, old, _), b in zip(weights, each, behaviors, strict=True)
     ]
     np.testing.assert_allclose(-np.concatenate(corrected) / divisor, expected, rtol=1e-9, atol=1e-14)

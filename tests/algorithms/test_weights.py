@@ -14,7 +14,7 @@ from windfall.algorithms.base import SampledTokens
 def weights(name: str, ratios: list[float], advantage: float, **options: Any) -> np.ndarray:
     """The weights of tokens with these ratios of new to old probability."""
     old = np.log(np.linspace(0.01, 0.03, len(ratios)))
-    return make(name, **options).weights(SampledTokens(logp=old + np.log(ratios), old=old, advantage=advantage))
+    return make(name, **options).weights(SampledTokens(logp=old + np.log(ratios), proximal=old, advantage=advantage))
 
 
 # With a clip of 0.2 the range is 0.8 to 1.2. A good response: only 1.5 is clipped. A bad one: only 0.5.
@@ -89,4 +89,4 @@ def test_nothing_is_clipped_on_policy(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_weights_keep_the_precision_of_the_log_probs(name: str) -> None:
     logp = np.log(np.array([0.1, 0.2], dtype=np.float32))
-    assert make(name).weights(SampledTokens(logp=logp, old=logp, advantage=1.0)).dtype == np.float32
+    assert make(name).weights(SampledTokens(logp=logp, proximal=logp, advantage=1.0)).dtype == np.float32

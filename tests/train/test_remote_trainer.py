@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -186,6 +188,28 @@ def test_large_batch_is_sent_in_several_messages(monkeypatch: pytest.MonkeyPatch
         await serving
 
     run(scenario())
+
+
+def test_lag_survives_the_wire() -> None:
+    lag = np.array([2, 1, 0], np.uint16)
+    encoded = m.encode(m.Accumulate(samples=(remote.pack(replace(sample(4), lag=lag)), remote.pack(sample(4)))))
+    order = msgspec.msgpack.decode(encoded, type=m.Accumulate)
+    older, fresh = (remote.unpack(s) for s in order.samples)
+    assert older.lag is not None
+    assert older.lag.dtype == np.uint16
+    assert older.lag.tolist() == [2, 1, 0]
+    assert fresh.lag is None
+
+
+def test_lag_counts_toward_the_size_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a lag, messages are split as before it existed: a split changes the order of summation."""
+    fresh = [sample(101) for _ in range(8)]
+    older = [replace(s, lag=np.ones(100, np.uint16)) for s in fresh]
+    monkeypatch.setattr(remote, "FRAME_BYTES", 4 * (5 * (101 + 100) + 16 * 100 + 64))
+    assert [len(part) for part in remote.parts(fresh)] == [4, 4]
+    assert [len(part) for part in remote.parts(older)] == [3, 3, 2]
+    for part in remote.parts(older):
+        assert len(m.encode(m.Accumulate(samples=part))) <= remote.FRAME_BYTES
 
 
 def test_sample_over_the_frame_limit_ends_the_run_with_a_reason() -> None:

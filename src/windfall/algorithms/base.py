@@ -1,5 +1,19 @@
 """Credit: the weight of every sampled token. Plain numbers in and out, no torch.
 
+Three policies give a sampled token a log-prob (decoupled PPO: "Batch size-invariance for policy optimization", arXiv
+2110.00641, and AReaL, arXiv 2505.24298):
+
+    behavior    the policy that sampled it, in the engine. Tokens of one response may come from several versions
+    proximal    the policy at the start of the step: all updates of the step are measured, and clipped, against it
+    current     the policy that is being updated. Only this one has a gradient
+
+    loss_t  =  - v_t min(r_t A, clip(r_t) A)        r_t = current / proximal,   v_t = proximal / behavior
+
+r_t belongs to the algorithm (`Algorithm.weights`). v_t is a constant that corrects for tokens that are off-policy when
+the step starts; importance.py computes it for all algorithms. In the first update of a step, r_t is 1. PPO's clip is
+measured from the proximal policy because the behavior policy may be several versions old: a clip around that one would
+hold the update near an old policy, and would drop tokens only because they are old.
+
 Every algorithm here is a policy gradient, so one number per token determines its whole loss:
 
     gradient of the loss  =  - sum over tokens  weight_t * gradient of log pi(token_t)
@@ -23,11 +37,11 @@ Floats = np.ndarray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTokens:
-    """The sampled tokens of one response, as three arrays of equal length and the response's advantage."""
+    """The sampled tokens of one response, as two arrays of equal length and the response's advantage."""
 
     logp: Floats
-    """Log-probs under the current weights."""
-    old: Floats
+    """Log-probs under the current policy."""
+    proximal: Floats
     """Log-probs under the policy from which the step started."""
     advantage: float
 
@@ -48,6 +62,8 @@ class Outcome:
 class Algorithm(Protocol):
     scope: ClassVar[Literal["group", "batch"]]
     """Which outcomes `advantages` needs together: those of one group, or those of all groups of the batch."""
+    importance_level: ClassVar[Literal["token", "sequence"]]
+    """Unit that gets an importance weight in a response with tokens of older versions (importance.py)."""
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """One number per response, nested like `groups`."""

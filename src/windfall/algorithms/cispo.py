@@ -2,7 +2,7 @@
 
     A_i   = (R_i - mean(R)) / std(R)                          over the G responses of a group
     loss  = - 1/sum_i |y_i| sum_i sum_t c_t A_i log pi(y_t),  c_t = clip(r_t, 1 - clip_low, 1 + clip_high) as a constant
-    w_t   = c_t A_i
+    w_t   = c_t A_i,   r_t = pi(y_t) / pi_prox(y_t)
 
 The clip bounds the weight of a token instead of removing the token: the rare words at which the reasoning changes
 direction have large ratios, and PPO's clip drops exactly these. The sum of lengths is over the mini-batch.
@@ -10,6 +10,13 @@ direction have large ratios, and PPO's clip drops exactly these. The sum of leng
 The paper sets no lower bound (clip_low = 1 means none, because a ratio is never below 0) and gives no number for the
 upper one. The default, c_t <= 5, is from "The Art of Scaling Reinforcement Learning Compute for LLMs", arXiv
 2510.13786, which found 4, 5 and 8 equally good.
+
+Off-policy tokens: c_t is an importance weight already, not a trust region, and so is the factor v_t = pi_prox /
+pi_behavior (importance.py). Both are constants, and where neither is bounded, v_t c_t = pi / pi_behavior: the weight
+that REINFORCE needs on such tokens. So the product is right as it stands, with a bound for each cause: `importance_cap`
+for what earlier steps moved the policy, clip_high for what this step moves it. A single clip of the product would make
+`importance_cap` and the reported share of capped tokens meaningless. `importance = "mask"` drops tokens, which CISPO
+is meant to avoid; "truncate" is in its spirit.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from windfall.algorithms.credit import normalized, ratio, rewards
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CISPO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
+    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     clip_low: float = 1.0
     clip_high: float = 4.0
 

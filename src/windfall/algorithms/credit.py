@@ -38,8 +38,8 @@ def normalized(values: Floats, counts: Floats | None = None) -> Floats:
 
 
 def ratio(tokens: SampledTokens) -> Floats:
-    """pi / pi_old of each token: how much more likely it has become since the step began."""
-    return np.exp(tokens.logp - tokens.old)
+    """pi / pi_prox of each token: how much more likely it has become since the step began."""
+    return np.exp(tokens.logp - tokens.proximal)
 
 
 def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floats:

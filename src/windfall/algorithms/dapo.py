@@ -3,12 +3,16 @@
     R'_i  = R_i - overlong_penalty * min(1, max(0, (n_i - (limit - cache)) / cache))        cache = overlong_cache
     A_i   = (R'_i - mean(R')) / std(R')                       over the G responses of a group
     loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
-    w_t   = A_i r_t, or 0 where clipped
+    w_t   = A_i r_t, or 0 where clipped,   r_t = pi(y_t) / pi_prox(y_t)
 
 n_i counts all tokens of the response, including those of the environment, because the limit does: a truncated response
 has n_i = limit and the full penalty. |y_i| counts sampled tokens only. Every token has the same weight in the mean,
 whichever response it is in; the sum of lengths is over the mini-batch. A group with equal rewards is replaced by
 another (dynamic sampling). The paper's overlong_cache is 4096 with a limit of 20480.
+
+Off-policy tokens: decoupled PPO, token by token. The clip acts on r_t alone, whose denominator is the policy at the
+start of the step; a token of an older version gets the factor pi_prox / pi_behavior on top (importance.py).
+The sum of lengths counts masked tokens too, so masking lowers the gradient and never raises the weight of other tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from windfall.algorithms.credit import clipped, normalized, ratio
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DAPO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
+    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     clip_low: float = 0.2
     clip_high: float = 0.28
     overlong_cache: int = 0

@@ -1,12 +1,15 @@
 """Dr. GRPO. "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783.
 
     A_i   = R_i - mean(R)                                     over the G responses of a group
-    loss  = - 1/G sum_i 1/limit sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_old(y_t)
+    loss  = - 1/G sum_i 1/limit sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_prox(y_t)
     w_t   = A_i r_t, or 0 where clipped
 
 GRPO without its two biases. Division by std(R) favors tasks that are nearly always or nearly never solved. Division by
 |y_i| makes a token of a long wrong response cost less than one of a short wrong response. The divisor is a constant
 instead: the maximum number of tokens of a response.
+
+Off-policy tokens: decoupled PPO, token by token. The clip acts on r_t alone, whose denominator is the policy at the
+start of the step; a token of an older version gets the factor pi_prox / pi_behavior on top (importance.py).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from windfall.algorithms.credit import centered, clipped, ratio, rewards
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrGRPO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
+    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     clip: float = 0.2
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:

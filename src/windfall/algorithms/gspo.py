@@ -1,13 +1,25 @@
 """GSPO. "Group Sequence Policy Optimization", arXiv 2507.18071.
 
     A_i   = (R_i - mean(R)) / std(R)                          over the G responses of a group
-    s_i   = (pi(y_i) / pi_old(y_i)) ^ (1/|y_i|)  =  exp(mean_t log r_t)
+    s_i   = (pi(y_i) / pi_prox(y_i)) ^ (1/|y_i|)  =  exp(mean_t log r_t)
     loss  = - 1/G sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
     w_t   = A_i s_i / |y_i|, or 0 for the whole response if clipped
 
 The reward belongs to a whole response, and so do the ratio and its clip. A geometric mean of many ratios is much closer
 to 1 than a single ratio, hence the narrow range. The mean over a group becomes the mean over all responses of the
 mini-batch, which is the same if all groups have the same size.
+
+Off-policy tokens: the importance weight belongs to the whole response, too, and is a geometric mean like s_i:
+
+    v_i   = (pi_prox(y_i) / pi_behavior(y_i)) ^ (1/|y_i|),   truncated or masked as one number (importance.py)
+    loss  = - 1/G sum_i v_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+
+Then v_i s_i is the paper's ratio between the current policy and the one that sampled, and all tokens of a response
+keep the same weight. Factors per token would bring back the noise that the paper removes, and their product with s_i
+is not the gradient of any loss of the response. A response from several versions has one v_i: its fresh tokens add
+about 0 to the mean. v_i is much closer to 1 than the ratio of a token, so an `importance_cap` of 2 hardly ever acts;
+1.05 is a real bound. A response of fresh tokens only keeps a factor per token: it corrects for the engine's rounding,
+which is about 1e-5 to 1e-2 nats, so both forms agree to that precision, and on-policy runs stay what they were.
 """
 
 from __future__ import annotations
@@ -25,6 +37,7 @@ from windfall.algorithms.credit import clipped, normalized, rewards
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
+    importance_level: ClassVar[Literal["token", "sequence"]] = "sequence"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
@@ -36,7 +49,7 @@ class GSPO:
         return True
 
     def weights(self, tokens: SampledTokens) -> Floats:
-        s = np.exp(np.mean(tokens.logp - tokens.old))
+        s = np.exp(np.mean(tokens.logp - tokens.proximal))
         weight = clipped(s, tokens.advantage, low=self.clip_low, high=self.clip_high)
         return np.full_like(tokens.logp, weight / len(tokens.logp))
 

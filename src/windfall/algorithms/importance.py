@@ -1,27 +1,64 @@
-"""Truncated importance sampling: a factor on the weights of tokens that were sampled from a slightly different policy.
+"""Importance weights: a constant factor on the weight of tokens that another policy than the proximal one has sampled.
 
-Rollout and training compute the same model with different kernels, different precision or (if staleness is allowed)
-older weights. So the log-prob with which a token was sampled, `behavior`, differs from the log-prob that the trainer
-computes for the policy from which the step started, `old`. Source: F. Yao et al., "Your Efficient RL Framework Secretly
-Brings You Off-Policy RL Training", 2025 (fengyao.notion.site/off-policy-rl).
+The log-prob with which a token was sampled, `behavior`, differs from the one that the trainer computes for the policy
+from which the step started, `proximal` (the words of base.py), for two reasons:
 
-    w_t  *=  min(exp(old_t - behavior_t), cap)
+    older weights      with [rollout] staleness above 0, the token may be several versions old: the policy has moved
+    another engine     rollout and training compute the same weights with different kernels or precision
 
-The factor is a constant; the algorithm's own ratio pi / pi_old does not change. The cap bounds the variance at the
-price of a small bias. There is no lower bound: a token that is unlikely under `old` gets a small weight.
+    ratio_t   = exp(proximal_t - behavior_t)
+
+    truncate    w_t *= min(ratio_t, cap)                                the default
+    mask        w_t *= ratio_t, or 0 if ratio_t > cap or ratio_t < 1/cap
+    off         w_t *= 1                                                no correction, for comparison
+
+The factor is a constant; the algorithm's own ratio pi / pi_prox does not change. The cap bounds the variance at the
+price of a small bias. Truncation has no lower bound: a token that is unlikely under `proximal` gets a small weight.
+Masking learns only from tokens on which both policies roughly agree; the normalizer still counts masked tokens.
+
+An algorithm with `importance_level = "sequence"` weights a response as a whole: ratio_t becomes the geometric mean over
+the response, and truncation and masking apply to that one number. This is done in responses with tokens of older
+versions only (see gspo.py).
+
+Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025
+(fengyao.notion.site/off-policy-rl), for truncation; "AReaL", arXiv 2505.24298, for the decoupled loss.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import numpy as np
 
 from windfall.algorithms.base import Floats
 
+ImportanceMode = Literal["truncate", "mask", "off"]
 
-def truncated_importance(old: Floats, behavior: Floats, cap: float) -> Floats:
-    """Factors for `Algorithm.weights`, one per token.
 
-    >>> truncated_importance(np.log([0.5, 0.2]), np.log([0.1, 0.4]), cap=2.0).round(3).tolist()
-    [2.0, 0.5]
+def importance_weights(
+    proximal: Floats,
+    behavior: Floats,
+    *,
+    mode: ImportanceMode,
+    cap: float,
+    level: Literal["token", "sequence"] = "token",
+) -> tuple[Floats, np.ndarray]:
+    """Factors for `Algorithm.weights`, one per token, and which of them were truncated or masked.
+
+    >>> proximal, behavior = np.log([0.5, 0.2]), np.log([0.1, 0.4])
+    >>> weights, capped = importance_weights(proximal, behavior, mode="truncate", cap=2.0)
+    >>> weights.round(3).tolist(), capped.tolist()
+    ([2.0, 0.5], [True, False])
     """
-    return np.minimum(np.exp(old - behavior), cap)
+    if mode == "off":
+        return np.ones_like(proximal), np.zeros(len(proximal), dtype=bool)
+    if level == "sequence":
+        ratio = np.full_like(proximal, np.exp(np.mean(proximal - behavior)))
+    else:
+        ratio = np.exp(proximal - behavior)
+    above = ratio > cap
+    if mode == "truncate":
+        return np.minimum(ratio, cap), above
+    # A ratio that is not a number is not masked: the gradient must show that something is wrong.
+    outside = above | (ratio < 1 / cap)
+    return np.where(outside, 0.0, ratio), outside

@@ -3,12 +3,16 @@ arXiv 2501.03262.
 
     B_i   = R_i, or R_i - mean(R of its group) with baseline = "group"
     A_i   = (B_i - mean(B)) / std(B)                          over all tokens of the batch
-    loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_old(y_t)
+    loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip, 1 + clip) A_i),   r_t = pi(y_t) / pi_prox(y_t)
     w_t   = A_i r_t, or 0 where clipped
 
 The mean and deviation are those of the paper's per-token advantages: every response counts once per token, and the
 advantages of all tokens have the mean 0. The paper's KL penalty inside the reward is left out: a KL term is added to
 the loss instead (`kl.kl_weights`).
+
+Off-policy tokens: decoupled PPO, token by token. The clip acts on r_t alone, whose denominator is the policy at the
+start of the step; a token of an older version gets the factor pi_prox / pi_behavior on top (importance.py).
+Advantages are normalized over all tokens of the batch, whatever their version.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from windfall.errors import WindfallError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReinforcePP:
     scope: ClassVar[Literal["group", "batch"]] = "batch"
+    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     clip: float = 0.2
     baseline: Literal["none", "group"] = "none"
 

@@ -8,6 +8,11 @@ arXiv 2402.14740.
 The whole response is one action: no ratio, no clip, no division by length. It is meant for one update per batch; with
 several updates nothing keeps the policy near the one that sampled the responses. The mean over a group becomes the mean
 over all responses of the mini-batch, which is the same if all groups have the same size.
+
+Off-policy tokens: REINFORCE with an importance factor per token, w_t = A_i pi_prox / pi_behavior (importance.py). The
+exact weight of a whole response as one action is the product of the factors of all its tokens. Its variance grows
+exponentially with the length, so each token gets only its own factor: a small bias, as in all token-level corrections.
+Nothing corrects for the second and later updates of a step, as on-policy.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from windfall.algorithms.credit import centered, rewards
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RLOO:
     scope: ClassVar[Literal["group", "batch"]] = "group"
+    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """A response without siblings gets 0, because it has no baseline. Its siblings may just have failed; its reward

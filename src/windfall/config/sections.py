@@ -125,9 +125,22 @@ class AlgorithmSection(Section):
     """Parameters of the algorithm, such as clip_high; see src/windfall/algorithms."""
     kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL penalty toward the model that the run started from. 0 disables it."""
+    importance: Literal["truncate", "mask", "off"] = "truncate"
+    """Correction for tokens that older weights, or an engine that rounds differently, have sampled: weight them by the
+    ratio of the trainer's probability to that of the sampling policy. "truncate" limits the weight to `importance_cap`;
+    "mask" ignores tokens whose ratio is above `importance_cap` or below its inverse; "off" does not correct."""
     importance_cap: float = Field(default=2.0, gt=0)
-    """Upper limit for the importance weight of a token (truncated importance sampling). It applies where the trainer
-    and the engine disagree on a log-prob."""
+    """Upper limit for the importance weight of a token. With `importance` = "mask" it must be above 1; with "off" it
+    has no effect."""
+
+    @model_validator(mode="after")
+    def _mask_keeps_something(self) -> AlgorithmSection:
+        if self.importance == "mask" and self.importance_cap <= 1:
+            raise ValueError(
+                f"importance = 'mask' needs an importance_cap above 1, not {self.importance_cap:g}: it keeps the "
+                "tokens whose ratio is between 1 / importance_cap and importance_cap"
+            )
+        return self
 
 
 class RolloutSection(Section):

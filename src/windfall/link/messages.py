@@ -223,7 +223,7 @@ class Left(Message, frozen=True, tag=17):
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A train.sample.Sample on the wire; arrays are bytes of float64."""
+    """A train.sample.Sample on the wire; arrays are bytes of float64, those of `lag` of uint16."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -231,6 +231,7 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     advantage: float
     limit: int
     old: bytes | None = None
+    lag: bytes | None = None
 
 
 class TrainerHello(Message, frozen=True, tag=18):

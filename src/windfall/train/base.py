@@ -24,10 +24,16 @@ class Report:
     lr: float
     entropy: float
     engine_gap: float
-    """Mean absolute difference between the trainer's log-probs and the engine's, before the first update."""
+    """Mean absolute difference between the trainer's log-probs and the engine's, before the first update, over fresh
+    tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
     engine_gap_max: float
     clipped: float
     """Share of tokens with an advantage whose weight was clipped to zero."""
+    capped: float
+    """Share of tokens whose importance weight was truncated or masked (algorithms/importance.py)."""
+    drift: float
+    """Mean absolute difference between the log-probs of the proximal and the behavior policy over tokens of older
+    versions, in nats. 0 if there are none."""
     kl: float
     """Mean of the k3 estimator over the tokens; 0 without a reference model."""
     skipped: Skipped

@@ -12,6 +12,9 @@ import numpy as np
 from windfall.algorithms.base import Algorithm, Floats, Outcome
 from windfall.types import Group, Response
 
+MAX_LAG = np.iinfo(np.uint16).max
+"""Larger lags are stored as this one, so that they cannot wrap around to 0."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
@@ -26,7 +29,11 @@ class Sample:
     limit: int
     """Maximum number of tokens of a response (rollout.max_tokens)."""
     old: Floats | None = None
-    """Log-probs of the trainer before the first update of the step; None: use those computed now."""
+    """Log-probs of the proximal policy: those of the trainer before the first update of the step. None: use those
+    computed now, which are the same until the first update."""
+    lag: np.ndarray | None = None
+    """Age of each target in versions: the trainer's version minus the one that sampled the token (uint16). None: all
+    are 0."""
 
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
@@ -39,18 +46,21 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
 
 
 def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: int | None = None) -> list[list[Sample]]:
-    """The samples of each group. Responses without a reward are left out, also from the advantages of their group."""
+    """The samples of each group. Responses without a reward are left out, also from the advantages of their group.
+
+    `version` is the trainer's, from which the lag of each token is computed; None: all tokens count as fresh. Raises
+    ValueError if a token is from a newer version."""
     advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
     return [
         [
-            _sample(response, advantage, limit)
+            _sample(response, advantage, limit, version)
             for response, advantage in zip((r for r in group.responses if r.reward is not None), row, strict=True)
         ]
         for group, row in zip(groups, advantages, strict=True)
     ]
 
 
-def _sample(r: Response, advantage: float, limit: int) -> Sample:
+def _sample(r: Response, advantage: float, limit: int, version: int | None) -> Sample:
     first = len(r.prompt)
     return Sample(
         ids=r.prompt + r.tokens,
@@ -58,7 +68,18 @@ def _sample(r: Response, advantage: float, limit: int) -> Sample:
         behavior=np.fromiter(compress(r.logprobs, r.sampled), dtype=float),
         advantage=advantage,
         limit=limit,
+        lag=None if version is None else _lag(r, version),
     )
+
+
+def _lag(r: Response, version: int) -> np.ndarray | None:
+    lag = version - np.fromiter(compress(r.versions, r.sampled), dtype=np.int64)
+    if not lag.any():
+        return None
+    if lag.min() < 0:
+        newest = version - int(lag.min())
+        raise ValueError(f"response {r.id}: a token is from version {newest}, but the trainer is at version {version}")
+    return np.minimum(lag, MAX_LAG).astype(np.uint16)
 
 
 def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> list[list[Sample]]:

@@ -6,6 +6,14 @@
 
 The gradient of any algorithm is one weight per token (see algorithms/base.py), so the loss differentiated here is
 always the same: the negative sum of weight * log-prob.
+
+The proximal policy (algorithms/base.py) is the one at the start of the step. A step of one update needs no pass of its
+own for it: until the update, the log-probs computed in the gradient are the proximal ones. A step of several updates
+calls `prepare` on all its samples before the first.
+
+Tokens of older versions differ from the proximal policy because the policy has moved (`drift`). Only fresh tokens tell
+whether engine and trainer compute the same model (`engine_gap`), so only they can end the run. An update without a
+fresh token is not checked.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from windfall.algorithms.base import Algorithm, Floats, SampledTokens
-from windfall.algorithms.importance import truncated_importance
+from windfall.algorithms.importance import ImportanceMode, importance_weights
 from windfall.algorithms.kl import k3, kl_weights
 from windfall.config import Recipe
 from windfall.errors import WindfallError
@@ -34,7 +42,9 @@ class TorchTrainer:
     ) -> None:
         self.model, self.algorithm, self.micro_tokens = model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
-        self.kl, self.importance_cap = recipe.algorithm.kl, recipe.algorithm.importance_cap
+        self.kl = recipe.algorithm.kl
+        self.importance: ImportanceMode = recipe.algorithm.importance
+        self.importance_cap = recipe.algorithm.importance_cap
         self.gap_limit = recipe.train.engine_gap_limit
         self.optimizer = Optimizer(model, recipe.train, recipe.run.steps * recipe.train.minibatches)
         self.learner = Learner(
@@ -58,7 +68,7 @@ class TorchTrainer:
     def _reset(self) -> None:
         self._divisor, self._responses = 0.0, 0
         self._statistics: list[Floats] = []
-        """Four rows per token: entropy, gap to the engine, clipped, k3."""
+        """Six rows per token: entropy, distance between proximal and behavior log-prob, clipped, k3, capped, older."""
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
         # Samples without an advantage get their own packs, which need no backward pass: they only count in the report.
@@ -75,22 +85,28 @@ class TorchTrainer:
         pack, reference = pack[first:last], reference[first:last]
         sizes = np.cumsum([len(s.targets) for s in pack])[:-1]
         out: list[Floats] = []
-        gaps, clips, kls = [], [], []
+        distances, clips, kls, caps, older = [], [], [], [], []
         for s, now, ref in zip(pack, np.split(logp, sizes), reference, strict=True):
-            old = now if s.old is None else s.old
-            w = self.algorithm.weights(SampledTokens(logp=now, old=old, advantage=s.advantage))
+            proximal = now if s.old is None else s.old
+            w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage))
             clips.append((w == 0) & (s.advantage != 0))
-            w = w * truncated_importance(old, s.behavior, self.importance_cap)
+            importance, capped = importance_weights(
+                proximal, s.behavior, mode=self.importance, cap=self.importance_cap,
+                level="token" if s.lag is None else self.algorithm.importance_level,
+            )  # fmt: skip
+            w = w * importance
             share = self.algorithm.normalizer(len(now), s.limit)
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
             kls.append(np.zeros(len(now)) if ref is None else k3(now, ref))
-            gaps.append(np.abs(old - s.behavior))
+            distances.append(np.abs(proximal - s.behavior))
+            caps.append(capped)
+            older.append(np.zeros(len(now)) if s.lag is None else s.lag > 0)
             out.append(w)
             self._divisor += share
             self._responses += 1
-        self._statistics.append(np.stack([entropy, np.concatenate(gaps), np.concatenate(clips), np.concatenate(kls)]))
+        self._statistics.append(np.stack([entropy, *map(np.concatenate, (distances, clips, kls, caps, older))]))
         return np.concatenate(out)
 
     def _packs(self, samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -101,16 +117,19 @@ class TorchTrainer:
         return np.split(logp.double().cpu().numpy(), np.cumsum([len(s.targets) for s in pack])[:-1])
 
     def finish(self) -> Report:
-        statistics = np.concatenate(self._statistics, axis=1) if self._statistics else np.zeros((4, 0))
+        statistics = np.concatenate(self._statistics, axis=1) if self._statistics else np.zeros((6, 0))
         tokens, lr = statistics.shape[1], self.optimizer.rate()
-        entropy, gap, clipped, kl = statistics.mean(1).tolist() if tokens else (0.0,) * 4
-        gap_max = float(statistics[1].max()) if tokens else 0.0
+        entropy, _, clipped, kl, capped, _ = statistics.mean(1).tolist() if tokens else (0.0,) * 6
+        distance, older = statistics[1], statistics[5] > 0
+        fresh, drifted = distance[~older], distance[older]
+        gap, gap_max = (float(fresh.mean()), float(fresh.max())) if fresh.size else (0.0, 0.0)
+        drift = float(drifted.mean()) if drifted.size else 0.0
         if not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN fails every comparison
             raise gap_error(gap, gap_max, self.gap_limit)
         norm, skipped = self.optimizer.update(self._divisor)
         report = Report(
             tokens=tokens, responses=self._responses, grad_norm=norm, lr=lr, entropy=entropy, engine_gap=gap,
-            engine_gap_max=gap_max, clipped=clipped, kl=kl, skipped=skipped,
+            engine_gap_max=gap_max, clipped=clipped, capped=capped, drift=drift, kl=kl, skipped=skipped,
         )  # fmt: skip
         self._reset()  # the update has already set the gradients to zero
         return report

@@ -27,7 +27,7 @@ def test_as_few_workers_as_have_slots_keep_the_version() -> None:
     fixed = FixedVersions(members)
     assert fixed.keep(5, "d5", 10)
     assert kept(fixed) == ["b", "c"]
-    assert fixed.keeps("b") and not fixed.keeps("a")
+    assert [fixed.keeps(name) for name in "abc"] == [False, True, True]
     fixed.release(5)
     assert not fixed.keeps("b")
 
@@ -37,9 +37,9 @@ def test_workers_are_chosen_as_they_load_the_version() -> None:
     late = worker(members, "late", version=4)
     fixed = FixedVersions(members)
     assert fixed.keep(5, "d5", 4)
-    assert kept(fixed) == [] and not fixed.is_gone(5, 5)
+    assert (kept(fixed), fixed.is_gone(5, 5)) == ([], False)
     late.requested = (5, "d5")
-    assert kept(fixed) == [] and fixed.wanted(6) is None and not fixed.is_gone(5, 7), "it is loading the version"
+    assert (kept(fixed), fixed.wanted(6), fixed.is_gone(5, 7)) == ([], None, False), "it is loading the version"
     members.loaded("late", 5, "d5", 8, 1.0)
     assert kept(fixed) == ["late"]
 
@@ -57,7 +57,8 @@ def test_lost_worker_is_replaced_while_the_version_can_be_had() -> None:
     worker(members, "c", version=6)
     assert kept(fixed) == []
     wanted = fixed.wanted(6)
-    assert wanted is not None and wanted.digest == "d5", "the trainer still serves the version before the newest"
+    assert wanted is not None, "the trainer still serves the version before the newest"
+    assert wanted.digest == "d5"
     assert not fixed.is_gone(5, 6)
     assert fixed.is_gone(5, 7)
 

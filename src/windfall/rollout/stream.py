@@ -285,12 +285,14 @@ class Stream:
 
     async def _draw(self, tasks: list[int]) -> None:
         futures = {index: self._drawing[index] for index in tasks}
-        await asyncio.wait(futures.values(), timeout=OPEN_TOGETHER_S)
-        self.inbox.put_nowait(_TasksDrawn([index for index, future in futures.items() if future.done()]))
-        for index, future in futures.items():
-            if not future.done():
-                await asyncio.wait([future])
-                self.inbox.put_nowait(_TasksDrawn([index]))
+        timeout_s: float | None = OPEN_TOGETHER_S
+        while futures:
+            wait_for = asyncio.ALL_COMPLETED if timeout_s else asyncio.FIRST_COMPLETED
+            await asyncio.wait(futures.values(), timeout=timeout_s, return_when=wait_for)
+            timeout_s, drawn = None, [index for index, future in futures.items() if future.done()]
+            self.inbox.put_nowait(_TasksDrawn(drawn))
+            for index in drawn:
+                del futures[index]
 
     def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)

@@ -16,9 +16,7 @@ def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("mode", ["interrupt", "finish"])
 @pytest.mark.parametrize("bound", [1, 3])
-def test_bound_holds_and_nothing_is_lost_while_workers_come_and_go(
-    simulated: Simulated, bound: int, mode: str
-) -> None:
+def test_bound_holds_and_nothing_is_lost_while_workers_come_and_go(simulated: Simulated, bound: int, mode: str) -> None:
     _, log = simulated(
         run={"steps": 12}, rollout={"staleness": bound, "on_new_weights": mode},
         trace={"mean_up_s": 4.0, "mean_down_s": 1.0},

@@ -410,9 +410,7 @@ class Dispatch:
             return
         self.fixed.choose()
         self._request_loads()
-        # A response that starts on the oldest version of the window would be too old before it is trained on. So, if
-        # responses finish on the weights they have, a worker with that version gets no more work until it is idle.
-        ready = self.members.routable(self.window, within=max(0, self._staleness - 1) if self._finish else None)
+        ready = [w for w in self.members.routable(self.window) if not self._stays_behind(w)]
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
@@ -424,6 +422,12 @@ class Dispatch:
         elif loads and not self._releasing:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
+
+    def _stays_behind(self, member: Member) -> bool:
+        """Whether the worker keeps the oldest version of the window for now, because it evaluates or because responses
+        finish on the weights they have. A response that started there would be too old before it is trained on."""
+        lag = self.window.newest - member.version
+        return lag >= max(1, self._staleness) and (self._finish or self.fixed.keeps(member.id))
 
     def _assign_fixed(self, version: int) -> None:
         """Assign the queued responses that must have this version. The newest can also be had from any other worker."""

@@ -188,8 +188,9 @@ class Controller:
     def _admit(self) -> None:
         """Open the tasks that may be opened now."""
         while self._stream is not None and (tasks := self.admission.admit()):
+            restoring = bool(self.rollout.history)
             self._stream.open(tasks)
-            if self._asynchronous:  # what the journal has of a response may be too old already
+            if restoring and self._asynchronous:  # what the journal has of a response may be too old already
                 self._stream.expire(self.admission.oldest_version)
 
     def _group_arrived(self, group: Group) -> None:

@@ -238,6 +238,19 @@ def test_trainer_without_anything_to_train_on_waits() -> None:
     assert a.step(12).holders["trainer"].seconds == pytest.approx({"paused": 0, "waiting": 2})
 
 
+def test_engine_of_the_trainer_does_not_generate_while_the_trainer_trains() -> None:
+    """In asynchronous training it has work all the time. Counted as generating, it would look slower than it is."""
+    a = Accounts()
+    a.join(0, "t", kind="reserved", usd_per_h=1.0, trainer=True)
+    a.ready(0, "t")
+    a.busy(0, "t")
+    assert a.trainer_trained(10, 7.0) == 7.0
+    assert a.step(10).holders["trainer"].seconds == pytest.approx({"generating": 3, "paused": 7})
+    a.paused(10, "t")
+    assert a.trainer_trained(12, 2.0) == 0.0
+    assert a.step(12).holders["trainer"].seconds["paused"] == pytest.approx(2)
+
+
 EVENTS = ["pulling", "ready", "busy", "idle", "frame", "moved_in", "paused", "resumed", "draining", "gone", "step"]
 stories = st.lists(
     st.tuples(st.sampled_from(EVENTS), st.integers(0, 2), st.floats(0, 50), st.integers(0, 5000)), max_size=60

@@ -207,17 +207,27 @@ class Accounts:
 
     def trainer_waited(self, now_s: float, s: float) -> None:
         """The trainer had nothing to train on for `s` seconds since the last `step()`: not paused, but waiting."""
+        self._correct_trainer(now_s, s, "paused", "waiting")
+
+    def trainer_trained(self, now_s: float, s: float) -> float:
+        """The trainer trained for `s` seconds since the last `step()` while its engine had work: the engine did not
+        generate meanwhile, but stood still. Returns the seconds that were counted as generating until now."""
+        return self._correct_trainer(now_s, s, "generating", "paused")
+
+    def _correct_trainer(self, now_s: float, s: float, counted: Bucket, correct: Bucket) -> float:
+        """Move at most `s` seconds of the trainer since the last `step()` from one bucket to another."""
         closed_s, gone_s = (
-            t.holders.get("trainer", Account()).seconds.get("paused", 0.0) for t in (self._closed, self._gone)
+            t.holders.get("trainer", Account()).seconds.get(counted, 0.0) for t in (self._closed, self._gone)
         )
         for worker, w in self._here.items():
             if w.holder == "trainer":
                 self._advance(now_s, worker).settle()
-                paused_s = w.settled.get("paused", 0.0)
-                waited_s = min(s, paused_s, max(0.0, gone_s + paused_s - closed_s))
-                w.settled["paused"] = paused_s - waited_s
-                w.settled["waiting"] = w.settled.get("waiting", 0.0) + waited_s
-                return
+                counted_s = w.settled.get(counted, 0.0)
+                moved_s = min(s, counted_s, max(0.0, gone_s + counted_s - closed_s))
+                w.settled[counted] = counted_s - moved_s
+                w.settled[correct] = w.settled.get(correct, 0.0) + moved_s
+                return moved_s
+        return 0.0
 
     def resumed(self, now_s: float, worker: str) -> None:
         if self._here[worker].phase == "paused":

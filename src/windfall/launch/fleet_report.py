@@ -100,7 +100,10 @@ class FleetReport:
         self._counted = now
         if last is not None:
             self._advise(last, now_s)
-            self._dispatch.accounts.trainer_waited(now_s, last.train_wait_s)
+            accounts, asynchronous = self._dispatch.accounts, self._recipe.rollout.staleness > 0
+            # In synchronous training the trainer's engine is paused while the trainer trains or waits.
+            if not (asynchronous and accounts.trainer_trained(now_s, last.train_s)):
+                accounts.trainer_waited(now_s, last.train_wait_s)
         return {
             **differences,
             "workers": sum(1 for _ in self._dispatch.members.here()),

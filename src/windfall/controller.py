@@ -165,6 +165,7 @@ class Controller:
         self._generating = asyncio.create_task(self._stream.run(), name="generation")
         self._generating.add_done_callback(lambda _: self._changed.set())
         self._replaced = []
+        self.rollout.reset_counters()  # what the journal has of open responses is counted as restored
         if self._asynchronous:
             self._admit()
 
@@ -241,7 +242,8 @@ class Controller:
 
     async def _step(self) -> None:
         step, started, before = self.state.step + 1, _now(), self.state
-        self.rollout.reset_counters()
+        if not self._asynchronous:
+            self.rollout.reset_counters()
         self.pace.begin(step)
         self._admit()
         with self.events.span("rollout", step=step) as span:
@@ -257,6 +259,8 @@ class Controller:
         train_s = batch.early_s + _now() - training
         self.pace.end(tokens=self.rollout.sampled_tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, _now() - started)
+        if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
+            self.rollout.reset_counters()
         self._publish()
 
     def _publish(self) -> None:
@@ -366,7 +370,8 @@ class Controller:
         sampling = self.recipe.rollout.sampling(o.temperature)
         rewards: list[float] = []
         lengths: dict[int, int] = {}
-        self.rollout.reset_counters()  # rewards that were missing in the last step do not count here
+        if not self._asynchronous:
+            self.rollout.reset_counters()  # rewards that were missing in the last step do not count here
         self.pace.begin_evaluation()
         with self.events.span("eval", step=step):
             tasks = range(HELD_OUT, HELD_OUT + held_out.tasks)

@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py --kills 100 --controller 5 --trainer 5 --seed 0        about five minutes on two cores
     python benchmarks/soak.py --kills 10 --controller 1 --trainer 1 --steps 10       about a minute
+    python benchmarks/soak.py --kills 20 --controller 3 --trainer 3 --staleness 2    asynchronous
 
 `windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). In the second run,
 random workers get SIGKILL, or SIGSTOP and SIGCONT some seconds later, or SIGSTOP only; controller and trainer get
@@ -12,6 +13,9 @@ SIGKILL. The signals are spread over the steps. Then all of these must hold, or 
 - no token was lost, and no token that was accepted before a kill was generated again;
 - the last checkpoint, including the optimizer, is identical to that of the reference, bit for bit;
 - no process of the run is left over.
+
+With `--staleness N`, training is asynchronous, and what it trains on depends on timing. There is no reference then:
+every step is in the log once, no response was staler than N, and the rules of journal_audit.py hold.
 
 Signals go only to descendants of the `windfall train` that was started here, by pidfd.
 """
@@ -35,10 +39,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from journal_audit import JournalCopy, audit
+
 from windfall.events import log as events
 from windfall.fleet import parent_death
 
 MARK = "WINDFALL_SOAK"
+MAX_GAP = 1e-3
+"""Largest difference between the log-probs of engine and trainer, in nats, if both have the same weights."""
 RECIPE = """
 [run]
 name = "{name}"
@@ -47,13 +55,15 @@ steps = {steps}
 seed = {seed}
 threads = 1
 device = "cpu"
-deterministic = true
+deterministic = {deterministic}
 [model]
 path = "tiny"
 [rollout]
 groups = 4
 group_size = 4
 max_tokens = 96
+staleness = {staleness}
+on_new_weights = "{on_new_weights}"
 [train]
 lr = 1e-3
 [checkpoint]
@@ -79,6 +89,8 @@ class Plan:
     seed: int
     steps: int
     workers: int
+    staleness: int
+    on_new_weights: str
     gap_s: float
     """Maximum seconds between two signals."""
     patience_s: float
@@ -144,7 +156,12 @@ def marked(mark: str) -> list[int]:
 def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run `windfall train`, which dies with this process."""
     recipe = folder / f"{name}.toml"
-    recipe.write_text(RECIPE.format(name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers))
+    recipe.write_text(
+        RECIPE.format(
+            name=name, folder=folder, steps=plan.steps, seed=plan.seed, workers=plan.workers, staleness=plan.staleness,
+            on_new_weights=plan.on_new_weights, deterministic=str(plan.staleness == 0).lower(),
+        )
+    )  # fmt: skip
     command = [sys.executable, "-m", "windfall.cli", "train", str(recipe)]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
     with (folder / f"{name}.out").open("wb") as out:
@@ -205,9 +222,11 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
     targets = ["worker"] * plan.kills + ["controller"] * plan.controller
     targets += ["trainer"] * plan.trainer + ["fork_server"] * plan.fork_server
     rng.shuffle(targets)
+    copy = JournalCopy(folder / "hunted" / "journal", folder / "hunted-journal")
     with training(plan, "hunted", folder, mark) as child:
         while child.poll() is None:
             thaw(dealt)
+            copy.look()
             due = plan.signals * watch.step() / (0.85 * plan.steps) - (plan.signals - len(targets))
             if targets and due > 0 and strike(child.pid, targets[-1], rng, dealt):
                 targets.pop()
@@ -276,37 +295,59 @@ def digests(run: Path) -> dict[str, str]:
 
 def wrongs(plan: Plan, folder: Path, status: int, mark: str) -> list[str]:
     """The rules that do not hold."""
-    left, right = folder / "alone", folder / "hunted"
+    right = folder / "hunted"
     out = [] if status == 0 else [f"exit status {status}: see {folder}/hunted.out"]
-    before, after = steps(left), steps(right)
+    after = steps(right)
     if [e["step"] for e in after] != list(range(1, plan.steps + 1)):
         out.append(f"steps in the log: {[e['step'] for e in after]}")
-    for a, b in zip(before, after, strict=False):
-        differ = [k for k in ("reward", "made", "responses", "trained", "missing") if a[k] != b[k]]
-        if differ:
-            out.append(f"step {a['step']}: {', '.join(f'{k} {a[k]} alone, {b[k]} hunted' for k in differ)}")
     if lost := sum(e["lost_tokens"] for e in after):
         out.append(f"{lost} tokens lost")
-    raw = [json.loads(line) for line in (right / "events.jsonl").read_text().splitlines() if line.startswith("{")]
-    fresh = sum(e["made"] - e["restored"] for e in raw if (e["kind"], e["name"]) == ("scalar", "step"))
-    if fresh > sum(e["made"] for e in before):
-        out.append(f"{fresh} tokens were generated for {sum(e['made'] for e in before)}")
     counts = json.loads((right / "fleet.json").read_text())
     c = counts["counts"]
     if counts["open"] or c["accepted"] != c["closed"] + c["withdrawn"]:
         out.append(f"the ledger does not add up: {counts['open']} open, {c}")
-    if digests(left) != digests(right):
-        files = [name for name, digest in digests(left).items() if digests(right).get(name) != digest]
-        out.append(f"the last checkpoints differ in {', '.join(files) or 'their files'}")
+    out += unlike_reference(folder) if plan.staleness == 0 else unlike_asynchronous(plan, folder)
     give_up = time.monotonic() + 5.0
     while (pids := marked(mark)) and time.monotonic() < give_up:
         time.sleep(0.1)
     return out + [f"process {pid} is left over" for pid in pids]
 
 
+def raw_events(run: Path) -> list[dict[str, Any]]:
+    """All events, including those of steps that were trained again later."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.startswith("{")]
+
+
+def unlike_asynchronous(plan: Plan, folder: Path) -> list[str]:
+    """The rules of asynchronous training that do not hold."""
+    raw = [e for e in raw_events(folder / "hunted") if (e["kind"], e["name"]) == ("scalar", "step")]
+    out = [f"step {e['step']}: staleness {e['staleness_max']}" for e in raw if e["staleness_max"] > plan.staleness]
+    out += [f"step {e['step']}: engine gap {e['engine_gap_max']}" for e in raw if e["engine_gap_max"] > MAX_GAP]
+    lost = [e for e in raw_events(folder / "hunted") if e["name"] == "journal_lost"]
+    out += [f"a part of the journal was lost: {e['file']}: {e['why']}" for e in lost]
+    return out + audit(folder / "hunted-journal", folder / "hunted", staleness=plan.staleness)
+
+
+def unlike_reference(folder: Path) -> list[str]:
+    """How the run with signals differs from the one without."""
+    left, right, out = folder / "alone", folder / "hunted", list[str]()
+    before, after = steps(left), steps(right)
+    for a, b in zip(before, after, strict=False):
+        differ = [k for k in ("reward", "made", "responses", "trained", "missing") if a[k] != b[k]]
+        if differ:
+            out.append(f"step {a['step']}: {', '.join(f'{k} {a[k]} alone, {b[k]} hunted' for k in differ)}")
+    fresh = sum(e["made"] - e["restored"] for e in raw_events(right) if (e["kind"], e["name"]) == ("scalar", "step"))
+    if fresh > sum(e["made"] for e in before):
+        out.append(f"{fresh} tokens were generated for {sum(e['made'] for e in before)}")
+    if digests(left) != digests(right):
+        files = [name for name, digest in digests(left).items() if digests(right).get(name) != digest]
+        out.append(f"the last checkpoints differ in {', '.join(files) or 'their files'}")
+    return out
+
+
 def table(plan: Plan, folder: Path, dealt: Dealt, alone_s: float, hunted_s: float) -> None:
     run = folder / "hunted"
-    raw = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines() if line.startswith("{")]
+    raw = raw_events(run)
     names = [e["name"] for e in raw]
     done = steps(run)
     rows = {
@@ -319,6 +360,14 @@ def table(plan: Plan, folder: Path, dealt: Dealt, alone_s: float, hunted_s: floa
         "time": f"{alone_s:.0f} s alone, {hunted_s:.0f} s hunted",
         "last checkpoint": "bit for bit the same",
     }
+    if plan.staleness:
+        too_old = sum(e["too_old_tokens"] for e in done)
+        rows |= {
+            "tokens": f"{sum(e['trained'] for e in done)} trained on, {too_old} too old, 0 lost, 0 generated twice",
+            "staleness": f"at most {max(e['staleness_max'] for e in done)}; the bound is {plan.staleness}",
+            "time": f"{hunted_s:.0f} s",
+        }
+        del rows["last checkpoint"]
     for what, value in rows.items():
         print(f"  {what:22} {value}")
 
@@ -332,6 +381,8 @@ def main() -> int:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--steps", type=int, default=0, help="default: enough for the signals")
     p.add_argument("--workers", type=int, default=3)
+    p.add_argument("--staleness", type=int, default=0, help="bound on staleness; above 0, training is asynchronous")
+    p.add_argument("--on-new-weights", choices=["interrupt", "finish"], default="interrupt")
     p.add_argument("--gap-s", type=float, default=0.7, help="mean seconds between two signals")
     p.add_argument("--patience-s", type=float, default=90.0, help="a run without a step for this many seconds is stuck")
     p.add_argument("--keep", type=Path, help="write the runs to this folder and leave them there")
@@ -343,7 +394,8 @@ def main() -> int:
         folder = (keep or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         mark, began = uuid.uuid4().hex, time.monotonic()
-        alone(plan, folder)
+        if plan.staleness == 0:
+            alone(plan, folder)
         alone_s = time.monotonic() - began
         status, dealt = hunted(plan, folder, mark)
         wrong = wrongs(plan, folder, status, mark)

@@ -47,3 +47,4 @@ def test_tokens_add_up_and_the_bound_holds(windfall: Windfall) -> None:
     assert max(e["drift"] for e in steps) > 0, "no response had a token of an older version"
     assert sum(e["restored"] for e in steps) == 0
     assert "stale " in out
+    assert "while generating" not in out, "generation never stops in an asynchronous run"

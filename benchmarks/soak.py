@@ -6,7 +6,8 @@
 
 `windfall train` runs twice on one recipe (the tiny model, three local workers, deterministic). In the second run,
 random workers get SIGKILL, or SIGSTOP and SIGCONT some seconds later, or SIGSTOP only; controller and trainer get
-SIGKILL. The signals are spread over the steps. Then all of these must hold, or the exit status is 1:
+SIGKILL; with `--run`, so do all processes at once, and `windfall resume` follows. The signals are spread over the
+steps. Then all of these must hold, or the exit status is 1:
 
 - the run ended by itself with status 0, and every step is in the log once, with the tokens and rewards of the
   reference;
@@ -86,6 +87,7 @@ class Plan:
     controller: int
     trainer: int
     fork_server: int
+    run: int
     seed: int
     steps: int
     workers: int
@@ -98,7 +100,7 @@ class Plan:
 
     @property
     def signals(self) -> int:
-        return self.kills + self.controller + self.trainer + self.fork_server
+        return self.kills + self.controller + self.trainer + self.fork_server + self.run
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,8 +155,10 @@ def marked(mark: str) -> list[int]:
 
 
 @contextmanager
-def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `windfall train`, which dies with this process."""
+def training(
+    plan: Plan, name: str, folder: Path, mark: str, *, resume: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `windfall train`, or `windfall resume`, which dies with this process."""
     recipe = folder / f"{name}.toml"
     recipe.write_text(
         RECIPE.format(
@@ -162,9 +166,10 @@ def training(plan: Plan, name: str, folder: Path, mark: str) -> Iterator[subproc
             on_new_weights=plan.on_new_weights, deterministic=str(plan.staleness == 0).lower(),
         )
     )  # fmt: skip
-    command = [sys.executable, "-m", "windfall.cli", "train", str(recipe)]
+    what = ["resume", str(folder / name)] if resume else ["train", str(recipe)]
+    command = [sys.executable, "-m", "windfall.cli", *what]
     guarded = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *command]
-    with (folder / f"{name}.out").open("wb") as out:
+    with (folder / f"{name}.out").open("ab" if resume else "wb") as out:
         child = subprocess.Popen(
             guarded, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
             env={**os.environ, MARK: mark, "OMP_NUM_THREADS": "1"},
@@ -220,27 +225,48 @@ def hunted(plan: Plan, folder: Path, mark: str) -> tuple[int, Dealt]:
     """Execute the run with signals. Returns its exit status, and the signals that were sent."""
     rng, dealt, watch = random.Random(plan.seed), Dealt(), Watch(folder / "hunted", plan.patience_s)
     targets = ["worker"] * plan.kills + ["controller"] * plan.controller
-    targets += ["trainer"] * plan.trainer + ["fork_server"] * plan.fork_server
+    targets += ["trainer"] * plan.trainer + ["fork_server"] * plan.fork_server + ["run"] * plan.run
     rng.shuffle(targets)
     copy = JournalCopy(folder / "hunted" / "journal", folder / "hunted-journal")
-    with training(plan, "hunted", folder, mark) as child:
-        while child.poll() is None:
-            thaw(dealt)
-            copy.look()
-            due = plan.signals * watch.step() / (0.85 * plan.steps) - (plan.signals - len(targets))
-            if targets and due > 0 and strike(child.pid, targets[-1], rng, dealt):
-                targets.pop()
-                # On a machine with fast steps, the signals also come faster.
-                time.sleep(rng.uniform(0.2, 1.8) * plan.gap_s * min(1.0, 3 / due))
-            else:
-                time.sleep(0.05)
+    lives = plan.run + 1
+    for life in range(lives):
+        with training(plan, "hunted", folder, mark, resume=life > 0) as child:
+            while child.poll() is None:
+                thaw(dealt)
+                copy.look()
+                due = plan.signals * watch.step() / (0.85 * plan.steps) - (plan.signals - len(targets))
+                if targets and due > 0 and strike(child.pid, targets[-1], rng, dealt):
+                    targets.pop()
+                    # On a machine with fast steps, the signals also come faster.
+                    time.sleep(rng.uniform(0.2, 1.8) * plan.gap_s * min(1.0, 3 / due))
+                else:
+                    time.sleep(0.05)
+        if child.returncode != -signal.SIGKILL:
+            break
     if targets:
         raise SystemExit(f"the run ended before {len(targets)} of {plan.signals} signals were sent: give more --steps")
     return child.returncode, dealt
 
 
+def kill_all(root: int, dealt: Dealt) -> bool:
+    """Kill every process of the run at once. Returns False if it is not complete yet."""
+    there = family(root)
+    if "trainer" not in there.values():
+        return False
+    for pid in [root, *there]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for fd in dealt.frozen:
+        os.close(fd)
+    dealt.frozen.clear()
+    dealt.add("run kill")
+    return True
+
+
 def strike(root: int, target: str, rng: random.Random, dealt: Dealt) -> bool:
     """Send one signal to a random process of this kind. Returns False if there is none at the moment."""
+    if target == "run":
+        return kill_all(root, dealt)
     frozen = {pid for _, pid in dealt.frozen.values()}
     there = [
         (pid, name) for pid, name in family(root).items()
@@ -323,6 +349,7 @@ def unlike_asynchronous(plan: Plan, folder: Path) -> list[str]:
     raw = [e for e in raw_events(folder / "hunted") if (e["kind"], e["name"]) == ("scalar", "step")]
     out = [f"step {e['step']}: staleness {e['staleness_max']}" for e in raw if e["staleness_max"] > plan.staleness]
     out += [f"step {e['step']}: engine gap {e['engine_gap_max']}" for e in raw if e["engine_gap_max"] > MAX_GAP]
+    out += [f"step {e['step']}: more tokens restored than there are" for e in raw if e["restored"] > e["made"]]
     lost = [e for e in raw_events(folder / "hunted") if e["name"] == "journal_lost"]
     out += [f"a part of the journal was lost: {e['file']}: {e['why']}" for e in lost]
     return out + audit(folder / "hunted-journal", folder / "hunted", staleness=plan.staleness)
@@ -378,6 +405,7 @@ def main() -> int:
     p.add_argument("--controller", type=int, default=5, help="number of SIGKILLs to the controller")
     p.add_argument("--trainer", type=int, default=5, help="number of SIGKILLs to the trainer")
     p.add_argument("--fork-server", type=int, default=0, help="number of SIGKILLs to the fork server")
+    p.add_argument("--run", type=int, default=0, help="number of SIGKILLs to all processes, each followed by resume")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--steps", type=int, default=0, help="default: enough for the signals")
     p.add_argument("--workers", type=int, default=3)

@@ -108,9 +108,10 @@ class Admission:
 
     def admit(self) -> list[int]:
         """The tasks to open now."""
-        new = self.capacity
-        tasks = [*self._again, *range(self.next_task, self.next_task + new)]
-        self._again.clear()
+        new, again = self.capacity, len(self._again)
+        if self.staleness == 0:  # more tasks may be open if the bound was above 0 before the run was resumed
+            again = max(0, min(again, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
+        tasks = [*(self._again.popleft() for _ in range(again)), *range(self.next_task, self.next_task + new)]
         self.next_task += new
         self._open.update(tasks)
         if self._in_order:

@@ -12,7 +12,8 @@ import pytest
 
 from windfall import algorithms
 from windfall.config import parse
-from windfall.controller import HELD_OUT, Controller
+from windfall.controller import Controller
+from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError

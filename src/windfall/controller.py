@@ -3,7 +3,7 @@
     run             for every trainer that connects: generate and train side by side
     generation      stream      tasks become graded groups                   waits for: workers, rewards
                     _admit      open as many tasks as the bound allows       when a group completes or a version appears
-    training        for every step: _step; a checkpoint and an evaluation when due
+    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: beside training)
     _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
                     _update     one or several optimizer updates             waits for: the trainer
@@ -34,23 +34,23 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
 from windfall.algorithms.base import Algorithm
 from windfall.config import Recipe
-from windfall.envs.base import HELD_OUT
 from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
+from windfall.rollout.evaluation import Evaluation
 from windfall.rollout.stream import Rollout, Stopped, Stream
 from windfall.scheduling.admission import Admission
 from windfall.train.base import NOT_FINITE, NOTHING, Report, TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.train.sample import Sample, credit, outcomes
-from windfall.train.step_batch import StepBatch, describe_updates, mean
+from windfall.train.step_batch import StepBatch, describe_updates
 from windfall.types import Group
 
 WHY_SKIPPED = {
@@ -107,8 +107,10 @@ class Controller:
     """Returns what happened to the fleet since the last call."""
     evaluated: set[int] = field(default_factory=set)
     """Steps whose evaluation is already in the log."""
+    evaluation_lost: bool = False
+    """An evaluation was not completed before the controller was restarted."""
     held_out: HeldOut | None = None
-    """Tasks for evaluation. None: the recipe's `eval.tasks` tasks, starting at HELD_OUT."""
+    """Tasks for evaluation. None: the recipe's `eval.tasks` tasks."""
     micro_tokens: int = 0
     """Number of tokens, prompts included, at which a micro-batch is full."""
     state: CheckpointState = field(default_factory=lambda: CheckpointState(step=0, next_task=0))
@@ -133,6 +135,10 @@ class Controller:
         """Set when a group has completed, or the stream has ended."""
         self._held_s = 0.0
         """Seconds in this step in which admission held generation back."""
+        self.evaluation = Evaluation(
+            self.recipe, self.rollout, self.events, self.held_out, evaluated=self.evaluated,
+            lost=self.evaluation_lost, on_change=self._changed.set,
+        )  # fmt: skip
 
     async def run(self) -> CheckpointState:
         """Run all steps that are left. Returns the state that was reached and saved."""
@@ -140,11 +146,11 @@ class Controller:
             while True:
                 try:
                     await self.connected()
-                    await self._stop_generating()
+                    interrupted = await self._stop_generating()
                     self.state = await self.restore(self.admission)
                     self._start_generating()
-                    # Later steps are trained again, and evaluated again.
-                    self.evaluated = {step for step in self.evaluated if step <= self.state.step}
+                    self.evaluation.forget_after(self.state.step)
+                    self.evaluation.resume(interrupted, reached=self.state.step)
                     return await self._train_to_end()
                 except TrainerLost as e:
                     self.events.instant("trainer_lost", step=self.state.step, why=str(e))
@@ -169,19 +175,23 @@ class Controller:
         if self._asynchronous:
             self._admit()
 
-    async def _stop_generating(self) -> None:
-        """Withdraw everything that is open. What was generated of it stays in the journal."""
+    async def _stop_generating(self) -> list[int]:
+        """Withdraw everything that is open. What was generated of it stays in the journal. Returns the steps whose
+        evaluation is interrupted."""
+        evaluations = await self.evaluation.interrupt()
         generating, self._generating, self._stream = self._generating, None, None
         if generating is not None:
             generating.cancel()
             with suppress(asyncio.CancelledError, TrainerLost):
                 await generating
+        return evaluations
 
     def _admit(self) -> None:
         """Open the tasks that may be opened now."""
         while self._stream is not None and (tasks := self.admission.admit()):
+            restoring = bool(self.rollout.history)
             self._stream.open(tasks)
-            if self._asynchronous:  # what the journal has of a response may be too old already
+            if restoring and self._asynchronous:  # what the journal has of a response may be too old already
                 self._stream.expire(self.admission.oldest_version)
 
     def _group_arrived(self, group: Group) -> None:
@@ -223,6 +233,7 @@ class Controller:
             await self._step()
             await self._save_if_due()
             await self._evaluate_if_due()
+        await self.evaluation.finish()
         if 0 < self.updates == self.not_finite:
             raise _nothing_learned(self.updates)
         return self.state
@@ -287,7 +298,8 @@ class Controller:
                 await self._wait_for_groups(batch)
 
     def _take(self, batch: StepBatch) -> None:
-        """Take the groups that are ready. Raises the error of the stream, if it has ended."""
+        """Take the groups that are ready. Raises the error of the stream or of an evaluation, if there is one."""
+        self.evaluation.check()
         if self._generating is not None and self._generating.done():
             self._generating.result()
         size = self.recipe.rollout.group_size
@@ -362,31 +374,12 @@ class Controller:
         return reports
 
     async def _evaluate_if_due(self) -> None:
-        o, step = self.recipe.eval, self.state.step
-        held_out = self.held_out or HeldOut(tasks=o.tasks, description=f"{o.tasks} held-out tasks")
-        due = step == 0 or step >= self.recipe.run.steps or (o.every and step % o.every == 0)
-        if held_out.tasks == 0 or not due or step in self.evaluated:
-            return
-        sampling = self.recipe.rollout.sampling(o.temperature)
-        rewards: list[float] = []
-        lengths: dict[int, int] = {}
-        if not self._asynchronous:
-            self.rollout.reset_counters()  # rewards that were missing in the last step do not count here
-        self.pace.begin_evaluation()
-        with self.events.span("eval", step=step):
-            tasks = range(HELD_OUT, HELD_OUT + held_out.tasks)
-            groups = self.rollout.groups(tasks, size=1, sampling=sampling, scope=f"eval-{step}:")
-            async with aclosing(groups):
-                async for group in groups:
-                    rewards += group.rewards
-                    lengths[group.index] = group.responses[0].sampled_count
-        if not rewards:
-            raise self.rollout.failures.no_rewards(f"the evaluation after step {step}")
-        in_order = [lengths.get(index, 0) for index in tasks]
-        self.events.scalar(
-            "eval", step=step, reward=mean(rewards), tasks=len(rewards), on=held_out.description, lengths=in_order
-        )
-        self.evaluated.add(step)
+        step = self.state.step
+        if self.evaluation.due(step) and not self.evaluation.start(step):
+            if not self._asynchronous:
+                self.rollout.reset_counters()  # rewards that were missing in the last step do not count here
+            self.pace.begin_evaluation()
+            await self.evaluation.evaluate(step)
 
     async def _save(self) -> None:
         await self._write_checkpoint()

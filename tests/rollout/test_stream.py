@@ -15,7 +15,7 @@ from scripted import STOP, Asks, Scripted, run
 
 from windfall.envs.guess import Guess
 from windfall.events.log import read
-from windfall.rollout.stream import seed_of
+from windfall.rollout.stream import OPEN_TOGETHER_S, seed_of
 from windfall.types import Feedback, Request, Task, Turn
 
 
@@ -161,3 +161,15 @@ def test_guess_gives_no_reward_for_running_out_of_tokens(tmp_path: Path) -> None
     groups, rollout = run(Scripted(lambda request: "0"), guess, tmp_path, tasks=[0], max_tokens=40)
     assert groups[0].responses[0].turns > 2
     assert (groups[0].rewards, rollout.failures.missing) == ((0.0,), 0)
+
+
+def test_tasks_that_arrive_late_and_close_together_are_all_opened(tmp_path: Path) -> None:
+    """The environment takes longer than the stream waits for all tasks, and then produces several at once."""
+
+    class Slow(Asks):
+        async def task(self, index: int) -> Task:  # pyright: ignore[reportIncompatibleMethodOverride]
+            await asyncio.sleep(2 * OPEN_TOGETHER_S if index < 3 else 2.05 * OPEN_TOGETHER_S)
+            return super().task(index)
+
+    groups, _ = run(Scripted(lambda request: "x"), Slow(by_length), tmp_path, tasks=range(6))
+    assert sorted(g.index for g in groups) == list(range(6))

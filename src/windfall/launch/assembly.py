@@ -65,6 +65,7 @@ class ControllerLife:
         self._recovery = Recovery(events, checkpoints=recipe.checkpoint.keep)
         history = read_history(events, self._recovery.observe)
         self._evaluated, self._last_logged = history.evaluated, history.step
+        self._evaluation_lost = bool(history.evaluating)
         patience = Patience(suspect_s=f.suspect_s, gone_s=f.gone_s, stalled_s=f.stalled_s)
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
@@ -101,7 +102,8 @@ class ControllerLife:
             trainer=self.trainer, rollout=rollout, pace=self.seeding, events=self.events,
             connected=self.connected, restore=self.restore, offer=self._offer, saved=self._saved,
             before_update=self._before_update, counters=counters or self.counters, micro_tokens=hello.micro_tokens,
-            note_staleness=self.report.note_staleness, evaluated=self._evaluated, held_out=self.held_out,
+            note_staleness=self.report.note_staleness, evaluated=self._evaluated,
+            evaluation_lost=self._evaluation_lost, held_out=self.held_out,
         )  # fmt: skip
         try:
             return await controller.run()

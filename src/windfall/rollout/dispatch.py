@@ -31,6 +31,7 @@ from windfall.rollout.assignment import Offer, work_frames
 from windfall.rollout.loading import MAX_CHARS, Loading
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
+from windfall.scheduling.fixed_versions import FixedVersions
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.scheduling.placement import Placement
 from windfall.scheduling.room import Room
@@ -57,6 +58,8 @@ class Listener:
     turn_ended: Callable[[str], None]
     rejected: Callable[[str, str], None]
     """Called with the response and the reason if no worker can generate it."""
+    version_gone: Callable[[str], None] = lambda id: None
+    """Called with a response that must have a fixed version, if no worker holds that version any more."""
 
 
 class Dispatch:
@@ -73,7 +76,7 @@ class Dispatch:
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._staleness, self._finish = staleness, on_new_weights == "finish"
-        self.window = VersionWindow()
+        self.window, self.fixed = VersionWindow(), FixedVersions(self.members)
         self._listeners: dict[str, Listener] = {}
         """By open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
@@ -128,6 +131,15 @@ class Dispatch:
         self.loading.offer = offer
         self.window = self.loading.window = self.window.advance(offer.version, offer.digest, staleness=self._staleness)
         self._cancel(self.ledger.set_window(self.window.oldest, self.window.newest))
+        self._schedule_soon()
+
+    def keep_version(self, responses: int) -> bool:
+        """Have workers keep the newest version for this number of responses. False if none can."""
+        offer = self.offer
+        return offer is not None and self.fixed.keep(offer.version, offer.digest, responses)
+
+    def release_version(self, version: int) -> None:
+        self.fixed.release(version)
         self._schedule_soon()
 
     def has_free_slots(self) -> bool:
@@ -396,10 +408,11 @@ class Dispatch:
         offer = self.offer
         if offer is None:
             return
+        self.fixed.choose()
         self._request_loads()
-        # A response that starts on the oldest version of the window would be too old before it is trained on. So, if
-        # responses finish on the weights they have, a worker with that version gets no more work until it is idle.
-        ready = self.members.routable(self.window, within=max(0, self._staleness - 1) if self._finish else None)
+        ready = [w for w in self.members.routable(self.window) if not self._stays_behind(w)]
+        for version in list(self.ledger.fixed_versions):
+            self._assign_fixed(version)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
             coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
@@ -410,12 +423,35 @@ class Dispatch:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
 
+    def _stays_behind(self, member: Member) -> bool:
+        """Whether the worker keeps the oldest version of the window for now, because it evaluates or because responses
+        finish on the weights they have. A response that started there would be too old before it is trained on."""
+        lag = self.window.newest - member.version
+        return lag >= max(1, self._staleness) and (self._finish or self.fixed.keeps(member.id))
+
+    def _assign_fixed(self, version: int) -> None:
+        """Assign the queued responses that must have this version. The newest can also be had from any other worker."""
+        holders, newest = self.fixed.holders(version), self.window.newest
+        if not holders and version == newest:
+            holders = [w for w in self.members.routable(self.window) if w.version == version]
+        if self.fixed.is_gone(version, newest):
+            for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
+                self._listeners[id].version_gone(id)
+            return
+        loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
+        versions = {w.id: w.version for w in holders}
+        placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
+        for worker, entries in placed.items():
+            self._assign(worker, entries)
+
     def _request_loads(self) -> None:
         """Workers without the newest version load it. New workers do so at once. With staleness 0, others do when there
         is work for them. Otherwise they do at once if running responses are interrupted, else when they are idle. The
         trainer's engine has no other weights than the newest."""
         now = asyncio.get_running_loop().time()
         for member in self.members.outdated(self.window, needed=bool(self._staleness or self.ledger.queue)):
+            if self.fixed.keeps(member.id):
+                continue
             busy = self.ledger.running(member.id) > 0
             if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
                 continue
@@ -424,7 +460,8 @@ class Dispatch:
             elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
                 self.members.pull(member.id, now)
                 self.accounts.pulling(now, member.id)
-            self.loading.request(member)
+            wanted = self.fixed.wanted(self.window.newest) if member.name != LOCAL else None
+            self.loading.request(member, wanted)
 
     def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
         """Send a worker the responses that the ledger has just assigned to it."""

@@ -19,6 +19,7 @@ from windfall.events.log import EventLog
 from windfall.ledger.episode import Malformed
 from windfall.link import messages as m
 from windfall.rollout.assignment import Offer
+from windfall.scheduling.fixed_versions import KeptVersion
 from windfall.scheduling.members import Member, Members, WorkerState
 from windfall.scheduling.version_window import VersionWindow
 
@@ -39,12 +40,12 @@ class Loading:
         self.served: Callable[[], bool] = lambda: True
         """Whether the weights are being served at the moment."""
 
-    def request(self, member: Member) -> None:
-        """Ask a worker to load the offered version."""
-        offer = self.offer
-        if offer is not None:
-            member.requested = (offer.version, offer.digest)
-            self._send(member.id, m.Load(version=offer.version, digest=offer.digest, url=offer.url))
+    def request(self, member: Member, instead: KeptVersion | None = None) -> None:
+        """Ask a worker to load the offered version, or another one that the trainer still serves."""
+        if self.offer is not None:
+            wanted = instead or self.offer
+            member.requested = (wanted.version, wanted.digest)
+            self._send(member.id, m.Load(version=wanted.version, digest=wanted.digest, url=self.offer.url))
 
     def retry(self, id: str) -> None:
         member = self._members.all.get(id)

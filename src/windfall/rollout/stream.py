@@ -50,6 +50,10 @@ class Stopped(Exception):
     """The run was asked to stop."""
 
 
+class VersionGone(Exception):
+    """No worker holds the fixed version of this stream any more."""
+
+
 def seed_of(run_seed: int, task: int, sibling: int) -> int:
     """Every response of a run has its own seed, the same whenever and wherever it is generated."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{task}/{sibling}".encode())
@@ -176,10 +180,13 @@ class Stream:
         self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
         self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
         self._scope, self._version = scope, version
+        self._counted = version is None
+        """Tokens count in the totals of a step. Those of an evaluation beside training do not."""
         self.inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._listener = Listener(
             turn_ended=lambda id: self.inbox.put_nowait(_TurnEnded(id)),
             rejected=lambda id, why: self.inbox.put_nowait(WindfallError(why, where=f"response {id}")),
+            version_gone=lambda id: self.inbox.put_nowait(VersionGone(f"no worker holds version {version} any more")),
         )
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that the environment was asked for and that are not open yet."""
@@ -281,12 +288,14 @@ class Stream:
 
     async def _draw(self, tasks: list[int]) -> None:
         futures = {index: self._drawing[index] for index in tasks}
-        await asyncio.wait(futures.values(), timeout=OPEN_TOGETHER_S)
-        self.inbox.put_nowait(_TasksDrawn([index for index, future in futures.items() if future.done()]))
-        for index, future in futures.items():
-            if not future.done():
-                await asyncio.wait([future])
-                self.inbox.put_nowait(_TasksDrawn([index]))
+        timeout_s: float | None = OPEN_TOGETHER_S
+        while futures:
+            wait_for = asyncio.ALL_COMPLETED if timeout_s else asyncio.FIRST_COMPLETED
+            await asyncio.wait(futures.values(), timeout=timeout_s, return_when=wait_for)
+            timeout_s, drawn = None, [index for index, future in futures.items() if future.done()]
+            self.inbox.put_nowait(_TasksDrawn(drawn))
+            for index in drawn:
+                del futures[index]
 
     def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -416,8 +425,10 @@ class Stream:
     def _finish(self, response: Response) -> None:
         """Add a finished response to its group."""
         _, group = self._live.pop(response.id)
-        self._rollout.sampled_tokens += response.sampled_count
-        self._rollout.restored_tokens += self._restored.pop(response.id)
+        restored = self._restored.pop(response.id)
+        if self._counted:
+            self._rollout.sampled_tokens += response.sampled_count
+            self._rollout.restored_tokens += restored
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)
 

@@ -271,13 +271,11 @@ class Members:
         failed = f", and {member.failed} attempts failed" if member.failed else ""
         return f"it has received no byte of version {version} for {still_s:.0f} s{failed}"
 
-    def routable(self, window: VersionWindow, *, within: int | None = None) -> list[Member]:
-        """Workers that may get work. `within`: only those whose version lags behind the newest by at most this."""
-        oldest = window.oldest if within is None else window.newest - within
+    def routable(self, window: VersionWindow) -> list[Member]:
+        """Workers that may get work."""
         return [
             m for m in self._here.values()
-            if m.state is WorkerState.READY and not m.suspect and m.version >= oldest
-            and window.allows(m.version, m.digest)
+            if m.state is WorkerState.READY and not m.suspect and window.allows(m.version, m.digest)
         ]  # fmt: skip
 
     def outdated(self, window: VersionWindow, *, needed: bool) -> list[Member]:

@@ -129,7 +129,7 @@ def length_keys(steps: Iterable[Event]) -> dict[str, float]:
     >>> length_keys([{"lengths": [[10, 10], [1000, 1000]]}])
     {'median_tokens': 100.0, 'sigma': 2.303, 'alike': 1.0}
     """
-    groups = [[math.log(max(1, n)) for n in row] for e in steps for row in e.get("lengths", ()) if row]
+    groups = [[math.log(n) for n in row if n] for e in steps for row in e.get("lengths", ()) if any(row)]
     every = [x for row in groups for x in row]
     if len(groups) < 2 or len(every) == len(groups):
         return {}

@@ -113,7 +113,7 @@ def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
         raise WindfallError("this run was simulated in granules", where=where, fix="Simulate it with sim.granule = 1.")
     lengths, first = {}, 0
     for e in steps:
-        lengths |= {first + n: row for n, row in enumerate(e["lengths"])}
+        lengths |= dict(zip(e.get("tasks") or range(first, first + e["drawn"]), e["lengths"], strict=True))
         first += e["drawn"]
     start_s = next((e["t"] for e in events if e["name"] == "trainer_ready"), began.get("t", steps[0]["t"]))
     return Record(

@@ -43,6 +43,7 @@ class RecordedLengths:
             seed_of(seed, task, sibling): length
             for task, row in record.lengths.items()
             for sibling, length in enumerate(row)
+            if length  # 0: it was dropped because it was too old
         }
         self._seed, self._evals = seed, list(record.evals)
         all_lengths = sorted(self._by_seed.values())

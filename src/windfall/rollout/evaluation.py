@@ -1,0 +1,123 @@
+"""Evaluation on held-out tasks: one response per task, all from one version of the weights.
+
+In synchronous training the run waits for an evaluation. In asynchronous training it goes on: some workers keep the
+version until its evaluation is over (scheduling/fixed_versions.py). The first and the last evaluation, and one for
+which there is no worker but the trainer's own engine, are waited for.
+
+    due ──▶ evaluate            the run waits
+        └─▶ start ──▶ [ runs beside training ] ──▶ logged
+                          │ no worker holds the version any more: abandoned, and the next version is evaluated instead
+                          └ the trainer is lost: interrupted, and started again with what the journal has of it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+
+from windfall.config import Recipe
+from windfall.envs.base import HELD_OUT
+from windfall.envs.held_out import HeldOut
+from windfall.events.log import EventLog
+from windfall.rollout.stream import Rollout, VersionGone
+
+
+class Evaluation:
+    def __init__(
+        self, recipe: Recipe, rollout: Rollout, events: EventLog, held_out: HeldOut | None = None, *,
+        evaluated: Iterable[int] = (), lost: bool = False, on_change: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`held_out`: None: the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose evaluation
+        is in the log. `lost`: an evaluation was not completed before the controller was restarted. `on_change`: called
+        when an evaluation beside training ends."""
+        tasks = recipe.eval.tasks
+        self._recipe, self._rollout, self._events, self._on_change = recipe, rollout, events, on_change
+        self._held_out = held_out or HeldOut(tasks=tasks, description=f"{tasks} held-out tasks")
+        self._asynchronous = recipe.rollout.staleness > 0
+        self._evaluated, self._lost = set(evaluated), lost
+        self._running: dict[int, asyncio.Task[None]] = {}
+        """Evaluations beside training, by step."""
+
+    def forget_after(self, step: int) -> None:
+        """Later steps are trained again, and evaluated again."""
+        self._evaluated = {s for s in self._evaluated if s <= step}
+
+    def due(self, step: int) -> bool:
+        o, last = self._recipe.eval, self._recipe.run.steps
+        due = step == 0 or step >= last or self._lost or (o.every and step % o.every == 0)
+        return bool(due and self._held_out.tasks) and step not in self._evaluated and step not in self._running
+
+    def start(self, step: int) -> bool:
+        """Evaluate this step beside training. False if the run must wait for the evaluation instead."""
+        if not self._asynchronous or step >= self._recipe.run.steps:
+            return False
+        if not self._rollout.dispatch.keep_version(self._held_out.tasks):
+            return False
+        self._events.instant("eval_started", step=step)
+        self._run_beside_training(step)
+        return True
+
+    def _run_beside_training(self, step: int) -> None:
+        async def run() -> None:
+            try:
+                await self.evaluate(step)
+            except VersionGone as e:
+                self._events.instant("eval_abandoned", step=step, why=str(e))
+                self._lost = True
+            self._rollout.dispatch.release_version(step)
+            del self._running[step]
+
+        task = self._running[step] = asyncio.create_task(run(), name=f"evaluation of step {step}")
+        task.add_done_callback(lambda _: self._on_change())
+
+    def check(self) -> None:
+        """Raise the error of an evaluation that has failed."""
+        for task in self._running.values():
+            if task.done():
+                task.result()
+
+    async def finish(self) -> None:
+        """Wait for the evaluations beside training."""
+        while self._running:
+            await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+
+    async def interrupt(self) -> list[int]:
+        """Stop the evaluations beside training. Returns their steps. Workers keep the versions."""
+        running, self._running = self._running, {}
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+        return list(running)
+
+    def resume(self, steps: Iterable[int], *, reached: int) -> None:
+        """Start interrupted evaluations again, if the run has still `reached` their step."""
+        for step in steps:
+            if step <= reached:
+                self._run_beside_training(step)
+            else:
+                self._rollout.dispatch.release_version(step)
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate the version of this step, and log the result."""
+        sampling = self._recipe.rollout.sampling(self._recipe.eval.temperature)
+        rewards: list[float] = []
+        lengths: dict[int, int] = {}
+        self._lost = False
+        with self._events.span("eval", step=step):
+            tasks = range(HELD_OUT, HELD_OUT + self._held_out.tasks)
+            groups = self._rollout.groups(
+                tasks, size=1, sampling=sampling, scope=f"eval-{step}:", version=step if self._asynchronous else None
+            )
+            async with aclosing(groups):
+                async for group in groups:
+                    rewards += group.rewards
+                    lengths[group.index] = group.responses[0].sampled_count
+        if not rewards:
+            raise self._rollout.failures.no_rewards(f"the evaluation after step {step}")
+        self._events.scalar(
+            "eval", step=step, reward=sum(rewards) / len(rewards), tasks=len(rewards),
+            on=self._held_out.description, lengths=[lengths.get(index, 0) for index in tasks],
+        )  # fmt: skip
+        self._evaluated.add(step)

@@ -1,0 +1,80 @@
+"""Chooses the workers that keep a version while training goes on, for evaluation on a fixed version. Pure.
+
+An evaluation during asynchronous training must get all its tokens from one version. So as few workers as have slots for
+it keep that version until the evaluation is over; all others load new versions as they appear. A worker that is lost is
+replaced by another one that holds the version, or that loads it while the trainer still serves it. If there is none,
+the evaluation cannot go on.
+
+Rule: a worker that keeps a version is not asked to load another one. The trainer's own engine never keeps one, because
+its weights are those of the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from windfall.scheduling.members import Member, Members, WorkerState
+from windfall.types import LOCAL
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptVersion:
+    version: int
+    digest: str
+    responses: int
+    """Number of responses to generate with it."""
+    workers: set[str] = field(default_factory=set)
+    """Ids of the workers that keep it."""
+
+
+class FixedVersions:
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._kept: dict[int, KeptVersion] = {}
+
+    def keep(self, version: int, digest: str, responses: int) -> bool:
+        """Have workers keep this version, which is the newest, until `release`. False if there is no worker."""
+        if all(m.name == LOCAL or m.state is WorkerState.DRAINING for m in self._members.here()):
+            return False
+        self._kept[version] = KeptVersion(version=version, digest=digest, responses=responses)
+        return True
+
+    def release(self, version: int) -> None:
+        self._kept.pop(version, None)
+
+    def choose(self) -> None:
+        """Choose workers for the versions that have too few. Call this before workers are asked to load versions."""
+        for kept in self._kept.values():
+            able = {m.id: m.slots for m in self._members.here() if _holds(m, kept)}
+            kept.workers &= able.keys()
+            for worker in sorted(able, key=lambda id: -able[id]):
+                if sum(able[id] for id in kept.workers) < kept.responses:
+                    kept.workers.add(worker)
+
+    def keeps(self, worker: str) -> bool:
+        return any(worker in kept.workers for kept in self._kept.values())
+
+    def holders(self, version: int) -> list[Member]:
+        """The workers that keep this version."""
+        workers = self._kept[version].workers if version in self._kept else set()
+        return [self._members.all[id] for id in sorted(workers)]
+
+    def wanted(self, newest: int) -> KeptVersion | None:
+        """A version that no worker holds or loads, although the trainer still serves it beside the newest."""
+        previous = self._kept.get(newest - 1)
+        return previous if previous is not None and not previous.workers and not self._coming(previous) else None
+
+    def is_gone(self, version: int, newest: int) -> bool:
+        """Whether no worker will hold this version again."""
+        kept = self._kept.get(version)
+        if kept is None:
+            return version != newest
+        return version < newest - 1 and not kept.workers and not self._coming(kept)
+
+    def _coming(self, kept: KeptVersion) -> bool:
+        return any(m.loading and m.requested == (kept.version, kept.digest) for m in self._members.here())
+
+
+def _holds(member: Member, kept: KeptVersion) -> bool:
+    ready = member.state is WorkerState.READY and not member.suspect and not member.loading and member.name != LOCAL
+    return ready and (member.version, member.digest) == (kept.version, kept.digest)

@@ -1,0 +1,71 @@
+"""Whole simulated runs with rollout.staleness above 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Simulated = Callable[..., Any]
+
+
+def steps_of(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in log if (e["kind"], e["name"]) == ("scalar", "step")]
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "finish"])
+@pytest.mark.parametrize("bound", [1, 3])
+def test_bound_holds_and_nothing_is_lost_while_workers_come_and_go(simulated: Simulated, bound: int, mode: str) -> None:
+    _, log = simulated(
+        run={"steps": 12}, rollout={"staleness": bound, "on_new_weights": mode},
+        trace={"mean_up_s": 4.0, "mean_down_s": 1.0},
+    )  # fmt: skip
+    steps = steps_of(log)
+    assert [e["step"] for e in steps] == list(range(1, 13))
+    assert all(e["staleness_max"] <= bound and e["lost_tokens"] == 0 for e in steps)
+    assert max(e["staleness_max"] for e in steps) > 0, "nothing was generated ahead"
+    assert all(sum(e["staleness_counts"]) == e["responses"] for e in steps)
+    assert sum(e["workers_lost"] for e in steps) > 5, "too few losses for a meaningful test"
+    used = [task for e in steps for task in e["tasks"]]
+    assert len(used) == len(set(used)), "a task was trained on twice"
+
+
+def test_generation_ahead_makes_steps_shorter(simulated: Simulated) -> None:
+    def seconds(bound: int) -> float:
+        log = simulated(run={"steps": 10}, rollout={"staleness": bound}, trace={"mean_up_s": 1e9})[1]
+        return sum(e["s"] for e in steps_of(log)[2:])
+
+    assert seconds(2) < 0.9 * seconds(0)
+
+
+def test_trainers_engine_alone_generates_and_trains(simulated: Simulated) -> None:
+    _, log = simulated(run={"steps": 5}, rollout={"staleness": 1}, trace={"nodes": 0})
+    assert len(steps_of(log)) == 5
+    assert all(e["staleness_max"] <= 1 for e in steps_of(log))
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "finish"])
+def test_evaluation_runs_beside_training_on_one_version(simulated: Simulated, mode: str) -> None:
+    """With a fixed version, the ledger accepts no token of another one (tests/ledger)."""
+    _, log = simulated(
+        run={"steps": 12}, rollout={"staleness": 2, "on_new_weights": mode}, eval={"tasks": 16, "every": 4},
+        trace={"mean_up_s": 1e9},
+    )  # fmt: skip
+    results = {e["step"]: e for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
+    assert sorted(results) == [0, 4, 8, 12]
+    assert all(e["tasks"] == 16 and e["lengths"] == results[0]["lengths"] for e in results.values())
+    ended = {e["step"]: e["m"] for e in steps_of(log)}
+    assert results[4]["m"] > ended[5], "training went on meanwhile"
+
+
+def test_evaluation_whose_workers_are_lost_is_replaced_by_a_later_one(simulated: Simulated) -> None:
+    _, log = simulated(
+        run={"steps": 20}, rollout={"staleness": 2}, eval={"tasks": 16, "every": 4},
+        trace={"mean_up_s": 2.0, "mean_down_s": 0.5},
+    )  # fmt: skip
+    abandoned = [e["step"] for e in log if e["name"] == "eval_abandoned"]
+    results = [e["step"] for e in log if (e["kind"], e["name"]) == ("scalar", "eval")]
+    assert abandoned, "no evaluation lost its workers"
+    assert any(step % 4 for step in results), "no other version was evaluated instead"
+    assert 20 in results

@@ -54,6 +54,7 @@ class World:
 
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
+        self.history: dict[str, object] = {}
         self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
         self.grading_s = 0.0
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))

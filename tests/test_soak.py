@@ -41,6 +41,27 @@ def test_killed_and_frozen_run_ends_like_an_undisturbed_one(tmp_path: Path) -> N
     assert "bit for bit the same" in output
 
 
+def test_asynchronous_run_keeps_its_rules_when_it_is_killed(tmp_path: Path) -> None:
+    output = soak(
+        tmp_path, "--kills", "1", "--controller", "1", "--trainer", "1", "--staleness", "2", "--steps", "6",
+        "--workers", "2", "--seed", "0", timeout_s=280,
+    )  # fmt: skip
+    assert "1 controller kill" in output
+    assert "1 trainer kill" in output
+    assert "the bound is 2" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("on_new_weights", ["interrupt", "finish"])
+def test_asynchronous_run_survives_many_signals(tmp_path: Path, on_new_weights: str) -> None:
+    output = soak(
+        tmp_path, "--kills", "40", "--controller", "5", "--trainer", "5", "--run", "2", "--fork-server", "1", "--seed",
+        "0", "--staleness", "2", "--on-new-weights", on_new_weights, timeout_s=1400,
+    )  # fmt: skip
+    assert "5 controller kill, 1 fork_server kill, 2 run kill, 5 trainer kill" in output
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_run_survives_a_hundred_signals(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ class Controller:
         self._generating = asyncio.create_task(self._stream.run(), name="generation")
         self._generating.add_done_callback(lambda _: self._changed.set())
         self._replaced = []
+        self.rollout.reset_counters()  # what the journal has of open responses is counted as restored
         if self._asynchronous:
             self._admit()
 
@@ -252,7 +253,8 @@ class Controller:
 
     async def _step(self) -> None:
         step, started, before = self.state.step + 1, _now(), self.state
-        self.rollout.reset_counters()
+        if not self._asynchronous:
+            self.rollout.reset_counters()
         self.pace.begin(step)
         self._admit()
         with self.events.span("rollout", step=step) as span:
@@ -268,6 +270,8 @@ class Controller:
         train_s = batch.early_s + _now() - training
         self.pace.end(tokens=self.rollout.sampled_tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, _now() - started)
+        if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
+            self.rollout.reset_counters()
         self._publish()
 
     def _publish(self) -> None:
@@ -372,7 +376,8 @@ class Controller:
     async def _evaluate_if_due(self) -> None:
         step = self.state.step
         if self.evaluation.due(step) and not self.evaluation.start(step):
-            self.rollout.reset_counters()  # rewards that were missing in the last step do not count here
+            if not self._asynchronous:
+                self.rollout.reset_counters()  # rewards that were missing in the last step do not count here
             self.pace.begin_evaluation()
             await self.evaluation.evaluate(step)
 

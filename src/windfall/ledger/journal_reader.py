@@ -28,6 +28,7 @@ from windfall.ledger.journal_format import (
     Trained,
     TurnGraded,
     file_path,
+    first_needed,
     list_files,
     read_records,
 )
@@ -80,8 +81,9 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
     """Read what can be used after the checkpoint of `step`, if no later step trains on tokens from versions before
     `step - staleness`. A long journal takes seconds."""
     steps, strays = list_files(folder)
-    first = max((s for s in steps if s <= step - staleness), default=0)  # older files are covered by the checkpoint
-    steps = [s for s in steps if s >= first]
+    if steps:
+        first = first_needed(steps, step, staleness)  # older files are covered by the checkpoint
+        steps = [s for s in steps if s >= first]
     history: History = {}
     trained: dict[int, tuple[int, ...]] = {}
     files: list[tuple[int, int]] = []

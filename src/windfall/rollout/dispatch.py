@@ -424,10 +424,11 @@ class Dispatch:
                 self._request_release(worker, [entry])
 
     def _stays_behind(self, member: Member) -> bool:
-        """Whether the worker keeps the oldest version of the window for now, because it evaluates or because responses
-        finish on the weights they have. A response that started there would be too old before it is trained on."""
-        lag = self.window.newest - member.version
-        return lag >= max(1, self._staleness) and (self._finish or self.fixed.keeps(member.id))
+        """Whether responses on this worker would be old from their first token. A worker that is about to swap in the
+        newest version gets no more work before. One that keeps its version for now, because it evaluates or because
+        responses finish on the weights they have, gets none if it has the oldest version of the window."""
+        keeps = self._finish or self.fixed.keeps(member.id)
+        return self.window.newest - member.version >= (max(1, self._staleness) if keeps else 1)
 
     def _assign_fixed(self, version: int) -> None:
         """Assign the queued responses that must have this version. The newest can also be had from any other worker."""

@@ -108,8 +108,8 @@ class Rollout:
         self.history: History = {}
         """What the journal has of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
-        """Counters since the last reset: tokens sampled in finished responses, tokens restored from the journal, turns
-        graded."""
+        """Counters since the last reset: tokens sampled in finished responses, how many of them came from the journal,
+        turns graded."""
         self.grading_s = 0.0
         """Seconds that grading these turns took in total."""
         self.streams: set[Stream] = set()
@@ -192,6 +192,8 @@ class Stream:
         """Tasks that the environment was asked for and that are not open yet."""
         self._live: dict[str, tuple[Episode, _OpenGroup]] = {}
         """Open episodes, by response id."""
+        self._restored: dict[str, int] = {}
+        """By open episode: number of its tokens that came from the journal."""
         self._background: set[asyncio.Task[None]] = set()
         """Calls of the environment."""
         self._completed: list[_OpenGroup] = []
@@ -258,6 +260,7 @@ class Stream:
         for id in ids:
             _, group = self._live.pop(id)
             group.dropped += 1
+            self._rollout.restored_tokens += self._restored.pop(id)
             self._on_too_old(group.index, sampled[id])
             self._complete(group)
         self._wake()
@@ -336,8 +339,7 @@ class Stream:
     def _open_episode(self, episode: Episode, group: _OpenGroup) -> None:
         """Restore what the journal has of the response, then continue from there."""
         finished = self._restore(episode)
-        if self._counted:
-            self._rollout.restored_tokens += sum(count for version, count in episode.version_runs if version >= 0)
+        self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
         if finished is not None:
             self._finish(finished)
             return
@@ -423,8 +425,10 @@ class Stream:
     def _finish(self, response: Response) -> None:
         """Add a finished response to its group."""
         _, group = self._live.pop(response.id)
+        restored = self._restored.pop(response.id)
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
+            self._rollout.restored_tokens += restored
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)
 

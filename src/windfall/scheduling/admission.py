@@ -13,7 +13,9 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
   that generates it is published, and nothing before: synchronous training.
 - The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
   later groups overtake a long response.
-- Of the ready groups the oldest is taken first. With `in_order`, groups are taken in the order of their tasks.
+- Of the ready groups the oldest is taken first. An open group that would be too old for the next step keeps a place in
+  the batch: the trainer waits for it. Without this rule, short groups overtake long ones until those are too old. With
+  `in_order`, groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
@@ -63,7 +65,9 @@ class Admission:
         """Counted since the last publish()."""
         self._again: deque[int] = deque()
         """Tasks to admit before new ones, because they were open when the run was interrupted."""
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}
+        """Open tasks, and the version at which each was admitted. Its responses have no older tokens, except those that
+        the journal has."""
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
@@ -85,7 +89,7 @@ class Admission:
         used = max((task + 1 for tasks in self._planned.values() for task in tasks), default=next_task)
         self.version, self.next_task = version, max(next_task, used)
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
-        self._open, self._ready, self._oldest, self._order, self.taken = set(), {}, [], deque(), []
+        self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
         self._replaced, self.dropped = 0, Dropped()
 
     @property
@@ -108,27 +112,28 @@ class Admission:
 
     def admit(self) -> list[int]:
         """The tasks to open now."""
-        new = self.capacity
-        tasks = [*self._again, *range(self.next_task, self.next_task + new)]
-        self._again.clear()
+        new, again = self.capacity, len(self._again)
+        if self.staleness == 0:  # more tasks may be open if the bound was above 0 before the run was resumed
+            again = max(0, min(again, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
+        tasks = [*(self._again.popleft() for _ in range(again)), *range(self.next_task, self.next_task + new)]
         self.next_task += new
-        self._open.update(tasks)
+        self._open |= dict.fromkeys(tasks, self.version)
         if self._in_order:
             self._order.extend(tasks)
         return tasks
 
     def dismiss(self, index: int) -> None:
         """The environment cannot produce this task."""
-        self._open.remove(index)
+        self._open.pop(index)
         self._replaced += 1
 
     def drop(self, index: int) -> None:
         """Every response of this open task is too old."""
-        self._open.remove(index)
+        self._open.pop(index)
 
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
-        self._open.remove(group.index)
+        self._open.pop(group.index)
         if not informative and not self._is_planned(group.index):
             self._replaced += 1
             return
@@ -177,10 +182,21 @@ class Admission:
                 self._order.popleft()
             return self._order.popleft() if self._order and self._order[0] in self._ready else None
         while self._oldest:
-            index = heapq.heappop(self._oldest)[1]
+            oldest, index = self._oldest[0]
+            if index in self._ready and not self._is_planned(index) and self._must_wait(oldest):
+                return None
+            heapq.heappop(self._oldest)
             if index in self._ready and not self._is_planned(index):
                 return index
         return None
+
+    def _must_wait(self, oldest: int) -> bool:
+        """Whether a ready group with this oldest version must leave its place to open groups that would be too old for
+        the next step."""
+        last_chance = self.version - self.staleness
+        if self.staleness == 0 or oldest <= last_chance:
+            return False
+        return len(self.taken) + sum(version <= last_chance for version in self._open.values()) >= self.batch
 
     def publish(self) -> None:
         """The step is trained: the next version exists."""
@@ -195,7 +211,7 @@ class Admission:
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
-        states = [self._open, set(self._ready), set(self.taken), set(self._again)]
+        states = [set(self._open), set(self._ready), set(self.taken), set(self._again)]
         assert sum(map(len, states)) == len(set().union(*states)), "a task is in two states"
         assert all(index < self.next_task for index in set().union(*states)), "a task was never admitted"
         assert len(self.taken) <= self.batch or self.version + 1 in self._planned, "the batch is too large"

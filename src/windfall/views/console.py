@@ -273,11 +273,15 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     if steps:
         generated = sum(e["made"] - e.get("restored", 0) for e in steps)
         speed = generated / max(1e-9, sum(e["s"] for e in steps))
-        out.append(f"  tokens                     {generated:,} generated, {speed:,.0f} tok/s including training")
+        asynchronous = "staleness_max" in steps[-1]  # generation and training overlap
+        including = "" if asynchronous else " including training"
+        out.append(f"  tokens                     {generated:,} generated, {speed:,.0f} tok/s{including}")
         spans = [e for e in events if e["kind"] == "span" and "error" not in e]  # an aborted step does not count
         rollout = sum(e["s"] for e in spans if e["name"] == "rollout")
         early = sum(e.get("early_s", 0.0) for e in spans if e["name"] == "train")
-        out.append(f"                             {generated / max(1e-9, rollout - early):,.0f} tok/s while generating")
+        if not asynchronous:
+            alone = generated / max(1e-9, rollout - early)
+            out.append(f"                             {alone:,.0f} tok/s while generating")
         not_finite = sum(e.get("updates_not_finite", 0) for e in steps)
         skipped = sum(e.get("updates_skipped", 0) for e in steps) - not_finite
         if skipped:

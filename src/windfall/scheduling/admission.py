@@ -12,7 +12,7 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
   version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened when the version
   that generates it is published, and nothing before: synchronous training.
 - The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
-  later groups overtake a long response.
+  later groups overtake a long response. Nor is one that is newer than the trainer, which fell back to a checkpoint.
 - Of the ready groups the oldest is taken first. With `in_order`, groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
@@ -29,6 +29,8 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
+from types import MappingProxyType
 
 from windfall.types import Group, Response
 
@@ -48,6 +50,11 @@ class Dropped:
 def staleness(response: Response, version: int) -> int:
     """How many versions the oldest token of a response lags behind."""
     return version - response.oldest_version
+
+
+def is_usable(response: Response, version: int, bound: int) -> bool:
+    """Whether a trainer at this version may train on a response."""
+    return staleness(response, version) <= bound and max(response.versions, default=0) <= version
 
 
 class Admission:
@@ -74,14 +81,22 @@ class Admission:
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
+        """By step: the tasks that it still has to take because it took them before."""
+        self._planned_tasks: set[int] = set()
+        """The same tasks, of all steps."""
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
-        planned: Mapping[int, Sequence[int]] | None = None,
+        planned: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of later
-        steps that were trained before."""
-        self._planned = {step: deque(tasks) for step, tasks in (planned or {}).items() if step > version}
+        steps that were trained before. Those after a step without a plan are ignored: part of the journal was lost."""
+        self._planned = {}
+        for step in count(version + 1):
+            if step not in planned:
+                break
+            self._planned[step] = deque(planned[step])
+        self._planned_tasks = set(chain.from_iterable(self._planned.values()))
         used = max((task + 1 for tasks in self._planned.values() for task in tasks), default=next_task)
         self.version, self.next_task = version, max(next_task, used)
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
@@ -129,15 +144,12 @@ class Admission:
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
         self._open.remove(group.index)
-        if not informative and not self._is_planned(group.index):
+        if not informative and group.index not in self._planned_tasks:
             self._replaced += 1
             return
         self._ready[group.index] = group
         oldest = min((r.oldest_version for r in group.responses), default=self.version)
         heapq.heappush(self._oldest, (oldest, group.index))
-
-    def _is_planned(self, index: int) -> bool:
-        return any(index in tasks for tasks in self._planned.values())
 
     @property
     def complete(self) -> bool:
@@ -150,18 +162,22 @@ class Admission:
     def _plan(self) -> deque[int] | None:
         """Tasks that this step still has to take because it took them before; None if it chooses itself."""
         planned = self._planned.get(self.version + 1)
-        while planned and planned[0] not in self._open and planned[0] not in self._ready:
+        while planned and not self._is_held(planned[0]):
             planned.popleft()  # it cannot be had any more, for example because the journal was damaged
         return planned
 
+    def _is_held(self, index: int) -> bool:
+        return index in self._open or index in self._ready or index in self._again
+
     def take(self) -> Group | None:
-        """The next group to train on, without responses that are too old; None if there is none at the moment."""
+        """The next group to train on, without responses that cannot be used; None if there is none at the moment."""
         while not self.complete and (index := self._next()) is not None:
             group = self._ready.pop(index)
-            fresh = tuple(r for r in group.responses if staleness(r, self.version) <= self.staleness)
+            fresh = tuple(r for r in group.responses if is_usable(r, self.version, self.staleness))
             if len(fresh) < len(group.responses):
-                for response in set(group.responses) - set(fresh):
-                    self.dropped.add(response.sampled_count)
+                for response in group.responses:
+                    if not is_usable(response, self.version, self.staleness):
+                        self.dropped.add(response.sampled_count)
             if fresh:
                 self.taken.append(index)
                 return replace(group, responses=fresh)
@@ -173,12 +189,12 @@ class Admission:
         if planned is not None:
             return planned.popleft() if planned[0] in self._ready else None
         if self._in_order:
-            while self._order and self._order[0] not in self._open and self._order[0] not in self._ready:
+            while self._order and not self._is_held(self._order[0]):
                 self._order.popleft()
             return self._order.popleft() if self._order and self._order[0] in self._ready else None
         while self._oldest:
             index = heapq.heappop(self._oldest)[1]
-            if index in self._ready and not self._is_planned(index):
+            if index in self._ready:
                 return index
         return None
 

@@ -167,7 +167,8 @@ class ControllerLife:
 
     def _saved(self, state: CheckpointState) -> None:
         if self.journal is not None and self._recovery.saved(state.step):
-            self.journal.rotate(state.step)
+            entries = self.dispatch.ledger.entries.values()
+            self.journal.rotate(state.step, {e.handle: e.episode.id for e in entries if e.state == "running"})
             self.events.instant("journal", file=self.journal.file)
 
     async def attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:

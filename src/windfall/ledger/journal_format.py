@@ -94,3 +94,9 @@ def list_files(folder: Path) -> tuple[list[int], tuple[str, ...]]:
         else:
             strays.append(path.name)
     return sorted(steps), tuple(sorted(strays))
+
+
+def oldest_file(step: int, staleness: int) -> int:
+    """A file that begins at this step, or the last one before it, is the oldest with tokens that a run at `step` can
+    still train on. See journal.py."""
+    return step - staleness - (1 if staleness else 0)

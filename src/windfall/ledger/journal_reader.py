@@ -29,6 +29,7 @@ from windfall.ledger.journal_format import (
     TurnGraded,
     file_path,
     list_files,
+    oldest_file,
     read_records,
 )
 from windfall.link.messages import Tokens
@@ -80,7 +81,8 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
     """Read what can be used after the checkpoint of `step`, if no later step trains on tokens from versions before
     `step - staleness`. A long journal takes seconds."""
     steps, strays = list_files(folder)
-    first = max((s for s in steps if s <= step - staleness), default=0)  # older files are covered by the checkpoint
+    # Older files are covered by the checkpoint.
+    first = max((s for s in steps if s <= oldest_file(step, staleness)), default=0)
     steps = [s for s in steps if s >= first]
     history: History = {}
     trained: dict[int, tuple[int, ...]] = {}

@@ -206,7 +206,9 @@ class Dispatch:
     def _accept(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
-        accepted = self.ledger.accept(member.id, frame)
+        # A worker that began a pull before the trainer fell back may have weights that no longer belong to the version.
+        loaded = member.version if self.window.allows(member.version, member.digest) else -1
+        accepted = self.ledger.accept(member.id, frame, loaded=loaded)
         member.generated += accepted.tokens
         if accepted.tokens:
             if frame.version == member.frame_version:  # else it has prefilled all its responses again

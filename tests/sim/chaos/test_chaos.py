@@ -79,7 +79,7 @@ def test_command_prints_the_faults_by_kind(capsys: pytest.CaptureFixture[str], t
 def test_command_prints_how_to_replay_a_broken_invariant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Placement, "done_with", lambda self, groups: None)
+    monkeypatch.setattr(Placement, "done_with", lambda self, group, size: None)
     with pytest.raises(
         WindfallError, match=r"seed 1: level: the controller still holds after step 1: .*groups with pages"
     ) as e:

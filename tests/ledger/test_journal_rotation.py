@@ -62,6 +62,23 @@ def test_tokens_are_kept_as_long_as_a_step_may_need_them(eta: int, tmp_path: Pat
     assert files(journal) == [str(n) for n in range(last - eta - 1, last + 1)], "and no longer"
 
 
+def test_trainer_that_is_ahead_of_its_checkpoint_may_still_fall_back(tmp_path: Path) -> None:
+    """The controller is restarted while the trainer has step 11. Then the trainer is lost: it is back at step 8."""
+    journal = Journal(tmp_path, "s", staleness=2)
+    journal.open(0)
+    journal.rotate(4, {})
+    journal.write_assigned({1: "18/0"})
+    journal.write_tokens(frame(1, 0, [4, 5], 6))
+    journal.rotate(8, {1: "18/0"})
+    journal.write_tokens(frame(1, 2, [6], 6))
+    journal.close()
+    again = Journal(tmp_path, "s", staleness=2)
+    again.open(11)
+    again.close()
+    assert files(again) == ["4", "8"]
+    assert runs(again, 8) == {"18/0": [(0, [4, 5, 6], 6)]}
+
+
 def test_staleness_0_keeps_one_file(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "s")
     journal.open(0)

@@ -185,7 +185,7 @@ def test_every_token_keeps_the_version_that_generated_it(moves: list[tuple[str, 
     assert found == truth
     assert ledger.counts.stale == stale
     assert ledger.oldest_version("1/0") == min(truth, default=None)
-    runs = versions(ledger, "1/0")
+    runs = ledger.entries["1/0"].episode.version_runs
     assert all(a[0] != b[0] for a, b in pairwise(runs)), "neighboring runs differ"
 
 

@@ -81,8 +81,9 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
     """Read what can be used after the checkpoint of `step`, if no later step trains on tokens from versions before
     `step - staleness`. A long journal takes seconds."""
     steps, strays = list_files(folder)
-    # Older files are covered by the checkpoint.
-    first = max((s for s in steps if s <= oldest_file(step, staleness)), default=0)
+    # Older files are covered by the last checkpoint, which may be older than `step`: a trainer can be ahead of it.
+    saved = min(step, steps[-1]) if steps else step
+    first = max((s for s in steps if s <= oldest_file(saved, staleness)), default=0)
     steps = [s for s in steps if s >= first]
     history: History = {}
     trained: dict[int, tuple[int, ...]] = {}

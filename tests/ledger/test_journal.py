@@ -181,11 +181,11 @@ def test_rotate_removes_what_the_checkpoint_covers(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j", "s")
     journal.open(0)
     story(journal)
-    journal.rotate(10)
+    journal.rotate(10, {})
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000010.wal"]
     journal.write_assigned({9: "2/0"})
     journal.write_tokens(frame((9, 0, [1])))
-    journal.rotate(10)  # the same checkpoint again, as at a stop: nothing is lost
+    journal.rotate(10, {})  # the same checkpoint again, as at a stop: nothing is lost
     journal.close()
     assert read(tmp_path / "j", step=10) == {"2/0": [(0, [1], 1, None)]}
 
@@ -215,7 +215,7 @@ def test_kill_in_the_middle_of_rotate(tmp_path: Path) -> None:
     journal.close()
     old = (tmp_path / "j" / "000000.wal").read_bytes()
     journal.open(0)
-    journal.rotate(10)
+    journal.rotate(10, {})
     journal.write_assigned({1: "3/0"})
     journal.write_tokens(frame((1, 0, [3])))
     journal.close()
@@ -405,7 +405,7 @@ def test_fall_back_keeps_responses_of_later_steps(tmp_path: Path) -> None:
         journal.close()
     journal = Journal(tmp_path / "j", "s")
     assert set(journal.open(10)) == {"a", "b"}
-    journal.rotate(20)
+    journal.rotate(20, {})
     assert [p.name for p in (tmp_path / "j").iterdir()] == ["000020.wal"]
     journal.close()
 
@@ -480,7 +480,7 @@ def test_full_disk_fails_every_later_write_and_keeps_what_was_flushed(tmp_path: 
         journal.flush()
     assert caught.value.where == str(tmp_path / "j" / "000000.wal")
     journal._file = io.BytesIO()  # there is room again, but a record is missing
-    for again in (journal.flush, lambda: journal.write_grade("1/2", 1.0, None, ""), lambda: journal.rotate(1)):
+    for again in (journal.flush, lambda: journal.write_grade("1/2", 1.0, None, ""), lambda: journal.rotate(1, {})):
         with pytest.raises(WindfallError):
             again()
     assert results == [caught.value]

@@ -161,7 +161,7 @@ def test_strays_are_skipped_and_reported(tmp_path: Path) -> None:
     assert tokens(found) == 2 * RESPONSES * ROUNDS
     journal = Journal(tmp_path, "s")
     journal.open(10)
-    journal.rotate(20)
+    journal.rotate(20, {})
     journal.close()
     assert {p.name for p in tmp_path.iterdir()} == strays | {"000020.wal"}
     assert not path.exists()

@@ -109,3 +109,22 @@ def test_repeated_tokens_are_counted_and_not_accepted(tmp_path: Path) -> None:
     groups, rollout = run(Stutters(lambda request: "xyz"), Asks(right), tmp_path, tasks=[0])
     assert groups[0].responses[0].tokens == (*map(ord, "xyz"), STOP)
     assert rollout.dispatch.ledger.counts.repeated == 4
+
+
+def test_stream_that_has_ended_opens_and_drops_nothing(tmp_path: Path) -> None:
+    """Its owner may be busy, for example with an update, and learn of the end later."""
+
+    async def main() -> None:
+        async with rolling(Scripted(lambda request: "x" * 1000), Asks(right), tmp_path, max_tokens=2000) as rollout:
+            stream = rollout.stream(size=2, sampling=Sampling(), on_group=print, on_skipped=print)
+            running = asyncio.create_task(stream.run())
+            stream.open([0, 1])
+            await asyncio.sleep(0.05)
+            rollout.interrupt(WindfallError("another trainer replaced it"))
+            with pytest.raises(WindfallError):
+                await running
+            stream.expire(oldest=99)
+            stream.open([2])
+            assert len(rollout.dispatch.ledger) == 0
+
+    asyncio.run(main())

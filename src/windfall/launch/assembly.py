@@ -169,8 +169,8 @@ class ControllerLife:
 
     def _saved(self, state: CheckpointState) -> None:
         if self.journal is not None and self._recovery.saved(state.step):
-            running = {e.handle: id for id, e in self.dispatch.ledger.entries.items() if e.state == "running"}
-            self.journal.rotate(state.step, running)
+            entries = self.dispatch.ledger.entries.values()
+            self.journal.rotate(state.step, {e.handle: e.episode.id for e in entries if e.state == "running"})
             self.events.instant("journal", file=self.journal.file)
 
     async def attend_trainer(self, link: Link, hello: m.TrainerHello) -> None:

@@ -2,8 +2,10 @@
 
     journal/000010.wal     everything since the checkpoint of step 10
 
-A file is begun when its checkpoint is on disk, and then replaces the files whose tokens no later step can train on (see
-`journal_format.first_needed`). It begins with the assignments of the responses that are running at that moment. If a
+A file is begun when its checkpoint is on disk, and then replaces the files whose tokens no later step can train on.
+With staleness 0, these are all files before it. With a higher bound eta, generation goes on while a checkpoint is
+written, so the first tokens of version v are in a file that begins before step v: the last file that begins eta + 1
+steps earlier or more is kept, and those after it. Every file names the responses that run when it is begun. If a
 killed process left a record half-written at the end, it is cut off when the file is opened again. `flush` hands
 everything written to the operating system, where it outlives the process. Call it before anything that depends on what
 was written: work that is assigned, a turn that is graded, a group that is handed on. (It does not outlive the machine:
@@ -18,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,8 +36,8 @@ from windfall.ledger.journal_format import (
     TurnGraded,
     encode_record,
     file_path,
-    first_needed,
     list_files,
+    oldest_file,
 )
 from windfall.ledger.journal_reader import History, JournalContents, read_journal
 from windfall.link.messages import Tokens
@@ -71,19 +74,18 @@ class Journal:
         self._open_file(*(contents.files[-1] if contents.files else (step, 0)))
         return contents.history
 
-    def rotate(self, step: int, running: Mapping[int, str] | None = None) -> None:
-        """The checkpoint of `step` is on disk: begin a new file and remove what is no longer needed. `running`: the
-        handles that are assigned, and their responses."""
+    def rotate(self, step: int, running: dict[int, str]) -> None:
+        """The checkpoint of `step` is on disk: begin a new file and remove what is no longer needed. `running`: ids of
+        the running responses, by handle."""
         if step > self._step:
             self.close()
             self._open_file(step, 0)
             if running:
-                self.write_assigned(dict(running))
-                self.flush()
+                self.write_assigned(running)
         with self._writing(self.folder):
-            steps = list_files(self.folder)[0]
-            for file_step in steps[: steps.index(first_needed(steps, step, self._staleness))]:
-                file_path(self.folder, file_step).unlink()
+            for file_step, next_step in pairwise(list_files(self.folder)[0]):
+                if next_step <= oldest_file(step, self._staleness):
+                    file_path(self.folder, file_step).unlink()
 
     def write_assigned(self, handles: dict[int, str]) -> None:
         self._write(Assigned(handles=handles))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -96,14 +96,7 @@ def list_files(folder: Path) -> tuple[list[int], tuple[str, ...]]:
     return sorted(steps), tuple(sorted(strays))
 
 
-def first_needed(steps: Sequence[int], step: int, staleness: int) -> int:
-    """The first file with tokens that may be trained on after the checkpoint of `step`. `steps`: of all files, sorted.
-
-    With a staleness bound above 0, workers generate while a checkpoint is written. So the first tokens of version 10
-    are in the file before 000010.wal.
-
-    >>> first_needed([6, 8, 10], step=10, staleness=0), first_needed([6, 8, 10], step=10, staleness=2)
-    (10, 6)
-    """
-    last = step - staleness - 1 if staleness else step
-    return max((s for s in steps if s <= last), default=steps[0])
+def oldest_file(step: int, staleness: int) -> int:
+    """A file that begins at this step, or the last one before it, is the oldest with tokens that a run at `step` can
+    still train on. See journal.py."""
+    return step - staleness - (1 if staleness else 0)

@@ -28,8 +28,8 @@ from windfall.ledger.journal_format import (
     Trained,
     TurnGraded,
     file_path,
-    first_needed,
     list_files,
+    oldest_file,
     read_records,
 )
 from windfall.link.messages import Tokens
@@ -81,9 +81,10 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
     """Read what can be used after the checkpoint of `step`, if no later step trains on tokens from versions before
     `step - staleness`. A long journal takes seconds."""
     steps, strays = list_files(folder)
-    if steps:
-        first = first_needed(steps, step, staleness)  # older files are covered by the checkpoint
-        steps = [s for s in steps if s >= first]
+    # Older files are covered by the last checkpoint, which may be older than `step`: a trainer can be ahead of it.
+    saved = min(step, steps[-1]) if steps else step
+    first = max((s for s in steps if s <= oldest_file(saved, staleness)), default=0)
+    steps = [s for s in steps if s >= first]
     history: History = {}
     trained: dict[int, tuple[int, ...]] = {}
     files: list[tuple[int, int]] = []

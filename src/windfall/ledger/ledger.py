@@ -6,7 +6,7 @@
 
 Rules, all in `check()`:
 - A position is accepted once and in order, from the worker that holds the response. Its version is the one that the
-  response was assigned with or, if the worker has swapped in new weights meanwhile, a newer one of the window. A
+  response was assigned with or, if the worker has reported that it swapped in new weights, a newer one of the window. A
   response with a fixed version (`Episode.version`) accepts only that one.
 - Every assignment has its own handle. A frame whose handle has ended changes nothing and is counted.
 - A response that lost its worker keeps every token it has, and is queued before those that have not begun.
@@ -186,8 +186,9 @@ class Ledger:
         entry = self.entries[id]
         return _generated(entry.episode, entry.recorded)
 
-    def accept(self, worker: str, frame: Tokens) -> Acceptance:
-        """Take in a worker's tokens. If this raises Malformed, nothing was accepted."""
+    def accept(self, worker: str, frame: Tokens, *, loaded: int | None = None) -> Acceptance:
+        """Take in a worker's tokens. If this raises Malformed, nothing was accepted. `loaded`: the version that the
+        worker last reported as loaded, the only one that it may have swapped in; None: any."""
         try:
             tokens, logprobs = columns(frame)
         except ValueError as e:
@@ -199,7 +200,7 @@ class Ledger:
         held = self._by_worker.get(worker) or {}
         row_ends = list(accumulate(frame.counts or repeat(1, len(frame.handles))))
         entries = _expected_entries(held, frame)
-        if entries is None and self._follow_swap(held, frame):
+        if entries is None and loaded in (None, frame.version) and self._follow_swap(held, frame):
             entries = _expected_entries(held, frame)
         if entries is None:
             self._check_rows(held, frame, tokens, row_ends)

@@ -218,7 +218,9 @@ class Dispatch:
     def _accept(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
         context = self.ledger.context(member.id)
-        accepted = self.ledger.accept(member.id, frame)
+        # A worker that began a pull before the trainer fell back may have weights that no longer belong to the version.
+        loaded = member.version if self.window.allows(member.version, member.digest) else -1
+        accepted = self.ledger.accept(member.id, frame, loaded=loaded)
         member.generated += accepted.tokens
         if accepted.tokens:
             if frame.version == member.frame_version:  # else it has prefilled all its responses again
@@ -410,7 +412,8 @@ class Dispatch:
             return
         self.fixed.choose()
         self._request_loads()
-        ready = [w for w in self.members.routable(self.window) if not self._stays_behind(w)]
+        # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
+        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest]
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
@@ -422,13 +425,6 @@ class Dispatch:
         elif loads and not self._releasing:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
-
-    def _stays_behind(self, member: Member) -> bool:
-        """Whether responses on this worker would be old from their first token. A worker that is about to swap in the
-        newest version gets no more work before. One that keeps its version for now, because it evaluates or because
-        responses finish on the weights they have, gets none if it has the oldest version of the window."""
-        keeps = self._finish or self.fixed.keeps(member.id)
-        return self.window.newest - member.version >= (max(1, self._staleness) if keeps else 1)
 
     def _assign_fixed(self, version: int) -> None:
         """Assign the queued responses that must have this version. The newest can also be had from any other worker."""

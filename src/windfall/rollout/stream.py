@@ -198,6 +198,7 @@ class Stream:
         """Calls of the environment."""
         self._completed: list[_OpenGroup] = []
         """Groups that were completed since groups were last handed out."""
+        self._ended = False
         rollout.streams.add(self)
 
     async def run(self) -> None:
@@ -211,12 +212,14 @@ class Stream:
                 while not self.inbox.empty():
                     self._handle(self.inbox.get_nowait())
         finally:
+            self._ended = True
             self._rollout.streams.discard(self)
             for future in self._drawing.values():
                 future.cancel()
             self._dispatch.withdraw(list(self._live))
             for _, group in self._live.values():
                 self._forget(group.index)
+            self._live.clear()
             for task in self._background:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
@@ -273,7 +276,10 @@ class Stream:
     # 1. Draw tasks.
 
     def open(self, tasks: Sequence[int]) -> None:
-        """Ask for these tasks, and open their groups; those that arrive within OPEN_TOGETHER_S are opened together."""
+        """Ask for these tasks, and open their groups; those that arrive within OPEN_TOGETHER_S are opened together.
+        Does nothing once the stream has ended: its owner learns that when it next looks for groups."""
+        if self._ended:
+            return
         slow: list[int] = []
         for index in tasks:
             future = self._rollout.env.task(index, self._rollout.options.reward_timeout_s)
@@ -357,6 +363,8 @@ class Stream:
                     break  # a file was damaged: what comes after the gap is generated again
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
                 finished = None
+            elif episode.finish is None:
+                break  # a file was damaged: the turn that was graded is incomplete
             elif event.reward is None and event.observation is None:
                 continue  # the reward was missing: the environment may be able to grade the turn by now
             else:

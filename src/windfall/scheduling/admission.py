@@ -12,10 +12,12 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
   version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened when the version
   that generates it is published, and nothing before: synchronous training.
 - The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
-  later groups overtake a long response.
-- Of the ready groups the oldest is taken first. An open group that would be too old for the next step keeps a place in
-  the batch: the trainer waits for it. Without this rule, short groups overtake long ones until those are too old. With
-  `in_order`, groups are taken in the order of their tasks.
+  later groups overtake a long response. Nor is one that is newer than the trainer, which fell back to a checkpoint.
+- Of the ready groups the oldest is taken first. A group may overtake older ones that are still open only if places are
+  left for these in the batches before they are too old; otherwise the trainer waits for them. Without this rule, short
+  groups overtake long ones until those are too old, and training prefers short responses. With it, nothing is dropped
+  as long as responses start at the version at which their task was admitted, or later. With `in_order`, groups are
+  taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
@@ -28,9 +30,11 @@ is open becomes too old. Whatever is dropped frees its place for a task that sta
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count
+from types import MappingProxyType
 
 from windfall.types import Group, Response
 
@@ -52,6 +56,15 @@ def staleness(response: Response, version: int) -> int:
     return version - response.oldest_version
 
 
+def is_usable(response: Response, version: int, bound: int) -> bool:
+    """Whether a trainer at this version may train on a response."""
+    return staleness(response, version) <= bound and max(response.versions, default=0) <= version
+
+
+def _oldest(group: Group, version: int) -> int:
+    return min((r.oldest_version for r in group.responses), default=version)
+
+
 class Admission:
     def __init__(
         self, *, batch: int, steps: int, staleness: int = 0, max_draws: int = 1, in_order: bool = False
@@ -71,6 +84,8 @@ class Admission:
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
+        self._held: Counter[int] = Counter()
+        """Number of open and ready groups by their oldest version, as far as known."""
         self._order: deque[int] = deque()
         """Admitted tasks that were not taken, with `in_order`. Those that are neither open nor ready are skipped."""
         self.taken: list[int] = []
@@ -78,18 +93,27 @@ class Admission:
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
+        """By step: the tasks that it still has to take because it took them before."""
+        self._planned_tasks: set[int] = set()
+        """The same tasks, of all steps."""
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
-        planned: Mapping[int, Sequence[int]] | None = None,
+        planned: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of later
-        steps that were trained before."""
-        self._planned = {step: deque(tasks) for step, tasks in (planned or {}).items() if step > version}
+        steps that were trained before. Those after a step without a plan are ignored: part of the journal was lost."""
+        self._planned = {}
+        for step in count(version + 1):
+            if step not in planned:
+                break
+            self._planned[step] = deque(planned[step])
+        self._planned_tasks = set(chain.from_iterable(self._planned.values()))
         used = max((task + 1 for tasks in self._planned.values() for task in tasks), default=next_task)
         self.version, self.next_task = version, max(next_task, used)
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
         self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
+        self._held.clear()
         self._replaced, self.dropped = 0, Dropped()
 
     @property
@@ -113,36 +137,35 @@ class Admission:
     def admit(self) -> list[int]:
         """The tasks to open now."""
         new, again = self.capacity, len(self._again)
-        if self.staleness == 0:  # more tasks may be open if the bound was above 0 before the run was resumed
+        if self.staleness == 0 and not self._planned:  # the bound may have been above 0 before the run was resumed
             again = max(0, min(again, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
         tasks = [*(self._again.popleft() for _ in range(again)), *range(self.next_task, self.next_task + new)]
         self.next_task += new
         self._open |= dict.fromkeys(tasks, self.version)
+        self._held[self.version] += len(tasks)
         if self._in_order:
             self._order.extend(tasks)
         return tasks
 
     def dismiss(self, index: int) -> None:
         """The environment cannot produce this task."""
-        self._open.pop(index)
+        self.drop(index)
         self._replaced += 1
 
     def drop(self, index: int) -> None:
         """Every response of this open task is too old."""
-        self._open.pop(index)
+        self._held[self._open.pop(index)] -= 1
 
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
-        self._open.pop(group.index)
-        if not informative and not self._is_planned(group.index):
+        self.drop(group.index)
+        if not informative and group.index not in self._planned_tasks:
             self._replaced += 1
             return
         self._ready[group.index] = group
-        oldest = min((r.oldest_version for r in group.responses), default=self.version)
+        oldest = _oldest(group, self.version)
         heapq.heappush(self._oldest, (oldest, group.index))
-
-    def _is_planned(self, index: int) -> bool:
-        return any(index in tasks for tasks in self._planned.values())
+        self._held[oldest] += 1
 
     @property
     def complete(self) -> bool:
@@ -155,18 +178,23 @@ class Admission:
     def _plan(self) -> deque[int] | None:
         """Tasks that this step still has to take because it took them before; None if it chooses itself."""
         planned = self._planned.get(self.version + 1)
-        while planned and planned[0] not in self._open and planned[0] not in self._ready:
+        while planned and not self._is_held(planned[0]):
             planned.popleft()  # it cannot be had any more, for example because the journal was damaged
         return planned
 
+    def _is_held(self, index: int) -> bool:
+        return index in self._open or index in self._ready or index in self._again
+
     def take(self) -> Group | None:
-        """The next group to train on, without responses that are too old; None if there is none at the moment."""
+        """The next group to train on, without responses that cannot be used; None if there is none at the moment."""
         while not self.complete and (index := self._next()) is not None:
             group = self._ready.pop(index)
-            fresh = tuple(r for r in group.responses if staleness(r, self.version) <= self.staleness)
+            self._held[_oldest(group, self.version)] -= 1
+            fresh = tuple(r for r in group.responses if is_usable(r, self.version, self.staleness))
             if len(fresh) < len(group.responses):
-                for response in set(group.responses) - set(fresh):
-                    self.dropped.add(response.sampled_count)
+                for response in group.responses:
+                    if not is_usable(response, self.version, self.staleness):
+                        self.dropped.add(response.sampled_count)
             if fresh:
                 self.taken.append(index)
                 return replace(group, responses=fresh)
@@ -178,30 +206,34 @@ class Admission:
         if planned is not None:
             return planned.popleft() if planned[0] in self._ready else None
         if self._in_order:
-            while self._order and self._order[0] not in self._open and self._order[0] not in self._ready:
+            while self._order and not self._is_held(self._order[0]):
                 self._order.popleft()
             return self._order.popleft() if self._order and self._order[0] in self._ready else None
         while self._oldest:
             oldest, index = self._oldest[0]
-            if index in self._ready and not self._is_planned(index) and self._must_wait(oldest):
+            if index in self._ready and self._must_wait(oldest):
                 return None
             heapq.heappop(self._oldest)
-            if index in self._ready and not self._is_planned(index):
+            if index in self._ready:
                 return index
         return None
 
     def _must_wait(self, oldest: int) -> bool:
-        """Whether a ready group with this oldest version must leave its place to open groups that would be too old for
-        the next step."""
-        last_chance = self.version - self.staleness
-        if self.staleness == 0 or oldest <= last_chance:
-            return False
-        return len(self.taken) + sum(version <= last_chance for version in self._open.values()) >= self.batch
+        """Whether a ready group with this oldest version would take the place of an older group, which could then not
+        be trained on before it is too old."""
+        older = 0
+        for version in sorted(v for v in self._held if self.oldest_version <= v < oldest):
+            older += self._held[version]
+            batches = version - self.oldest_version + 1  # until groups of this version are too old
+            if older > batches * self.batch - len(self.taken) - 1:
+                return True
+        return False
 
     def publish(self) -> None:
         """The step is trained: the next version exists."""
         self._planned.pop(self.version + 1, None)
         self.version += 1
+        self._held = +self._held  # without versions that no group has any more
         self.taken, self._replaced, self.dropped = [], 0, Dropped()
 
     @property

@@ -73,16 +73,16 @@ def test_command_prints_the_faults_by_kind(capsys: pytest.CaptureFixture[str], t
     output = capsys.readouterr().out
     assert "120 faults in 2 runs of" in output
     assert all(kind in output for kind in KINDS)
-    assert sorted(p.name for p in (tmp_path / "logs").iterdir())[:2] == ["3.calm.jsonl", "3.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["3.jsonl", "4.calm.jsonl", "4.jsonl"]
 
 
 def test_command_prints_how_to_replay_a_broken_invariant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Placement, "done_with", lambda self, groups: None)
+    monkeypatch.setattr(Placement, "done_with", lambda self, group, size: None)
     with pytest.raises(
-        WindfallError, match=r"seed 1: level: the controller still holds after step 1: .*groups with pages"
+        WindfallError, match=r"seed 0: level: the controller still holds after step 1: .*groups with pages"
     ) as e:
-        command.main(seeds=3, seed=1, faults=60)
-    assert "windfall sim chaos --seed 1 --seeds 1 --faults 60" in e.value.fix
+        command.main(seeds=3, seed=0, faults=60)
+    assert "windfall sim chaos --seed 0 --seeds 1 --faults 60" in e.value.fix
     assert '"name": "step"' in capsys.readouterr().out, "the last events"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,16 @@ from windfall.envs.grade import Graded
 from windfall.ledger import journal_reader
 from windfall.ledger.journal import Journal
 from windfall.ledger.ledger import Ledger
-from windfall.rollout import groups as manager
+from windfall.rollout import stream as streams
 from windfall.rollout.dispatch import Dispatch
-from windfall.rollout.stream import Rollout
+from windfall.rollout.stream import Rollout, Stream
+from windfall.scheduling import admission
+from windfall.scheduling.admission import Admission
 from windfall.scheduling.members import Members, WorkerState
 from windfall.scheduling.placement import Placement
+from windfall.scheduling.version_window import VersionWindow
 from windfall.sim.chaos.trial import trial
+from windfall.train import sample
 from windfall.train.base import TrainerLost
 from windfall.train.remote import RemoteTrainer
 
@@ -87,9 +92,9 @@ def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
     patch.setattr(Ledger, "release", release)
 
 
-@breaks("version", "holder")
+@breaks("version", "holder", "tokens", "window")
 def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
-    def routable(self: Members, version: int, digest: str) -> list[Any]:
+    def routable(self: Members, window: VersionWindow, **_: Any) -> list[Any]:
         return [
             m
             for m in self.all.values()
@@ -99,21 +104,11 @@ def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
     patch.setattr(Members, "routable", routable)
 
 
-@breaks("version", seed=20)
+@breaks("version", "window", seed=20)
 def same_version_number_counts_as_same_weights(patch: Patch) -> None:
     """After a fallback, a step is trained again: its version has the same number but maybe other weights."""
 
-    real = Members.outdated
-
-    def routable(self: Members, version: int, digest: str) -> list[Any]:
-        return [m for m in self.all.values() if m.state is WorkerState.READY and not m.suspect and m.version == version]
-
-    def outdated(self: Members, version: int, digest: str, *, needed: bool) -> list[Any]:
-        lacks = real(self, version, digest, needed=needed)
-        return [m for m in lacks if m.state is not WorkerState.READY or m.version != version]
-
-    patch.setattr(Members, "routable", routable)
-    patch.setattr(Members, "outdated", outdated)
+    patch.setattr(VersionWindow, "allows", lambda self, version, digest: version in self.digests)
 
 
 @breaks("again", seed=1)
@@ -139,8 +134,8 @@ def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
     """This includes what the journal has of later steps from before a fallback."""
     real = Journal.rotate
 
-    def rotate(self: Journal, step: int) -> None:
-        real(self, step)
+    def rotate(self: Journal, step: int, running: dict[int, str]) -> None:
+        real(self, step, running)
         for path in self.folder.glob("*.wal"):
             if path != self._path:
                 path.unlink()
@@ -150,7 +145,7 @@ def checkpoint_discards_the_whole_journal(patch: Patch) -> None:
     patch.setattr(Journal, "rotate", rotate)
 
 
-@breaks("batch", seed=1)
+@breaks("batch", "lost", seed=1)
 def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
     attend, accumulate, connections = RemoteTrainer.attend, RemoteTrainer.accumulate, Counter[int]()
 
@@ -164,7 +159,7 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
     )
 
 
-@breaks("batch", "version", seed=4)
+@breaks("batch", "version", "bound", seed=4)
 def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     """Accumulated samples are lost with the old link."""
     real, interrupt = RemoteTrainer._ask, Rollout.interrupt
@@ -183,13 +178,13 @@ def reconnected_trainer_continues_its_step(patch: Patch) -> None:
 
 @breaks("missing")
 def missing_reward_counts_as_zero(patch: Patch) -> None:
-    real = Rollout._missing
+    real = Stream._missing
 
-    def missing(self: Rollout, episode: Any, error: str) -> Any:
+    def missing(self: Stream, episode: Any, error: Any) -> Any:
         real(self, episode, error)
         return episode.close(0.0)
 
-    patch.setattr(Rollout, "_missing", missing)
+    patch.setattr(Stream, "_missing", missing)
 
 
 @breaks("bill", seed=3)
@@ -216,7 +211,7 @@ def next_controller_bills_everything_again(patch: Patch) -> None:
 
 @breaks("level", seed=1)
 def pages_are_never_released(patch: Patch) -> None:
-    patch.setattr(Placement, "done_with", lambda self, groups: None)
+    patch.setattr(Placement, "done_with", lambda self, group, size: None)
 
 
 @breaks("level")
@@ -224,9 +219,9 @@ def late_move_is_never_dropped(patch: Patch) -> None:
     """The response ended on its old worker before it could move."""
     real = Placement.done_with
 
-    def done_with(self: Placement, groups: Any) -> None:
-        targets = self._move_targets
-        real(self, groups)
+    def done_with(self: Placement, group: str, size: int) -> None:
+        targets = self._move_targets.copy()
+        real(self, group, size)
         self._move_targets = targets
 
     patch.setattr(Placement, "done_with", done_with)
@@ -239,7 +234,7 @@ def prefills_of_a_lost_worker_are_never_dropped(patch: Patch) -> None:
 
 @breaks("level", seed=25)
 def restored_responses_are_never_dropped(patch: Patch) -> None:
-    patch.setattr(Rollout, "load_history", lambda self, found, next_task: setattr(self, "history", found))
+    patch.setattr(Rollout, "load_history", lambda self, found, needed: setattr(self, "history", found))
 
 
 @breaks("holder", "tokens", "progress")
@@ -274,7 +269,7 @@ def rejection_by_one_worker_ends_the_run(patch: Patch) -> None:
     def rejected_by(self: Dispatch, member: Any, message: Any) -> None:
         for entry in self.ledger.held(member.id):
             if entry.handle == message.handle:
-                self._rejected(entry.episode.id, message.why)
+                self._listeners[entry.episode.id].rejected(entry.episode.id, message.why)
 
     patch.setattr(Dispatch, "_rejected_by", rejected_by)
 
@@ -289,7 +284,92 @@ def failed_reward_is_never_retried(patch: Patch) -> None:
                 await asyncio.Event().wait()
             return Graded(feedback=None, tries=1, error=str(e))
 
-    patch.setattr(manager, "grade", grade)
+    patch.setattr(streams, "grade", grade)
+
+
+@breaks("bound")
+def response_that_is_too_old_is_trained_on(patch: Patch) -> None:
+    patch.setattr(admission, "is_usable", lambda response, version, bound: True)
+    patch.setattr(Stream, "expire", lambda self, oldest: None)
+
+
+@breaks("bound")
+def trainer_takes_every_token_for_fresh(patch: Patch) -> None:
+    patch.setattr(sample, "_lag", lambda response, version: None)
+
+
+@breaks("twice", seed=2)
+def trained_tasks_are_open_in_the_checkpoint(patch: Patch) -> None:
+    real = Admission.open_tasks.fget
+    assert real is not None
+    patch.setattr(Admission, "open_tasks", property(lambda self: tuple(sorted({*real(self), *self.taken}))))
+
+
+@breaks("batch", "bound", "lost", seed=2)
+def step_that_is_trained_again_chooses_other_groups(patch: Patch) -> None:
+    real = Admission.restore
+
+    def restore(self: Admission, *, planned: Any = None, **state: Any) -> None:
+        real(self, **state)
+
+    patch.setattr(Admission, "restore", restore)
+
+
+@breaks("lost", "batch", seed=2)
+def open_tasks_are_forgotten_after_a_restart(patch: Patch) -> None:
+    real = Admission.restore
+
+    def restore(self: Admission, *, open_tasks: Any, **state: Any) -> None:
+        real(self, open_tasks=[task for task in open_tasks if task % 3], **state)
+
+    patch.setattr(Admission, "restore", restore)
+
+
+@breaks("lost", "batch")
+def every_seventh_group_is_forgotten(patch: Patch) -> None:
+    real = Admission.finish
+
+    def finish(self: Admission, group: Any, **options: Any) -> None:
+        real(self, group, **options)
+        if group.index % 7 == 6 and self.staleness:
+            self._ready.pop(group.index, None)
+
+    patch.setattr(Admission, "finish", finish)
+
+
+@breaks("lost")
+def dropped_response_leaves_its_group(patch: Patch) -> None:
+    """The last response of every group is dropped, although it is not too old."""
+    real = Admission.take
+
+    def take(self: Admission) -> Any:
+        group = real(self)
+        if group is None or not self.staleness or len(group.responses) < 2:
+            return group
+        return dataclasses.replace(group, responses=group.responses[:-1])
+
+    patch.setattr(Admission, "take", take)
+
+
+@breaks("window", seed=5)
+def frame_may_claim_any_version_of_the_window(patch: Patch) -> None:
+    real = Ledger.accept
+    patch.setattr(Ledger, "accept", lambda self, worker, frame, loaded=None: real(self, worker, frame))
+
+
+@breaks("again", seed=8)
+def journal_does_not_name_responses_that_run_during_a_checkpoint(patch: Patch) -> None:
+    real = Journal.rotate
+    patch.setattr(Journal, "rotate", lambda self, step, running: real(self, step, {}))
+
+
+@breaks("level", seed=1)
+def gate_admits_two_more_batches(patch: Patch) -> None:
+    def capacity(self: Admission) -> int:
+        held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
+        return max(0, (self.staleness + 3) * self.batch - held)
+
+    patch.setattr(Admission, "capacity", property(capacity))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

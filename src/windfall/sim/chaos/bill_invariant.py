@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from windfall.cost.bill import Holder, Totals
-from windfall.sim.chaos.invariants import InvariantBroken
+from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.machines.fleet import Stay
 from windfall.types import LOCAL
 

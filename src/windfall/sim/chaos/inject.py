@@ -2,7 +2,7 @@
 
 Every link of a worker is a FaultyLink. It applies link faults to messages and keeps their order. Machines that are
 preempted, or that leave after a notice, are replaced; so are the processes of the trainer and the controller. After the
-last fault, the run completes one more step and is asked to stop.
+last fault, the run completes one more step, or several if they overlap, and is asked to stop.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from windfall.sim.core.link import SimLink
 from windfall.sim.core.loop import VirtualLoop
 from windfall.sim.core.run import Simulation
 from windfall.sim.core.service import uniform
+from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.worker import SimWorker
 from windfall.types import LOCAL, Feedback, Task, Turn
 
@@ -70,6 +71,10 @@ class FaultyLink(SimLink):
                 self.hangs_since_s = self._loop.time()
                 return
             self.hangs_since_s = None
+        if isinstance(message, m.Assign):
+            controller = self._injector.simulation.controller_starts
+            for work in message.work:
+                self._injector.responses[controller, work.handle] = id_token_of(work.seed)
         if isinstance(message, m.Assign) and faults.reject:
             faults.reject -= 1
             for work in message.work:
@@ -82,6 +87,8 @@ class FaultyLink(SimLink):
         self._count_message()
         if isinstance(message, m.Loaded):
             self.loaded = (message.version, message.digest)
+        if isinstance(message, m.Tokens):
+            self._record_versions(message)
         if not isinstance(message, m.Tokens):
             super().send_to_controller(message)
             return
@@ -104,6 +111,14 @@ class FaultyLink(SimLink):
         if faults.double:
             faults.double -= 1
             super().send_to_controller(message)
+
+    def _record_versions(self, frame: m.Tokens) -> None:
+        """Record with which weights these tokens were generated."""
+        counts, injector = frame.counts or (1,) * len(frame.handles), self._injector
+        for handle, position, count in zip(frame.handles, frame.positions, counts, strict=True):
+            id_token = injector.responses.get((injector.simulation.controller_starts, handle), -1)
+            for n in range(position, position + count):
+                injector.generated.setdefault((id_token, n), set()).add(self.loaded or (-1, ""))
 
     def _load_error(self, load: m.Load) -> str:
         """Why these weights cannot be loaded. Empty: they can."""
@@ -155,8 +170,16 @@ class FaultInjector:
         self.on_send: Any = lambda link, message: None
         """Called with every message from the controller to a worker, before it is sent."""
         self._faults, self._left, self._stalled_s = faults, count, 0.0
+        self._steps_after = 2 * simulation.scenario.recipe.rollout.staleness
+        """Steps to complete after the last fault and the step that it strikes. With staleness, most of what was open
+        then is trained on."""
         self.stall_ended_s = 0.0
         """End of the last stall (loop time, seconds)."""
+        self.responses: dict[tuple[int, int], int] = {}
+        """By controller and handle: the first token of the response, which identifies it."""
+        self.generated: dict[tuple[int, int], set[tuple[int, str]]] = {}
+        """By first token of a response and position: version and digest of the weights that generated the token. A
+        token may have been lost and generated again."""
         self._link_faults: dict[str, LinkFaults] = {}
         """Pending link faults by node."""
         self._fleet, self._loop = simulation.fleet, cast(VirtualLoop, asyncio.get_running_loop())
@@ -173,7 +196,9 @@ class FaultInjector:
     def on_event(self, event: Event) -> None:
         """Stop the run when the log has a complete step after the last fault."""
         if not self._left and self.done and (event["kind"], event["name"]) == ("scalar", "step"):
-            self.simulation.stop()
+            self._steps_after -= 1
+            if self._steps_after < 0:
+                self.simulation.stop()
 
     def _schedule_next(self) -> None:
         if self._left:
@@ -234,7 +259,7 @@ class FaultInjector:
                 later(fault.s, setattr, worker, "spec", before)
             case "reject":
                 link_faults.reject = 1
-                later(fault.s, self._replace_machine, node, worker)
+                later(fault.s, self._end_reject, node)
             case "cut":
                 link_faults.cut_after = fault.n - 1
             case "flap":
@@ -249,6 +274,12 @@ class FaultInjector:
         return True
 
     # replacing machines
+
+    def _end_reject(self, node: str) -> None:
+        """Replace the machine that is too small, which may have been replaced meanwhile by another one."""
+        self.link_faults(node).reject = 0
+        if (worker := self._fleet.workers.get(node)) is not None:
+            self._replace_machine(node, worker)
 
     def _replace_machine(self, node: str, worker: SimWorker) -> None:
         if self._fleet.workers.get(node) is worker:

@@ -2,14 +2,15 @@
 
 - tokens: every position of a response is accepted exactly once, in order, and has the right token;
 - again: no accepted token is generated again, except what a controller accepted at the very moment it was killed;
-- version: all tokens of a step come from one version, and work is assigned only to a worker that has reported, on that
-  link, that it holds this version with this digest;
+- version: with staleness 0, all tokens of a step come from one version, and work is assigned only to a worker that has
+  reported, on that link, that it holds this version with this digest. With more: window, bound, twice and lost
+  (sim/chaos/staleness_invariants.py);
 - holder: a running response is held by one worker that is connected and ready (or pausing, or draining), and no worker
   stays a member that is silent, or whose pull hangs, for longer than the recipe allows;
 - batch: a step that is trained again from an older checkpoint gets the same samples; no response is in it twice, and
   none whose reward is missing (`missing`);
 - bill: every second of every worker is in exactly one bill (sim/chaos/bill_invariant.py lists the exceptions);
-- level: after a step, the controller keeps nothing of that step;
+- level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows;
 - progress: a token is accepted, or a step completed, within PROGRESS_S.
 
 Cheap checks run whenever something has changed; what has not changed is not checked again. The product's own `check()`
@@ -34,6 +35,8 @@ from windfall.rollout.dispatch import Dispatch
 from windfall.rollout.stream import Rollout
 from windfall.scheduling.members import WorkerState
 from windfall.sim.chaos.inject import FaultInjector, FaultyLink
+from windfall.sim.chaos.invariant_broken import InvariantBroken
+from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
 from windfall.sim.machines.decode import STOP, distinct_token
@@ -49,12 +52,6 @@ TASKS = 40
 HOLDING = (WorkerState.READY, WorkerState.PAUSED, WorkerState.DRAINING)
 Batch = dict[int, str]
 """By the first token of a response, which identifies it: a fingerprint of its tokens and its advantage."""
-
-
-class InvariantBroken(AssertionError):
-    def __init__(self, invariant: str, what: str) -> None:
-        super().__init__(f"{invariant}: {what}")
-        self.invariant = invariant
 
 
 class Invariants:
@@ -82,9 +79,20 @@ class Invariants:
         self._now_s = self._progress_s = self._no_trainer_s = 0.0
         self._last_progress: Any = None
         self._error: InvariantBroken | None = None
+        recipe = self._simulation.scenario.recipe
+        self._staleness = StalenessInvariants(injector) if recipe.rollout.staleness else None
+        self._reopened: int | None = None
+        """Number of tasks that the current controller opened first. None: it has not begun."""
         injector.on_send = self._deferred(self._check_assignment)
         trainer, on_start = injector.simulation.trainer, injector.simulation.trainer.on_start
-        trainer.on_start = lambda began_s: (self.trainer_starts.append(began_s), on_start(began_s))[1]
+
+        def trainer_started(began_s: float) -> None:
+            self.trainer_starts.append(began_s)
+            if self._staleness is not None:
+                self._staleness.trainer_started()
+            on_start(began_s)
+
+        trainer.on_start = trainer_started
         trainer.on_trained = self._deferred(self._check_batch)
         self.on_event = self._deferred(self._check_step)
         """To be called with every event of the log."""
@@ -111,6 +119,8 @@ class Invariants:
         if life is not self._life:
             self._start_controller(life)
         ledger = life.dispatch.ledger
+        if self._reopened is None and life.controller is not None and life.controller._stream is not None:
+            self._reopened = len(life.controller.admission.open_tasks)
         c = ledger.counts
         counts = (c.accepted, c.moved, c.closed, c.withdrawn, len(ledger.entries), len(ledger.queue))
         if counts != self._ledger_counts:
@@ -124,7 +134,10 @@ class Invariants:
     def _start_controller(self, life: ControllerLife) -> None:
         """The previous controller was killed, and tokens that it accepted at that moment may not be on disk."""
         self._accepted.update(self._accepted_before)
+        if self._staleness is not None:
+            self._staleness.forget_tokens(self._accepted_before)
         self._accepted_before.clear()
+        self._reopened = None
         self._life, self._checked, self._ledger_counts = life, {}, None
         self.controller_starts.append(self._loop.time())
 
@@ -143,12 +156,15 @@ class Invariants:
         for id, entry in ledger.entries.items():
             have, checked = len(entry.episode.tokens), self._checked.get(id)
             if checked is None or checked[0] is not entry or checked[1] != entry.handle or checked[2] != have:
-                self._check_tokens(id, entry, have, 0 if checked is None or checked[0] is not entry else checked[2])
+                before = None if checked is None or checked[0] is not entry else checked[2]
+                self._check_tokens(id, entry, have, before or 0)
                 self._checked[id] = (entry, entry.handle, have)
+                if self._staleness is not None:
+                    self._staleness.check_tokens(entry, offer, before or 0, restored=before is None)
                 versions = {v for v, _ in entry.episode.version_runs} | (
                     {entry.version} if entry.handle >= 0 else set()
                 )
-                if offer is None or not versions <= {offer.version}:
+                if self._staleness is None and (offer is None or not versions <= {offer.version}):
                     what = f"{id} has tokens of versions {sorted(versions)}, but the offer is {offer}"
                     raise InvariantBroken("version", what)
                 if entry.handle >= 0 and members[entry.worker].state not in HOLDING:
@@ -156,11 +172,13 @@ class Invariants:
 
     def _check_tokens(self, id: str, entry: LedgerEntry, have: int, checked: int) -> None:
         known = self._accepted.get(id, 0)
+        tokens, id_token, offer = entry.episode.tokens, id_token_of(entry.episode.seed), self._simulation.dispatch.offer
+        if self._staleness is not None and offer is not None and self._staleness.is_too_old(id_token, offer.version):
+            known = self._accepted[id] = have  # nothing can be trained on it, and the journal may have forgotten it
         if have < checked:
             raise InvariantBroken("tokens", f"{id} had {checked} tokens and now has {have}")
         if have < known:
             raise InvariantBroken("again", f"{id} continues at token {have}, but {known} of its tokens were accepted")
-        tokens, id_token = entry.episode.tokens, id_token_of(entry.episode.seed)
         for position in range(checked, have):
             expected = id_token if position == 0 else distinct_token(id_token, position)
             if tokens[position] != expected and not (tokens[position] == STOP and position == have - 1):
@@ -174,7 +192,9 @@ class Invariants:
         if isinstance(message, m.Assign) and not self._simulation.down:
             offer, weights = self._simulation.life.dispatch.offer, self._simulation.trainer.weights
             assert offer is not None
-            if link.loaded != (offer.version, offer.digest):
+            if self._staleness is not None:
+                self._staleness.check_assignment(link, offer)
+            elif link.loaded != (offer.version, offer.digest):
                 raise InvariantBroken("version", f"{link.peer} gets work for {offer} but holds {link.loaded}")
             if offer.version > weights.state.step and not self._simulation.trainer.starts > 1:
                 raise InvariantBroken("version", f"the offer is {offer}, but the trainer has {weights}")
@@ -224,6 +244,8 @@ class Invariants:
             batch[id_token] = (
                 f"{xxhash.xxh3_64_hexdigest(array('I', s.ids).tobytes())} {s.advantage:.9g} {len(s.targets)}"
             )
+        if self._staleness is not None:
+            self._staleness.check_batch(step, samples)
         if (previous := self.batches.get(step)) is not None:
             compare(step, previous, batch)
         self.batches[step] = batch
@@ -231,13 +253,21 @@ class Invariants:
     # level
 
     def _check_step(self, event: Event) -> None:
+        if event["name"] == "trainer_ready":
+            self._reopened = None
         if (event["kind"], event["name"]) != ("scalar", "step"):
             return
         self.step_events[event["step"]] = event
         dispatch, rollout = self._simulation.life.dispatch, self._simulation.life.rollout
         here = {w.id for w in dispatch.members.here()}
         assert rollout is not None
-        if left := left_over(dispatch, rollout, here, self._simulation.trainer.weights.state.next_task):
+        limit, controller = 0, self._simulation.life.controller
+        if self._staleness is not None:
+            assert controller is not None
+            a = controller.admission
+            self._staleness.check_lost(a, event["step"] - 1)
+            limit = max((a.staleness + 1) * a.batch, self._reopened or 0) * rollout.options.group_size
+        if left := left_over(dispatch, rollout, here, self._simulation.trainer.weights.state.next_task, limit):
             raise InvariantBroken("level", f"the controller still holds after step {event['step']}: {left}")
         if event["lost_tokens"]:
             raise InvariantBroken("tokens", f"{event['lost_tokens']} tokens were lost in step {event['step']}")
@@ -247,8 +277,8 @@ class Invariants:
             raise InvariantBroken("level", what)
 
 
-def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int) -> dict[str, int]:
-    """What the controller still holds although no response is open: counts by name."""
+def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: int, limit: int = 0) -> dict[str, int]:
+    """What the controller still holds although at most `limit` responses are open: counts by name."""
     d, g = dispatch, dispatch.placement
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
@@ -256,9 +286,12 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
         "handles to release": set(d._releasing.values()), "timers": d._drain_timers, "queues": outbox._queues,
         "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
     }  # fmt: skip
-    counts = {
+    bounded = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
         "groups with pages": len(g._prefix_holders), "responses with a chosen worker": len(g._move_targets),
+    }  # fmt: skip
+    counts = {
+        **{name: n for name, n in bounded.items() if n > limit},
         "responses of trained steps": trained,
         **{f"{name} of lost workers": len(set(workers) - here) for name, workers in by_worker.items()},
     }  # fmt: skip

@@ -1,7 +1,9 @@
 """One trial: a small run and its faults, both drawn from one seed. Every invariant is checked after every callback.
-The steps of the run are compared with those of the same run without faults.
 
     trial(seed) ──▶ recipe(seed) ──▶ disturbed run ──▶ n steps ──▶ undisturbed run of n steps ──▶ the same batches
+
+With staleness 0, the steps of the run are compared with those of the same run without faults. With more, the batches
+depend on the timing; then only the rules of asynchronous training hold (sim/chaos/staleness_invariants.py).
 
 The same seed gives the same event log, byte for byte.
 """
@@ -23,7 +25,8 @@ from windfall.fleet.trace_formats import Change
 from windfall.sim.chaos import bill_invariant
 from windfall.sim.chaos.faults import Fault, draw
 from windfall.sim.chaos.inject import FaultInjector
-from windfall.sim.chaos.invariants import InvariantBroken, Invariants, compare
+from windfall.sim.chaos.invariant_broken import InvariantBroken
+from windfall.sim.chaos.invariants import Invariants, compare
 from windfall.sim.core import run, scenario
 from windfall.sim.core.service import uniform
 
@@ -59,9 +62,11 @@ def recipe(seed: int) -> Recipe:
     def pick(name: str, *choices: Any) -> Any:
         return choices[int(uniform(f"{seed}/recipe/{name}") * len(choices))]
 
+    staleness = pick("staleness", 0, 0, 1, 2, 4)
     sections = {
-        "run": {"steps": STEPS, "seed": seed, "deterministic": pick("order", True, False)},
-        "rollout": {"groups": pick("groups", 2, 4, 6), "group_size": pick("size", 2, 4), "max_tokens": 48},
+        "run": {"steps": STEPS, "seed": seed, "deterministic": staleness == 0 and pick("order", True, False)},
+        "rollout": {"groups": pick("groups", 2, 4, 6), "group_size": pick("size", 2, 4), "max_tokens": 48,
+                    "staleness": staleness, "on_new_weights": pick("weights", "interrupt", "finish")},
         "algorithm": {"name": pick("algorithm", "grpo", "grpo", "dapo", "reinforce_pp")},
         "train": {"micro_tokens": pick("micro", 60, 200), "minibatches": pick("minibatches", 1, 1, 1, 2)},
         "eval": {"tasks": pick("eval", 0, 3), "every": 3},
@@ -89,7 +94,8 @@ def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
     disturbed = _ChaosRun(small_run, draw(seed), faults, folder / f"{seed}.jsonl")
     broken = disturbed.run()
     if broken is None:
-        broken = _compare_with_undisturbed(small_run, disturbed, folder / f"{seed}.calm.jsonl")
+        calm_log = None if small_run.rollout.staleness else folder / f"{seed}.calm.jsonl"
+        broken = _check_ended(small_run, disturbed, calm_log)
     simulation, invariants = disturbed.simulation, disturbed.invariants
     return TrialResult(
         seed=seed, faults=disturbed.injector.done, checks=invariants.checks, steps=len(invariants.batches),
@@ -98,18 +104,20 @@ def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
     )  # fmt: skip
 
 
-def _compare_with_undisturbed(small_run: Recipe, disturbed: _ChaosRun, log: Path) -> InvariantBroken | None:
-    """Run the same recipe without faults, and compare every step."""
+def _check_ended(small_run: Recipe, disturbed: _ChaosRun, calm_log: Path | None) -> InvariantBroken | None:
+    """What can be checked only when the run has ended. `calm_log`: run the same recipe without faults, with this log,
+    and compare every step."""
     steps = max(disturbed.invariants.batches, default=0)
     if not steps:
         return InvariantBroken("progress", "the run completed no step")
-    calm = _ChaosRun(scenario.with_keys(small_run, {"run": {"steps": steps}}), iter(()), 0, log)
     try:
+        disturbed.check_ended()
+        if calm_log is None:
+            return None
+        calm = _ChaosRun(scenario.with_keys(small_run, {"run": {"steps": steps}}), iter(()), 0, calm_log)
         if broken := calm.run():
             return broken
-        for finished in (calm, disturbed):
-            starts = finished.invariants.controller_starts, finished.invariants.trainer_starts
-            bill_invariant.check(finished.log, *starts, finished.simulation.stays)
+        calm.check_ended()
         for step in range(1, steps + 1):
             compare(step, calm.invariants.batches[step], disturbed.invariants.batches[step])
             event = disturbed.invariants.step_events.get(step)
@@ -145,6 +153,10 @@ class _ChaosRun:
             where = "\n".join(traceback.format_tb(e.__traceback__)[-6:])
             return InvariantBroken("no error", f"{type(e).__name__}: {e}\n{where}")
         return None
+
+    def check_ended(self) -> None:
+        starts = self.invariants.controller_starts, self.invariants.trainer_starts
+        bill_invariant.check(self.log, *starts, self.simulation.stays)
 
     def _start(self, simulation: run.Simulation) -> None:
         self.simulation, self.injector = simulation, FaultInjector(simulation, self._faults, self._count)

@@ -1,0 +1,152 @@
+"""The invariants of asynchronous training (`rollout.staleness` above 0), checked against an account of their own: which
+version with which digest a worker had when it generated a token, and which weights followed from which.
+
+- window: a token is accepted only from a worker that had, when it generated it, a version that the bound allows at the
+  moment it is accepted, with the digest that belongs to it. Only workers that have reported such a version get work;
+- bound: no token is trained on with a lag above the bound, and the lag that the trainer is told is the true one;
+- twice: no response is trained on in two steps of the weights' history. After a fall back, the history ends at the
+  checkpoint;
+- lost: every task that was admitted is trained on, still open, or given up for a reason that the account confirms: all
+  its responses are too old, or nothing can be learned from them. The same holds for a response that is missing from its
+  group in a batch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from itertools import chain, repeat
+
+from windfall.ledger.ledger import LedgerEntry
+from windfall.link import messages as m
+from windfall.rollout.assignment import Offer
+from windfall.rollout.stream import seed_of
+from windfall.scheduling.admission import Admission
+from windfall.sim.chaos.inject import FaultInjector, FaultyLink
+from windfall.sim.chaos.invariant_broken import InvariantBroken
+from windfall.sim.core.service import uniform
+from windfall.sim.core.token_schedule import id_token_of
+
+
+class StalenessInvariants:
+    def __init__(self, injector: FaultInjector) -> None:
+        recipe = injector.simulation.scenario.recipe
+        self._injector, self._trainer, self._recipe = injector, injector.simulation.trainer, recipe
+        self.bound, self._size = recipe.rollout.staleness, recipe.rollout.group_size
+        self._previous: dict[str, tuple[int, str]] = {}
+        """By digest: its version, and the digest of the weights that it was trained from."""
+        self._digest = ""
+        """What the trainer has."""
+        self._versions: dict[int, array[int]] = {}
+        """By first token of a response, which identifies it: the version of each of its accepted tokens."""
+        self._trained_in: dict[int, int] = {}
+        """By first token of a response: the step of the weights' history that was trained on it."""
+
+    # the weights' history
+
+    def trainer_started(self) -> None:
+        weights = self._trainer.weights
+        self._digest = weights.digest
+        self._previous.setdefault(weights.digest, (weights.state.step, ""))
+
+    def _window(self, offer: Offer) -> Iterator[tuple[int, str]]:
+        """Version and digest of the weights that may generate tokens."""
+        digest = offer.digest
+        for _ in range(self.bound + 1):
+            if not digest:
+                return
+            version, previous = self._previous[digest]
+            yield version, digest
+            digest = previous
+
+    # window
+
+    def check_tokens(self, entry: LedgerEntry, offer: Offer | None, checked: int, *, restored: bool) -> None:
+        """The tokens of this entry from `checked` on are new. `restored`: the entry is new, and they were accepted
+        before."""
+        assert offer is not None, "a response is open without an offer"
+        episode, window = entry.episode, set(self._window(offer))
+        if entry.handle >= 0 and not any(entry.version in (v, episode.version) for v, _ in window):
+            raise InvariantBroken("window", f"{episode.id} is assigned with version {entry.version}, not of {window}")
+        versions = array("q", chain.from_iterable(repeat(v, n) for v, n in episode.version_runs))
+        versions.extend(repeat(entry.version, len(episode.tokens) - len(versions)))
+        id_token = id_token_of(episode.seed)
+        known = self._versions.setdefault(id_token, array("q"))
+        for position in () if restored else range(checked, len(versions)):
+            generated = self._injector.generated.get((id_token, position), set())
+            true = {(v, d) for v, d in generated if v == versions[position]}
+            if not true & window and versions[position] != episode.version:
+                what = (
+                    f"{episode.id}: token {position} is accepted with version {versions[position]}; it was generated "
+                    f"by {sorted(generated)}, and the window is {sorted(window)}"
+                )
+                raise InvariantBroken("window", what)
+        scoped = ":" in episode.id  # an evaluation generates the same responses again
+        too_old = self.is_too_old(id_token, offer.version)  # the journal may have forgotten it
+        if restored and not scoped and not too_old and versions[: len(known)] != known[: len(versions)]:
+            what = f"{episode.id}: restored with versions {versions.tolist()}, but had {known.tolist()}"
+            raise InvariantBroken("window", what)
+        self._versions[id_token] = versions
+
+    def forget_tokens(self, kept: Mapping[str, int]) -> None:
+        """Of these responses, only so many tokens were on disk for certain when the controller was killed."""
+        for id, count in kept.items():
+            if ":" not in id:
+                task, sibling = id.split("/")
+                del self._versions.get(self._id_token(int(task), int(sibling)), array("q"))[count:]
+
+    def _id_token(self, task: int, sibling: int) -> int:
+        return id_token_of(seed_of(self._recipe.run.seed, task, sibling))
+
+    def is_too_old(self, id_token: int, version: int) -> bool:
+        """Whether a trainer at this version cannot train on the response, as far as it is generated."""
+        versions = self._versions.get(id_token)
+        return bool(versions) and not version - self.bound <= min(versions) <= max(versions) <= version
+
+    def check_assignment(self, link: FaultyLink, offer: Offer) -> None:
+        if link.loaded not in set(self._window(offer)):
+            raise InvariantBroken("window", f"{link.peer} gets work with {link.loaded}; the newest version is {offer}")
+
+    # bound, twice, lost
+
+    def check_batch(self, step: int, samples: list[m.SampleMessage]) -> None:
+        digest = self._trainer.weights.digest
+        self._previous[digest] = (step, self._digest)
+        self._digest = digest
+        self._trained_in = {t: s for t, s in self._trained_in.items() if s < step}
+        for sample in samples:
+            id_token = sample.ids[sample.targets[0]]
+            lags = array("H", sample.lag).tolist() if sample.lag is not None else [0] * len(sample.targets)
+            if max(lags) > self.bound:
+                raise InvariantBroken("bound", f"step {step} trains on {id_token} with a lag of {max(lags)}")
+            true = [step - 1 - version for version in self._versions.get(id_token, ())]
+            if lags != true:
+                what = f"step {step} trains on {id_token} with the lags {lags}, but they are {true}"
+                raise InvariantBroken("bound", what)
+            if id_token in self._trained_in:
+                what = f"step {step} trains on {id_token}, and so did step {self._trained_in[id_token]}"
+                raise InvariantBroken("twice", what)
+            self._trained_in[id_token] = step
+
+    def check_lost(self, admission: Admission, version: int) -> None:
+        """`version`: the trainer's, when it last took or dropped a group."""
+        here = {*admission.open_tasks, *admission.taken}
+        for task in set(range(admission.next_task)) - here:
+            id_tokens = [self._id_token(task, n) for n in range(self._size)]
+            steps = {self._trained_in[t] for t in id_tokens if t in self._trained_in}
+            at = min(steps, default=version + 1) - 1
+            left = [t for t in id_tokens if t not in self._trained_in and not self.is_too_old(t, at)]
+            if left and not steps and self._replaceable(task, left):
+                continue
+            if left := [t for t in left if not self._injector.env.missing(t)]:
+                how = f"was trained on in step {min(steps)}" if steps else "is neither trained on nor open"
+                had = [self._versions.get(t, array("q")).tolist() for t in left]
+                raise InvariantBroken("lost", f"task {task} {how}; at version {at} it had responses of versions {had}")
+
+    def _replaceable(self, task: int, left: list[int]) -> bool:
+        """Whether nothing can be learned from these responses, according to DAPO."""
+        if any(t not in self._versions for t in left):
+            return False
+        seed, mean = self._recipe.run.seed, self._injector.simulation.scenario.real.sim.reward_mean
+        rewards = {uniform(f"{seed}/sim/{task}/{t}") < mean for t in left if not self._injector.env.missing(t)}
+        return self._recipe.algorithm.name == "dapo" and len(rewards) < 2

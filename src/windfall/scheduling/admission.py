@@ -11,6 +11,8 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
   version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened when the version
   that generates it is published, and nothing before: synchronous training.
+- At most as many groups are generated at once as can finish in time (scheduling/open_limit.py). This limit also keeps
+  the share of dropped responses small.
 - The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
   later groups overtake a long response.
 - Of the ready groups the oldest is taken first. With `in_order`, groups are taken in the order of their tasks.
@@ -30,6 +32,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from windfall.scheduling.open_limit import OpenLimit
 from windfall.types import Group, Response
 
 
@@ -74,6 +77,9 @@ class Admission:
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
+        self._limit = OpenLimit(batch=batch, most=(staleness + 1) * batch) if staleness else None
+        self._fresh, self._waited = 0, False
+        """Since the last publish(): responses taken, and whether a group was wanted when none was ready."""
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
@@ -87,6 +93,7 @@ class Admission:
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
         self._open, self._ready, self._oldest, self._order, self.taken = set(), {}, [], deque(), []
         self._replaced, self.dropped = 0, Dropped()
+        self._fresh, self._waited = 0, False
 
     @property
     def capacity(self) -> int:
@@ -94,7 +101,10 @@ class Admission:
         held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
         gate = min(self.staleness + 1, self.steps - self.version) * self.batch
         draws = (self._max_draws + self.staleness) * self.batch - self._replaced
-        return max(0, min(gate, draws) - held)
+        free = max(0, min(gate, draws) - held)
+        if self._limit is None:
+            return free
+        return min(free, max(0, self._limit.groups - len(self._open) - len(self._again)))
 
     @property
     def closed(self) -> bool:
@@ -164,7 +174,9 @@ class Admission:
                     self.dropped.add(response.sampled_count)
             if fresh:
                 self.taken.append(index)
+                self._fresh += len(fresh)
                 return replace(group, responses=fresh)
+        self._waited = self._waited or not self.complete
         return None
 
     def _next(self) -> int | None:
@@ -186,6 +198,9 @@ class Admission:
         """The step is trained: the next version exists."""
         self._planned.pop(self.version + 1, None)
         self.version += 1
+        if self._limit is not None:
+            self._limit.step(too_old=self.dropped.responses, trained=self._fresh, waited=self._waited)
+        self._fresh, self._waited = 0, False
         self.taken, self._replaced, self.dropped = [], 0, Dropped()
 
     @property

@@ -1,6 +1,6 @@
 """Simulated runs of asynchronous training, for idle_generation.py and autoscaling.py: recipes, and what a run trained.
 
-harvest   recipes/sim-harvest.toml, with granules of 4 tokens. Engines gain little from large batches; four to five
+harvest   recipes/sim-harvest.toml, with granules of 8 tokens. Engines gain little from large batches; four to five
           workers keep the trainer busy.
 spot      recipes/sim-spot64.toml, with an eighth of its trainer, groups and machines. Engines gain much from large
           batches; about eight workers keep the trainer busy.
@@ -23,7 +23,7 @@ from windfall.sim.core.scenario import build
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODELS: dict[str, tuple[Path, list[str]]] = {
-    "harvest": (RECIPES / "sim-harvest.toml", ["sim.granule=4"]),
+    "harvest": (RECIPES / "sim-harvest.toml", ["sim.granule=8"]),
     "spot": (
         RECIPES / "sim-spot64.toml",
         [

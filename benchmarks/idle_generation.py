@@ -1,6 +1,7 @@
 """Compares when the trainer's own engine generates in asynchronous training. Simulated.
 
-    python benchmarks/idle_generation.py [--steps 20] [--seeds 1] [--models harvest,spot] [--staleness 1,2,4]
+    python benchmarks/idle_generation.py [--steps 14] [--seeds 1] [--models harvest,spot] [--staleness 1,2,4]
+                                         [--losses yes,no]
 
     never         only if there is no other worker
     always        whenever the trainer does not use the machine
@@ -22,17 +23,18 @@ from async_sim import STEADY, simulate, trained
 
 from windfall.rollout import idle_generation
 
-POLICIES = {"never": (9.0, 9.0), "0.25 / 0.1": (0.25, 0.1), "0.05 / 0.02": (0.05, 0.02), "always": (-1.0, -1.0)}
+POLICIES = {"never": (9.0, 9.0), "0.25 / 0.1": (0.25, 0.1), "always": (-1.0, -1.0)}
 """START_SHARE and STOP_SHARE. The share is between 0 and 1."""
 WORKERS = {"harvest": (2, 5, 10), "spot": (3, 8, 14)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--models", default="harvest,spot")
     parser.add_argument("--staleness", default="1,2,4")
+    parser.add_argument("--losses", default="yes,no", help="Whether machines are lost")
     args = parser.parse_args()
     began_s = time.perf_counter()
     print(f"{'model':9}{'workers':>8}{'losses':>8}{'staleness':>10}  " + "".join(f"{name:^30}" for name in POLICIES))
@@ -40,7 +42,7 @@ def main() -> None:
     ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in POLICIES}
     for model in args.models.split(","):
         for workers in WORKERS[model]:
-            for losses in (False, True):
+            for losses in (said == "yes" for said in args.losses.split(",")):
                 for staleness in map(int, args.staleness.split(",")):
                     sets = [f"trace.nodes={workers}", f"rollout.staleness={staleness}", f"run.steps={args.steps}"]
                     row(model, workers, losses, staleness, [*sets, *([] if losses else STEADY)], args, ratios)

@@ -12,6 +12,8 @@ Rule: while responses are open, either another worker can take them or the train
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windfall.rollout.seeding import WITHOUT_LIMIT, Seeding
 from windfall.scheduling.members import WorkerState
 
@@ -46,6 +48,13 @@ class IdleGeneration(Seeding):
 
     def generated(self) -> None:
         pass
+
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        super().end(tokens=tokens, train_s=train_s, train_wait_s=train_wait_s)
+        assert self.last is not None, "end() sets it"
+        # Its engine stands still while the trainer trains, so its speed is measured over the rest of the step.
+        not_training_s = max(0.0, self._now() - self._step.began_s - train_s)
+        self.last = replace(self.last, seed_s=min(self.last.seed_s, not_training_s))
 
     def tick(self) -> None:
         self._observe(self._now())

@@ -98,18 +98,25 @@ class Admission:
     @property
     def capacity(self) -> int:
         """Number of new tasks that may be admitted now."""
-        held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
-        gate = min(self.staleness + 1, self.steps - self.version) * self.batch
         draws = (self._max_draws + self.staleness) * self.batch - self._replaced
-        free = max(0, min(gate, draws) - held)
+        free = max(0, min(self._gate, draws) - self._held)
         if self._limit is None:
             return free
         return min(free, max(0, self._limit.groups - len(self._open) - len(self._again)))
 
     @property
+    def _held(self) -> int:
+        """Groups that count for the gate."""
+        return len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
+
+    @property
+    def _gate(self) -> int:
+        return min(self.staleness + 1, self.steps - self.version) * self.batch
+
+    @property
     def closed(self) -> bool:
-        """The gate admits nothing more, although more steps follow."""
-        return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
+        """The gate admits nothing more, although more steps follow: generation is as far ahead as the bound allows."""
+        return self._held >= self._gate and self.version + self.staleness + 1 < self.steps
 
     @property
     def open_tasks(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Compares two rules for the number of workers in asynchronous training. Simulated.
 
     python benchmarks/autoscaling.py [--steps 24] [--models harvest,spot] [--staleness 2] [--prices 1,3]
+                                     [--losses no,yes] [--seed 0] [--no-fixed]
 
     value        tokens per dollar from measured rates and prices (scheduling/worker_value.py)
     wait_share   AstraFlow's rule, from the share of the time in which the trainer waits (scheduling/wait_share.py)
@@ -57,7 +58,10 @@ def main() -> None:
     parser.add_argument("--staleness", default="2")
     parser.add_argument("--prices", default="1,3", help="Factors on the price of a worker")
     parser.add_argument("--losses", default="no,yes", help="Whether machines of a trace come and go beside")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of responses and of the trace")
+    parser.add_argument("--no-fixed", action="store_true", help="Do not search for the best fixed number")
     args = parser.parse_args()
+    seed = [f"run.seed={args.seed}", f"trace.seed={args.seed}"]
     began_s = time.perf_counter()
     for model, staleness, price, losses in itertools.product(
         args.models.split(","), map(int, args.staleness.split(",")), map(float, args.prices.split(",")),
@@ -66,13 +70,14 @@ def main() -> None:
         print(f"{model}, staleness {staleness}, price x{price:g}, {'with' if losses else 'no'} losses", flush=True)
         case = {"price": price, "losses": losses, "staleness": staleness}
         fixed = {}
-        for workers in FIXED[model]:
-            steps, granule = simulate(model, keys(model, workers=workers, steps=args.steps // 2, **case))
+        for workers in () if args.no_fixed else FIXED[model]:
+            steps, granule = simulate(model, [*keys(model, workers=workers, steps=args.steps // 2, **case), *seed])
             fixed[workers] = trained(steps[len(steps) // 3 :], granule)
-        best = max(fixed, key=lambda n: fixed[n].tok_per_usd)
-        show(f"best fixed: {best}", fixed[best])
+        if fixed:
+            best = max(fixed, key=lambda n: fixed[n].tok_per_usd)
+            show(f"best fixed: {best}", fixed[best])
         for rule, start in itertools.product(("value", "wait_share"), START):
-            sets = keys(model, workers=start, steps=args.steps, **case)
+            sets = [*keys(model, workers=start, steps=args.steps, **case), *seed]
             steps, granule = simulate(model, [*sets, f"fleet.workers_max={LIMIT}", f"fleet.autoscale={rule}"])
             at = settled([e["workers"] for e in steps]) if not losses else 0
             show(

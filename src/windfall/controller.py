@@ -268,7 +268,8 @@ class Controller:
             reports = await self._update(batch, step)
             span["update_s"] = batch.update_s
         train_s = batch.early_s + _now() - training
-        self.pace.end(tokens=self.rollout.sampled_tokens, train_s=train_s, train_wait_s=batch.wait_s)
+        tokens = batch.tokens if self._asynchronous else self.rollout.sampled_tokens
+        self.pace.end(tokens=tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, _now() - started)
         if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
             self.rollout.reset_counters()

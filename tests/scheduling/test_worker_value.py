@@ -162,14 +162,16 @@ def test_losses_and_slow_boots_reduce_the_rate() -> None:
 
 @given(
     train=rates, local=st.just(0.0) | rates, rate=rates, price=st.floats(0, 100), now=st.integers(0, 20),
-    losses_per_h=st.floats(0, 10), trainer=st.floats(0.1, 100),
+    losses_per_h=st.floats(0, 10), trainer=st.floats(0.1, 100), asynchronous=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_advice_is_consistent(
-    train: float, local: float, rate: float, price: float, now: int, losses_per_h: float, trainer: float
-) -> None:
+    train: float, local: float, rate: float, price: float, now: int, losses_per_h: float, trainer: float,
+    asynchronous: bool,
+) -> None:  # fmt: skip
     run = RunMeasurements(
         steps=2, tokens_per_step=1e5, train_tok_per_s=train, local_tok_per_s=local, trainer_usd_per_h=trainer,
+        asynchronous=asynchronous,
     )  # fmt: skip
     kind = WorkerKind(
         name="spot", now=now, tok_per_s=rate, usd_per_h=price, boot_s=60, losses_per_h=losses_per_h, max_count=30
@@ -194,3 +196,29 @@ def test_advice_is_consistent(
     assert followed.count == advice.count, "advice does not change after it is followed"
     speeds = [p.tok_per_s for p in advice.curve]
     assert all(a <= b * (1 + 1e-9) for a, b in pairwise(speeds))
+
+
+@given(train=rates, local=st.just(0.0) | rates, fleet=st.just(0.0) | rates, overlap=st.booleans())
+def test_asynchronous_speed_is_that_of_the_bottleneck(train: float, local: float, fleet: float, overlap: bool) -> None:
+    run = RunMeasurements(
+        steps=2, tokens_per_step=1e5, train_tok_per_s=train, local_tok_per_s=local, trainer_usd_per_h=1.0,
+        asynchronous=True, overlap=overlap,
+    )  # fmt: skip
+    if local + fleet == 0:
+        assert step_s(run, 0.0) == float("inf")
+        return
+    speed = 1e5 / step_s(run, fleet)
+    assert speed <= train * (1 + 1e-9)
+    generated = fleet + local * (1 - speed / train)  # the trainer's engine generates while nothing is trained
+    assert speed == pytest.approx(min(train, generated)) or generated >= speed == pytest.approx(train)
+    assert speed >= 1e5 / step_s(replace(run, asynchronous=False), fleet) * (1 - 1e-9), "a barrier only costs time"
+
+
+def test_asynchronous_training_needs_no_pipelining_to_overlap() -> None:
+    """Without overlap, synchronous training gains from workers that generate faster than it trains."""
+    run = replace(RUN, local_tok_per_s=0.0, overlap=False, asynchronous=True)
+    advice = advise(run, replace(SPOT, now=8))
+    assert (advice.count, advice.why) == (5, "training is the bottleneck: 3 of 8 only wait")
+    assert advise(run, replace(SPOT, now=5)).count == 5
+    assert advise(replace(run, asynchronous=False), replace(SPOT, now=5)).count > 5
+    assert advise(run, replace(SPOT, now=2)).why == "generation is the bottleneck: 3 more pay"

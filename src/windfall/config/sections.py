@@ -254,6 +254,10 @@ class Fleet(Section):
     workers_max: int = Field(default=0, ge=0)
     """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
     `workers` and scales between 0 and this limit by measured throughput and price."""
+    autoscale: Literal["value", "wait_share"] = "value"
+    """What decides the number of workers that pays. "value" computes tokens per dollar from measured throughput and
+    prices; "wait_share" is AstraFlow's rule, which looks only at how long the trainer waits, and needs
+    `rollout.staleness` above 0."""
     worker_threads: Count = 1
     """CPU threads of each worker on this machine."""
     worker_memory: float = Field(default=0.4, gt=0, lt=1)
@@ -459,6 +463,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
                 f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
+            )
+        if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
+            raise ValueError(
+                "fleet.autoscale = 'wait_share' needs rollout.staleness above 0: in synchronous training the trainer's "
+                "wait does not show how many workers it needs. Set rollout.staleness, or fleet.autoscale = 'value'."
             )
         if self.run.deterministic and self.rollout.staleness > 0:
             raise ValueError(

@@ -85,7 +85,8 @@ class FleetReport:
         """`staleness` of the snapshot."""
         self._advisor = Advisor(
             dispatch, responses=o.groups * o.group_size, trainer_usd_per_h=f.trainer_price_usd_per_h,
-            max_count=MAX_ADVISED, overlap=can_pipeline(recipe),
+            max_count=MAX_ADVISED, overlap=can_pipeline(recipe), asynchronous=o.staleness > 0,
+            by_wait_share=f.autoscale == "wait_share",
         )  # fmt: skip
 
     def counters(self, last: StepMeasurement | None, now_s: float) -> dict[str, Any]:
@@ -127,7 +128,8 @@ class FleetReport:
         return {"bill": msgspec.to_builtins(self._dispatch.accounts.step(now_s))}
 
     def _advise(self, last: StepMeasurement, now_s: float) -> None:
-        for kind, a in self._advisor.step(last, now_s).items():
+        held_s = (self._staleness or {}).get("held_s") or 0.0
+        for kind, a in self._advisor.step(last, now_s, held_s).items():
             self._events.instant(
                 "advice", lease=kind, now=a.now, count=a.count, why=a.why, tokens_per_usd_now=a.tokens_per_usd_now,
                 tokens_per_usd_best=a.tokens_per_usd_best,

@@ -3,6 +3,9 @@
 Workers with the same terms, device and price are one kind. A kind with no workers left is remembered: its price and the
 rate of its workers are known, so the advice can be to have it back. Spot prices change all day, and each price is a
 kind of its own, so only the newest kinds without workers are remembered.
+
+With `fleet.autoscale` = "wait_share", AstraFlow's rule is used instead (scheduling/wait_share.py). It knows no kinds:
+whichever kind the advice is about makes up the whole difference.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from windfall.cost import prices
 from windfall.rollout.dispatch import Dispatch
 from windfall.scheduling.members import WorkerState
 from windfall.scheduling.seed_time import StepMeasurement
+from windfall.scheduling.wait_share import wanted_workers
 from windfall.scheduling.worker_speed import Profile
-from windfall.scheduling.worker_value import Advice, RunMeasurements, WorkerKind, advise
+from windfall.scheduling.worker_value import NOT_YET, Advice, RunMeasurements, WorkerKind, advise
 from windfall.types import LOCAL, Lease
 
 KINDS = 16
@@ -38,14 +42,18 @@ class _KindMeasurement:
 
 class Advisor:
     def __init__(
-        self, dispatch: Dispatch, *, responses: int, trainer_usd_per_h: float, max_count: int, overlap: bool = True
-    ) -> None:
+        self, dispatch: Dispatch, *, responses: int, trainer_usd_per_h: float, max_count: int, overlap: bool = True,
+        asynchronous: bool = False, by_wait_share: bool = False,
+    ) -> None:  # fmt: skip
         """`responses`: number of responses in a step. `trainer_usd_per_h`: 0: the price of the trainer's device, if its
         engine reports one. `max_count`: workers of one kind that could be had. `overlap`: groups are trained on while
-        others are generated."""
+        others are generated. `by_wait_share`: use AstraFlow's rule."""
         self.advice: dict[str, Advice] = {}
         """The newest advice, by kind."""
         self._dispatch, self._responses, self._max_count, self._overlap = dispatch, responses, max_count, overlap
+        self._asynchronous, self._by_wait_share = asynchronous, by_wait_share
+        self._ended_s: float | None = None
+        """When the last step ended (loop time, seconds)."""
         self._trainer_usd_per_h = trainer_usd_per_h or None
         self._steps = 0
         self._tokens = self._train = self._local = 0.0
@@ -53,19 +61,38 @@ class Advisor:
         self._kinds: dict[str, _KindMeasurement] = {}
         self._local_profile: Profile | None = None
 
-    def step(self, last: StepMeasurement, now_s: float) -> dict[str, Advice]:
-        """A step has ended. Returns the advice that has changed."""
+    def step(self, last: StepMeasurement, now_s: float, held_s: float = 0.0) -> dict[str, Advice]:
+        """A step has ended. Returns the advice that has changed. `held_s`: seconds of the step in which admission held
+        generation back."""
         self._learn(last, now_s)
+        step_s, self._ended_s = now_s - (now_s if self._ended_s is None else self._ended_s), now_s
         run = RunMeasurements(
             steps=self._steps, tokens_per_step=self._tokens, train_tok_per_s=self._train,
             local_tok_per_s=self._local, trainer_usd_per_h=self._trainer_usd_per_h, responses=self._responses,
-            local_profile=self._local_profile, overlap=self._overlap,
+            local_profile=self._local_profile, overlap=self._overlap, asynchronous=self._asynchronous,
         )  # fmt: skip
         kinds = {name: self._kind(name, measured, now_s) for name, measured in self._kinds.items()}
-        advice = {n: advise(run, k, [o for m, o in kinds.items() if m != n]) for n, k in kinds.items()}
+        if self._by_wait_share:
+            advice = self._follow_wait_share(kinds, last.train_wait_s, held_s, step_s)
+        else:
+            advice = {n: advise(run, k, [o for m, o in kinds.items() if m != n]) for n, k in kinds.items()}
         changed = {n: a for n, a in advice.items() if not self._same(n, a)}
         self.advice = advice
         return changed
+
+    def _follow_wait_share(
+        self, kinds: dict[str, WorkerKind], wait_s: float, held_s: float, step_s: float
+    ) -> dict[str, Advice]:
+        if step_s <= 0:
+            return {name: Advice(count=kind.now, now=kind.now, why=NOT_YET) for name, kind in kinds.items()}
+        workers = sum(kind.now for kind in kinds.values())
+        wait, held = min(1.0, wait_s / step_s), min(1.0, held_s / step_s)
+        more = wanted_workers(workers, wait_share=wait, held_share=held) - workers
+        why = f"the trainer waited for {wait:.0%} of the step, and the gate was closed for {held:.0%}"
+        return {
+            name: Advice(count=min(kind.max_count, max(0, kind.now + more)), now=kind.now, why=why)
+            for name, kind in kinds.items()
+        }
 
     def _same(self, name: str, advice: Advice) -> bool:
         before = self.advice.get(name)
@@ -84,7 +111,8 @@ class Advisor:
             self._trainer_usd_per_h = self._trainer_usd_per_h or prices.of(member.lease).or_none
             self._local_profile = self._dispatch.placement.speeds.profile(member.id)
         step_s = max(last.remote_s, last.seed_s, 1e-9)
-        pulling_factor = max(0.0, 1 - self._dispatch.members.pull_s / step_s)
+        # In asynchronous training, workers go on generating while they pull.
+        pulling_factor = 1.0 if self._asynchronous else max(0.0, 1 - self._dispatch.members.pull_s / step_s)
         for member in here:
             kind = prices.kind(member.lease)
             # popped and inserted again, so that the newest kinds are last

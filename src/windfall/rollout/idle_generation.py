@@ -7,13 +7,20 @@ it trains, and become old there. So the engine takes part only if the trainer ha
     GENERATES ── the trainer waited less than STOP_SHARE of a step ──▶ PAUSED     its responses go on elsewhere
               ◀── the trainer waited more than START_SHARE of a step ──
 
+With few workers this adds what the machine can generate; with enough workers it costs nothing, while an engine that
+always took part would hold responses back (docs/async.md has the figures). Without `techniques.seeding` the engine
+generates only if no other worker can.
+
 Rule: while responses are open, either another worker can take them or the trainer's engine is not paused.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windfall.rollout.seeding import WITHOUT_LIMIT, Seeding
 from windfall.scheduling.members import WorkerState
+from windfall.scheduling.seed_time import NoSeeding
 
 START_SHARE = 0.25
 """Generate in the next step if the trainer waited for more than this share of the last one."""
@@ -30,10 +37,10 @@ class IdleGeneration(Seeding):
     def begin(self, step: int) -> None:
         now = self._now()
         wait_share = 1.0 if self.last is None else self.last.train_wait_s / max(1e-9, now - self._step.began_s)
-        if wait_share > START_SHARE:
-            self.generates = True
-        elif wait_share < STOP_SHARE:
+        if isinstance(self._policy, NoSeeding) or wait_share < STOP_SHARE:
             self.generates = False
+        elif wait_share > START_SHARE:
+            self.generates = True
         self._step = self._new_step(step, now, WITHOUT_LIMIT, None)
         self.over.set()
         self._apply()
@@ -46,6 +53,13 @@ class IdleGeneration(Seeding):
 
     def generated(self) -> None:
         pass
+
+    def end(self, *, tokens: int, train_s: float, train_wait_s: float) -> None:
+        super().end(tokens=tokens, train_s=train_s, train_wait_s=train_wait_s)
+        assert self.last is not None, "end() sets it"
+        # Its engine stands still while the trainer trains, so its speed is measured over the rest of the step.
+        not_training_s = max(0.0, self._now() - self._step.began_s - train_s)
+        self.last = replace(self.last, seed_s=min(self.last.seed_s, not_training_s))
 
     def tick(self) -> None:
         self._observe(self._now())

@@ -126,7 +126,7 @@ class Admission:
 
     @property
     def closed(self) -> bool:
-        """The gate admits nothing more, although more steps follow."""
+        """The gate admits nothing more, although more steps follow: generation is as far ahead as the bound allows."""
         return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
 
     @property

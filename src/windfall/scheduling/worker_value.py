@@ -15,6 +15,12 @@ L = 0 and T = 0.
 
 A run that cannot train on some groups while others are generated takes W / (L + R) + W / A.
 
+Asynchronous training has no steps in this sense: generation never waits for the end of a step, even if a batch must be
+complete before it is trained on. Its speed x is the lower of the training rate and the sum of the generation rates. The
+trainer's engine generates while the trainer does not train, a share of 1 - x / A of the time:
+
+    x = min(A, R + L * (1 - x / A)), so x = A * (L + R) / (A + L) or A, whichever is lower
+
 A lost worker is replaced, and its replacement is paid for boot_s before it generates a token. So n workers that each
 generate r tokens per second count as R = n * r * u, where u = 1 / (1 + boot_s * losses per second). With more workers,
 each has fewer of the step's responses and generates less: where a profile is known (worker_speed.py), r is the rate for
@@ -56,6 +62,8 @@ class RunMeasurements:
     """Number of responses in a step; 0: rates do not depend on the number of workers."""
     overlap: bool = True
     """Groups are trained on while others are generated."""
+    asynchronous: bool = False
+    """Workers generate for later steps while the trainer trains."""
 
     def __post_init__(self) -> None:
         _check_finite(self.tokens_per_step, self.train_tok_per_s, self.trainer_usd_per_h, self.local_tok_per_s)
@@ -133,6 +141,9 @@ def step_s(run: RunMeasurements, fleet_tok_per_s: float) -> float:
     train_s = w / run.train_tok_per_s
     if local + fleet <= 0:
         return math.inf
+    if run.asynchronous:
+        rate = run.train_tok_per_s
+        return w / min(rate, rate * (local + fleet) / (rate + local))
     if not run.overlap:
         return w / (local + fleet) + train_s
     seed_s = (w - fleet * train_s) / (local + fleet) if local > 0 else 0.0

@@ -52,6 +52,11 @@ class StepBatch:
             lengths[int(r.id.rpartition("/")[2])] = r.sampled_count
         self.lengths[group.index] = lengths
 
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens to train on."""
+        return sum(r.sampled_count for g in self.kept for r in g.responses)
+
     def describe(self) -> dict[str, Any]:
         """Fields of the step's event."""
         responses = [r for g in self.kept for r in g.responses]

@@ -1,4 +1,4 @@
-"""The algorithms by name. To add one, write a file here that satisfies `base.Algorithm`, and add a line below."""
+"""The algorithms by name. To add one, write a subclass of `base.Algorithm` in a file here, and add a line below."""
 
 from __future__ import annotations
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-
+Floats = np.ndarray
 EPS = 1e-6
 """Added to a standard deviation, so that rewards that differ only by rounding do not become +-1."""
-
-
-def rewards(group: Sequence[Outcome]) -> Floats:
-    return np.array([outcome.reward for outcome in group], dtype=np.float64)
 
 
 def centered(values: Floats, counts: Floats | None = None) -> Floats:
@@ -35,11 +28,6 @@ def normalized(values: Floats, counts: Floats | None = None) -> Floats:
     if not differences.any():
         return differences
     return differences / (np.sqrt(np.average(differences**2, weights=counts)) + EPS)
-
-
-def ratio(tokens: SampledTokens) -> Floats:
-    """pi / pi_prox of each token: how much more likely it has become since the step began."""
-    return np.exp(tokens.logp - tokens.proximal)
 
 
 def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floats:

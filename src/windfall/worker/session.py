@@ -31,12 +31,15 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
 from windfall.worker.engine_thread import EngineThread
-from windfall.worker.startup import wait_until_built
 
 MAX_QUEUED_FRAMES = 64
 """Number of unsent frames at which the engine waits."""
 LEAVE_S = 8.0
 """Time limit for sending the last tokens after a Drain (seconds)."""
+BUILD_S = 900.0
+"""Time limit (seconds) for building the engine, compiling kernels and capturing graphs, after the weights arrived."""
+BUILD_CHECK_S = 0.01
+"""Seconds between checks of whether the engine is built."""
 SWAP_S = 120.0
 """Time limit for one engine step and a copy of the weights (seconds)."""
 SWAP_CHECK_S = 1.0
@@ -218,10 +221,13 @@ class Session:
             self._load_phase = ""
 
     async def _wait_until_built(self, give_up: threading.Event) -> None:
-        try:
-            await wait_until_built(self.host, give_up)
-        except TimeoutError as e:
-            raise Stalled(str(e)) from None
+        """Wait until the engine is built, or `give_up` is set. Until then, the swap is not queued as an order:
+        it could not be canceled, and its tensors are in a buffer that the next pull overwrites."""
+        deadline_s = time.monotonic() + BUILD_S
+        while not self.host.built and not give_up.is_set():
+            if time.monotonic() > deadline_s:
+                raise Stalled(f"waited {BUILD_S:g} s for the engine to be built")
+            await asyncio.sleep(BUILD_CHECK_S)
 
     async def _swap(self, load: m.Load, weights: PulledWeights, started: float, pulled: float) -> None:
         """Swap the weights between two engine steps, and send Loaded. The pull lasted from `started` to `pulled`

@@ -10,23 +10,15 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib
 import importlib.util
 import threading
-import time
 from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.link.messages import LoadTimes
-from windfall.worker.engine_thread import EngineThread
-
-BUILD_S = 900.0
-"""Time limit (seconds) for building the engine, compiling kernels and capturing graphs, after the weights arrived."""
-BUILD_CHECK_S = 0.01
-"""Seconds between checks of whether the engine is built."""
 
 
 class StartupThread:
@@ -81,16 +73,6 @@ def prepare(device: str, threads: int) -> str:
         ):
             importlib.import_module(name)
     return found
-
-
-async def wait_until_built(host: EngineThread, give_up: threading.Event) -> None:
-    """Wait until the engine is built, or `give_up` is set. The swap is not queued as an order to the host meanwhile: it
-    could not be canceled, and its tensors are in a buffer that the next pull overwrites."""
-    deadline_s = time.monotonic() + BUILD_S
-    while not host.built and not give_up.is_set():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"waited {BUILD_S:g} s for the engine to be built")
-        await asyncio.sleep(BUILD_CHECK_S)
 
 
 def detect_device(device: str) -> tuple[str, str] | None:

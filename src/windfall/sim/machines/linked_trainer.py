@@ -164,10 +164,7 @@ class LinkedTrainer:
         self._updates += 1
         await self._work(self._service.update_s)
         part, self._updated_samples = self._samples[self._updated_samples :], len(self._samples)
-        report = Report(
-            tokens=sum(len(s.targets) for s in part), responses=len(part), grad_norm=0.0, lr=0.0, entropy=0.0,
-            engine_gap=0.0, engine_gap_max=0.0, clipped=0.0, capped=0.0, drift=0.0, kl=0.0, skipped="",
-        )  # fmt: skip
+        report = Report(tokens=sum(len(s.targets) for s in part), responses=len(part))
         if order.step is not None and order.next_task is not None:
             digest = f"v{order.step}" if self.starts < 2 else f"v{order.step} of process {self.starts}"
             state = CheckpointState(step=order.step, next_task=order.next_task, open_tasks=order.open_tasks)

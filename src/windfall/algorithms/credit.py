@@ -22,8 +22,7 @@ def centered(values: Floats, counts: Floats | None = None) -> Floats:
 
 
 def normalized(values: Floats, counts: Floats | None = None) -> Floats:
-    """Each value minus the mean, divided by the population standard deviation (with n, not n - 1, so that a group of
-    any size has one)."""
+    """Each value minus the mean, divided by the population standard deviation, which a group of any size has."""
     differences = centered(values, counts)
     if not differences.any():
         return differences
@@ -33,9 +32,8 @@ def normalized(values: Floats, counts: Floats | None = None) -> Floats:
 def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floats:
     """The weight of PPO's min(r A, clip(r, 1 - low, 1 + high) A).
 
-    Where the minimum is r A, its gradient is A r grad log pi; where it is the clipped constant, there is none. The
-    constant is the smaller one only if the ratio has moved too far in the direction of the advantage: up for a good
-    response, down for a bad one.
+    Where the minimum is r A, its gradient is A r grad log pi; where it is the clipped constant, it is 0: the ratio has
+    moved too far in the direction of the advantage, which is up for a good response and down for a bad one.
 
     >>> clipped(np.array([0.5, 1.0, 1.5]), 2.0, low=0.2, high=0.2).tolist()
     [1.0, 2.0, 0.0]

@@ -34,9 +34,8 @@ class ReinforcePP(Algorithm):
 
     def __post_init__(self) -> None:
         if self.baseline not in ("none", "group"):
-            raise WindfallError(
-                f"unknown baseline '{self.baseline}'", where="reinforce_pp", fix="Use one of: group, none."
-            )
+            fix = "Use one of: group, none."
+            raise WindfallError(f"unknown baseline '{self.baseline}'", where="reinforce_pp", fix=fix)
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """All zero if all rewards of the batch are equal."""

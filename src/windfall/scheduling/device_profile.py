@@ -26,7 +26,7 @@ MIN_WINDOWS = 16
 MIN_REFIT_WINDOWS = 4
 """Minimum number of windows between two fits."""
 NOISE = math.log(1.15)
-"""A logarithm of a slowdown below this counts as 0."""
+"""A slowdown with a logarithm below this counts as none."""
 GAIN, FAST_GAIN = 0.05, 0.5
 """Weight of a new window in a slowdown: GAIN normally, FAST_GAIN from the third deviating window in a row."""
 DEVIATION, MAX_DEVIATION = math.log(1.3), math.log(4)

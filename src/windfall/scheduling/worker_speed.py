@@ -9,8 +9,7 @@ Rules:
 - A worker that becomes slower or faster does so at every batch size: a measurement at one size moves all sizes alike.
   So a change is believed after three windows, and what was learned about the other sizes is kept.
 - One odd window has little effect: it counts as off by a factor of four at most, with a weight of a tenth.
-- Batch sizes that a worker has not run are predicted from workers of the same device, or else from all workers, scaled
-  to this worker's own measurements.
+- Unseen batch sizes are predicted from workers of the same device, or else from all, scaled to the worker's own speed.
 - Where the context of the responses is reported, workers of one device share a profile (device_profile.py).
 """
 
@@ -86,9 +85,7 @@ class _Size:
     """Measurements at one batch size."""
 
     batch: float
-    """Mean batch."""
     log_step_s: float
-    """Logarithm of the step time."""
     windows: int = 1
     streak: int = 0
     """Windows in a row that deviated by more than DEVIATION; negative: faster than expected."""
@@ -239,8 +236,7 @@ class WorkerSpeeds:
 
 
 def _fit(sizes: Iterable[_Size], prior: Profile) -> Profile:
-    """Fits a line of step time over batch size, in relative error. Where nothing was measured, the line follows
-    `prior`, scaled to the measurements."""
+    """Fits step time over batch size, in relative error. Far from measurements, it follows the scaled `prior`."""
     points = [(s.batch, math.exp(s.log_step_s), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
     weight = sum(w for _, _, w in points)
     slowdown = math.exp(sum(w * math.log(y / prior.step_s(x)) for x, y, w in points) / weight)

@@ -54,13 +54,10 @@ class Stalled(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PulledWeights:
-    """The result of a pull."""
-
     digest: str
     tensors: Mapping[str, Any] | None
     """None if the engine already has these weights."""
     bytes: int = 0
-    """Bytes received."""
 
 
 Pull = Callable[[m.Load, threading.Event], PulledWeights]
@@ -84,7 +81,6 @@ class Session:
         self._over, self._left_sent = threading.Event(), asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._requested: m.Load | None = None
-        """The last Load."""
         self._give_up = threading.Event()
         self._load_phase: Literal["", "pull", "build", "swap"] = ""
         """The part of the current load that is in progress."""
@@ -212,11 +208,9 @@ class Session:
         except Stalled as e:
             if not self._stuck.done():
                 self._stuck.set_exception(e)
-            return
         except Exception as e:  # fault boundary: any error is reported to the controller, which may retry
             if not give_up.is_set():
                 self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}"))
-            return
         finally:
             self._load_phase = ""
 

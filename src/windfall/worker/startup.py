@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import importlib.util
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from windfall.errors import WindfallError
@@ -25,32 +26,27 @@ class StartupThread:
     """Runs `prepare` in a thread, which starts immediately."""
 
     def __init__(self, device: str, threads: int) -> None:
-        self._device, self._threads = device, threads
-        self._chosen_device: str | None = None
-        self._failed: BaseException | None = None
+        self._chosen: Future[str] = Future()
         self.took = LoadTimes()
         """How long the parts of the start took, as far as known. The code that builds the engine adds to it."""
-        self._thread = threading.Thread(target=self._run, name="startup", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(device, threads), name="startup", daemon=True)
         self._thread.start()
 
     def chosen_device(self) -> str:
         """Wait for the thread and return the device to use, or raise the error of `prepare`."""
-        self._thread.join()
-        if self._failed is not None:
-            raise self._failed
-        assert self._chosen_device is not None
-        return self._chosen_device
+        return self._chosen.result()
 
     def join(self) -> None:
         """Wait for the thread. A process that exits while a thread imports may crash."""
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, device: str, threads: int) -> None:
         try:
-            self._chosen_device = prepare(self._device, self._threads)
+            chosen = prepare(device, threads)
             self.took = LoadTimes(import_s=process.age_s())
+            self._chosen.set_result(chosen)
         except BaseException as e:  # fault boundary: `chosen_device` raises it
-            self._failed = e
+            self._chosen.set_exception(e)
 
 
 def prepare(device: str, threads: int) -> str:
@@ -66,12 +62,9 @@ def prepare(device: str, threads: int) -> str:
         if importlib.util.find_spec("triton") is not None:
             importlib.import_module("windfall.engine.cuda.kernels")
     else:
-        for name in (
-            "transformers.models.auto.modeling_auto",
-            "windfall.engine.torch.attention",
-            "windfall.engine.torch.engine",
-        ):
-            importlib.import_module(name)
+        importlib.import_module("transformers.models.auto.modeling_auto")
+        importlib.import_module("windfall.engine.torch.attention")
+        importlib.import_module("windfall.engine.torch.engine")
     return found
 
 

@@ -25,7 +25,6 @@ from windfall.train.base import Report
 from windfall.train.checkpoint import CheckpointState
 
 REDIAL_S = 0.2
-"""Seconds until it dials again."""
 ENGINE = m.EngineSpec(
     model_config="{}", dtype="", kv_tokens=0, page_size=0, max_running=0, max_rows=0, deterministic=True, longest=0,
     wanted=0,
@@ -50,17 +49,14 @@ class LinkedTrainer:
         self.local: Callable[[], SimWorker | None] = lambda: None
         """Returns the worker on the same machine, if there is one."""
         self.attend: Callable[[Any, m.TrainerHello], Coroutine[Any, Any, None]] | None = None
-        """Connects it to the controller."""
         self.on_start: Callable[[float], None] = lambda started_s: None
         """Called when its process starts, with the time since which it is paid for."""
         self.on_exit: Callable[[], None] = lambda: None
-        """Called when its process ends."""
         self.on_trained: Callable[[int, list[m.SampleMessage]], None] = lambda step, samples: None
         """Called after every completed step with all its samples."""
         self.trained_tokens = 0
         """Real tokens trained on so far."""
         self.starts = 0
-        """Processes started so far."""
         self.saved = self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
         self.published: set[str] = set()
         """Digests of the versions that can be pulled: those of this process."""
@@ -70,7 +66,7 @@ class LinkedTrainer:
         self._attending: asyncio.Task[None] | None = None
         self._samples: list[m.SampleMessage] = []
         self._updated_samples = self._updates = 0
-        """Number of samples that were already part of an update, and number of updates since the last complete step."""
+        """Samples that were already part of an update, and updates since the last complete step."""
 
     # its process
 

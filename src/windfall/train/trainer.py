@@ -84,9 +84,8 @@ class TorchTrainer:
         pack, reference = pack[first:last], reference[first:last]
         sizes = np.cumsum([len(s.targets) for s in pack])[:-1]
         out: list[Floats] = []
-        for s, now, entropies, ref in zip(
-            pack, np.split(logp, sizes), np.split(entropy, sizes), reference, strict=True
-        ):
+        rows = zip(pack, np.split(logp, sizes), np.split(entropy, sizes), reference, strict=True)
+        for s, now, entropies, ref in rows:
             proximal = now if s.old is None else s.old
             w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage))
             clipped = (w == 0) & (s.advantage != 0)

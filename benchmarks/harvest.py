@@ -101,11 +101,11 @@ async def run_trainer(folder: Path) -> int:
 
     import torch
     from sleeping_engine import SleepingEngine
+    from sleeping_trainer import SleepingTrainer
 
     from windfall.launch.processes import trainer as training
     from windfall.link import messages as m
     from windfall.link.socket import Dialer
-    from windfall.sim.machines.trainer import SleepingTrainer
     from windfall.train.agent import TrainerAgent
     from windfall.train.checkpoint import CheckpointState
     from windfall.weights.publish import Publisher

@@ -30,12 +30,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from model_families import configuration, families
 
 from windfall.engine.torch import attention
 from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.selftest import compare, determinism, judge
-from windfall.selftest.families import configuration, families
 from windfall.selftest.small_model import build_small_model
 from windfall.train.gradients import Gradients
 from windfall.train.logprobs import Learner

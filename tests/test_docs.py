@@ -35,7 +35,7 @@ def test_the_recipe_page_is_up_to_date() -> None:
 
 def test_the_table_of_models_is_the_one_that_its_command_prints() -> None:
     """Every family has its row, none is accepted and wrong, and what the text says of it is counted in it."""
-    from windfall.selftest.families import families
+    from model_families import families
 
     text = (ROOT / "docs" / "models.md").read_text()
     table = text[text.index("<!-- families: begin -->") : text.index("<!-- families: end -->")]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import models as hostile
+from model_families import families
 
 from windfall import config
 from windfall.engine.torch.attention import Paged
@@ -22,7 +23,6 @@ from windfall.errors import WindfallError
 from windfall.launch.processes import trainer
 from windfall.models import load
 from windfall.selftest import judge, shrink, verdict
-from windfall.selftest.families import families
 from windfall.worker import engine_factory
 
 ROOT = Path(__file__).parent.parent.parent

@@ -119,7 +119,7 @@ def test_unexpected_build_error_is_raised(tmp_path: Path) -> None:
 
 
 def test_engine_that_is_never_built_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "BUILD_S", 0.1)
+    monkeypatch.setattr(session, "BUILD_S", 0.1)
     may_build = threading.Event()
 
     def make() -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""The algorithms by name. To add one, write a file here that satisfies `base.Algorithm`, and add a line below."""
+"""The algorithms by name. To add one, write a subclass of `base.Algorithm` in a file here, and add a line below."""
 
 from __future__ import annotations
 
@@ -46,14 +46,11 @@ def make(name: str, **options: Any) -> Algorithm:
     if name not in ALGORITHMS:
         raise WindfallError(f"unknown algorithm '{name}'", fix=nearest(name, ALGORITHMS))
     cls: Any = ALGORITHMS[name]
-    known = {field.name: field.default for field in fields(cls)}
+    known, where = {field.name: field.default for field in fields(cls)}, f"algorithm {name}"
     for option, value in options.items():
         if option not in known:
-            raise WindfallError(f"unknown option '{option}'", where=f"algorithm {name}", fix=nearest(option, known))
+            raise WindfallError(f"unknown option '{option}'", where=where, fix=nearest(option, known))
         if isinstance(value, str) != isinstance(known[option], str):
-            raise WindfallError(
-                f"wrong type: {option} = {value!r}",
-                where=f"algorithm {name}",
-                fix=f"Use a value such as {known[option]!r}.",
-            )
+            fix = f"Use a value such as {known[option]!r}."
+            raise WindfallError(f"wrong type: {option} = {value!r}", where=where, fix=fix)
     return cls(**options)

@@ -28,11 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import numpy as np
 
-Floats = np.ndarray
+from windfall.algorithms.credit import Floats, normalized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,11 @@ class SampledTokens:
     proximal: Floats
     """Log-probs under the policy from which the step started."""
     advantage: float
+
+    @property
+    def ratio(self) -> Floats:
+        """pi / pi_prox of each token: how much more likely it has become since the step began."""
+        return np.exp(self.logp - self.proximal)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,24 +64,33 @@ class Outcome:
     """Tokens of the environment within the response. They are not trained on, but count toward the limit."""
 
 
-class Algorithm(Protocol):
-    scope: ClassVar[Literal["group", "batch"]]
+def rewards(group: Sequence[Outcome]) -> Floats:
+    return np.array([outcome.reward for outcome in group], dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """The base class. Its defaults are those of GRPO. The fields of a subclass are the options of the algorithm."""
+
+    scope: ClassVar[Literal["group", "batch"]] = "group"
     """Which outcomes `advantages` needs together: those of one group, or those of all groups of the batch."""
-    importance_level: ClassVar[Literal["token", "sequence"]]
+    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
     """Unit that gets an importance weight in a response with tokens of older versions (importance.py)."""
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """One number per response, nested like `groups`."""
-        ...
+        """One number per response, nested like `groups`. By default (R - mean(R)) / std(R) within the group, which is 0
+        if its rewards are equal, or if it has only one response."""
+        return [normalized(rewards(group)).tolist() for group in groups]
 
     def informative(self, group: Sequence[Outcome]) -> bool:
         """False: nothing can be learned from the group, and another task is drawn instead (dynamic sampling)."""
-        ...
+        return True
 
     def weights(self, tokens: SampledTokens) -> Floats:
         """The factor on the gradient of each token's log-prob."""
-        ...
+        raise NotImplementedError
 
     def normalizer(self, length: int, limit: int) -> float:
-        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient."""
-        ...
+        """What a response with `length` sampled tokens adds to the divisor of the mini-batch's gradient. The default
+        gives the mean over all responses of the mini-batch."""
+        return 1.0

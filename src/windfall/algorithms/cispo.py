@@ -21,32 +21,20 @@ is meant to avoid; "truncate" is in its spirit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import normalized, ratio, rewards
+from windfall.algorithms.base import Algorithm, Floats, SampledTokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CISPO:
-    scope: ClassVar[Literal["group", "batch"]] = "group"
-    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
+class CISPO(Algorithm):
     clip_low: float = 1.0
     clip_high: float = 4.0
 
-    def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group with equal rewards, or with one response."""
-        return [normalized(rewards(group)).tolist() for group in groups]
-
-    def informative(self, group: Sequence[Outcome]) -> bool:
-        return True
-
     def weights(self, tokens: SampledTokens) -> Floats:
-        return np.clip(ratio(tokens), 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
+        return np.clip(tokens.ratio, 1 - self.clip_low, 1 + self.clip_high) * tokens.advantage
 
     def normalizer(self, length: int, limit: int) -> float:
         return float(length)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-
+Floats = np.ndarray
 EPS = 1e-6
 """Added to a standard deviation, so that rewards that differ only by rounding do not become +-1."""
-
-
-def rewards(group: Sequence[Outcome]) -> Floats:
-    return np.array([outcome.reward for outcome in group], dtype=np.float64)
 
 
 def centered(values: Floats, counts: Floats | None = None) -> Floats:
@@ -29,25 +22,18 @@ def centered(values: Floats, counts: Floats | None = None) -> Floats:
 
 
 def normalized(values: Floats, counts: Floats | None = None) -> Floats:
-    """Each value minus the mean, divided by the population standard deviation (with n, not n - 1, so that a group of
-    any size has one)."""
+    """Each value minus the mean, divided by the population standard deviation, which a group of any size has."""
     differences = centered(values, counts)
     if not differences.any():
         return differences
     return differences / (np.sqrt(np.average(differences**2, weights=counts)) + EPS)
 
 
-def ratio(tokens: SampledTokens) -> Floats:
-    """pi / pi_prox of each token: how much more likely it has become since the step began."""
-    return np.exp(tokens.logp - tokens.proximal)
-
-
 def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floats:
     """The weight of PPO's min(r A, clip(r, 1 - low, 1 + high) A).
 
-    Where the minimum is r A, its gradient is A r grad log pi; where it is the clipped constant, there is none. The
-    constant is the smaller one only if the ratio has moved too far in the direction of the advantage: up for a good
-    response, down for a bad one.
+    Where the minimum is r A, its gradient is A r grad log pi; where it is the clipped constant, it is 0: the ratio has
+    moved too far in the direction of the advantage, which is up for a good response and down for a bad one.
 
     >>> clipped(np.array([0.5, 1.0, 1.5]), 2.0, low=0.2, high=0.2).tolist()
     [1.0, 2.0, 0.0]

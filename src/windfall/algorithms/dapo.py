@@ -10,27 +10,23 @@ has n_i = limit and the full penalty. |y_i| counts sampled tokens only. Every to
 whichever response it is in; the sum of lengths is over the mini-batch. A group with equal rewards is replaced by
 another (dynamic sampling). The paper's overlong_cache is 4096 with a limit of 20480.
 
-Off-policy tokens: decoupled PPO, token by token. The clip acts on r_t alone, whose denominator is the policy at the
-start of the step; a token of an older version gets the factor pi_prox / pi_behavior on top (importance.py).
-The sum of lengths counts masked tokens too, so masking lowers the gradient and never raises the weight of other tokens.
+The sum of lengths counts masked off-policy tokens, too: masking lowers the gradient and never raises the weight of
+other tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import clipped, normalized, ratio
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens
+from windfall.algorithms.credit import clipped, normalized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DAPO:
-    scope: ClassVar[Literal["group", "batch"]] = "group"
-    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
+class DAPO(Algorithm):
     clip_low: float = 0.2
     clip_high: float = 0.28
     overlong_cache: int = 0
@@ -54,7 +50,7 @@ class DAPO:
         return len({outcome.reward for outcome in group}) > 1
 
     def weights(self, tokens: SampledTokens) -> Floats:
-        return clipped(ratio(tokens), tokens.advantage, low=self.clip_low, high=self.clip_high)
+        return clipped(tokens.ratio, tokens.advantage, low=self.clip_low, high=self.clip_high)
 
     def normalizer(self, length: int, limit: int) -> float:
         return float(length)

@@ -7,36 +7,27 @@
 GRPO without its two biases. Division by std(R) favors tasks that are nearly always or nearly never solved. Division by
 |y_i| makes a token of a long wrong response cost less than one of a short wrong response. The divisor is a constant
 instead: the maximum number of tokens of a response.
-
-Off-policy tokens: decoupled PPO, token by token. The clip acts on r_t alone, whose denominator is the policy at the
-start of the step; a token of an older version gets the factor pi_prox / pi_behavior on top (importance.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import centered, clipped, ratio, rewards
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, rewards
+from windfall.algorithms.credit import centered, clipped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DrGRPO:
-    scope: ClassVar[Literal["group", "batch"]] = "group"
-    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
+class DrGRPO(Algorithm):
     clip: float = 0.2
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """All zero in a group with equal rewards, or with one response."""
         return [centered(rewards(group)).tolist() for group in groups]
 
-    def informative(self, group: Sequence[Outcome]) -> bool:
-        return True
-
     def weights(self, tokens: SampledTokens) -> Floats:
-        return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
+        return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip)
 
     def normalizer(self, length: int, limit: int) -> float:
         return float(limit)

@@ -24,34 +24,22 @@ which is about 1e-5 to 1e-2 nats, so both forms agree to that precision, and on-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import clipped, normalized, rewards
+from windfall.algorithms.base import Algorithm, Floats, SampledTokens
+from windfall.algorithms.credit import clipped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GSPO:
-    scope: ClassVar[Literal["group", "batch"]] = "group"
-    importance_level: ClassVar[Literal["token", "sequence"]] = "sequence"
+class GSPO(Algorithm):
+    importance_level: ClassVar = "sequence"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-
-    def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """All zero in a group with equal rewards, or with one response."""
-        return [normalized(rewards(group)).tolist() for group in groups]
-
-    def informative(self, group: Sequence[Outcome]) -> bool:
-        return True
 
     def weights(self, tokens: SampledTokens) -> Floats:
         s = np.exp(np.mean(tokens.logp - tokens.proximal))
         weight = clipped(s, tokens.advantage, low=self.clip_low, high=self.clip_high)
         return np.full_like(tokens.logp, weight / len(tokens.logp))
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return 1.0

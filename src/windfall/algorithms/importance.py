@@ -16,9 +16,8 @@ The factor is a constant; the algorithm's own ratio pi / pi_prox does not change
 price of a small bias. Truncation has no lower bound: a token that is unlikely under `proximal` gets a small weight.
 Masking learns only from tokens on which both policies roughly agree; the normalizer still counts masked tokens.
 
-An algorithm with `importance_level = "sequence"` weights a response as a whole: ratio_t becomes the geometric mean over
-the response, and truncation and masking apply to that one number. This is done in responses with tokens of older
-versions only (see gspo.py).
+With `importance_level = "sequence"`, a response with tokens of older versions is weighted as a whole: ratio_t becomes
+the geometric mean over the response, and truncation and masking apply to that one number (see gspo.py).
 
 Sources: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025
 (fengyao.notion.site/off-policy-rl), for truncation; "AReaL", arXiv 2505.24298, for the decoupled loss.
@@ -36,13 +35,9 @@ ImportanceMode = Literal["truncate", "mask", "off"]
 
 
 def importance_weights(
-    proximal: Floats,
-    behavior: Floats,
-    *,
-    mode: ImportanceMode,
-    cap: float,
+    proximal: Floats, behavior: Floats, *, mode: ImportanceMode, cap: float,
     level: Literal["token", "sequence"] = "token",
-) -> tuple[Floats, np.ndarray]:
+) -> tuple[Floats, np.ndarray]:  # fmt: skip
     """Factors for `Algorithm.weights`, one per token, and which of them were truncated or masked.
 
     >>> proximal, behavior = np.log([0.5, 0.2]), np.log([0.1, 0.4])

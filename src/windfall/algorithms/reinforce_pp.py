@@ -10,8 +10,6 @@ The mean and deviation are those of the paper's per-token advantages: every resp
 advantages of all tokens have the mean 0. The paper's KL penalty inside the reward is left out: a KL term is added to
 the loss instead (`kl.kl_weights`).
 
-Off-policy tokens: decoupled PPO, token by token. The clip acts on r_t alone, whose denominator is the policy at the
-start of the step; a token of an older version gets the factor pi_prox / pi_behavior on top (importance.py).
 Advantages are normalized over all tokens of the batch, whatever their version.
 """
 
@@ -23,23 +21,21 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import centered, clipped, normalized, ratio, rewards
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, rewards
+from windfall.algorithms.credit import centered, clipped, normalized
 from windfall.errors import WindfallError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReinforcePP:
-    scope: ClassVar[Literal["group", "batch"]] = "batch"
-    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
+class ReinforcePP(Algorithm):
+    scope: ClassVar = "batch"
     clip: float = 0.2
     baseline: Literal["none", "group"] = "none"
 
     def __post_init__(self) -> None:
         if self.baseline not in ("none", "group"):
-            raise WindfallError(
-                f"unknown baseline '{self.baseline}'", where="reinforce_pp", fix="Use one of: group, none."
-            )
+            fix = "Use one of: group, none."
+            raise WindfallError(f"unknown baseline '{self.baseline}'", where="reinforce_pp", fix=fix)
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """All zero if all rewards of the batch are equal."""
@@ -48,11 +44,8 @@ class ReinforcePP:
         flat = iter(normalized(np.concatenate([*scores, []]), lengths).tolist())
         return [[next(flat) for _ in group] for group in groups]
 
-    def informative(self, group: Sequence[Outcome]) -> bool:
-        return True
-
     def weights(self, tokens: SampledTokens) -> Floats:
-        return clipped(ratio(tokens), tokens.advantage, low=self.clip, high=self.clip)
+        return clipped(tokens.ratio, tokens.advantage, low=self.clip, high=self.clip)
 
     def normalizer(self, length: int, limit: int) -> float:
         return float(length)

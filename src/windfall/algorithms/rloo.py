@@ -19,29 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import numpy as np
 
-from windfall.algorithms.base import Floats, Outcome, SampledTokens
-from windfall.algorithms.credit import centered, rewards
+from windfall.algorithms.base import Algorithm, Floats, Outcome, SampledTokens, rewards
+from windfall.algorithms.credit import centered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RLOO:
-    scope: ClassVar[Literal["group", "batch"]] = "group"
-    importance_level: ClassVar[Literal["token", "sequence"]] = "token"
-
+class RLOO(Algorithm):
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
         """A response without siblings gets 0, because it has no baseline. Its siblings may just have failed; its reward
         must not become a weight on a different scale than that of all other responses."""
         return [(centered(rewards(group)) * len(group) / max(len(group) - 1, 1)).tolist() for group in groups]
 
-    def informative(self, group: Sequence[Outcome]) -> bool:
-        return True
-
     def weights(self, tokens: SampledTokens) -> Floats:
         return np.full_like(tokens.logp, tokens.advantage)
-
-    def normalizer(self, length: int, limit: int) -> float:
-        return 1.0

@@ -187,8 +187,7 @@ def _match(
     queued: Sequence[str], loads: Sequence[WorkerLoad], new: list[int], fleet: _Fleet,
     prefix_holders: Mapping[str, Collection[str]], move_targets: Mapping[str, str],
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Chooses which responses go to which worker, when worker n may get `new[n]`: responses of one group together, and
-    where their prefix is cached."""
+    """Chooses the worker of each response: `new[n]` go to worker n, groups together, where their prefix is cached."""
     names = [load.worker for load in loads]
     index = {name: n for n, name in enumerate(names)}
     steps = fleet.step_s()[: len(loads)][np.array(new) > 0]

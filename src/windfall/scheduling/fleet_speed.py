@@ -43,11 +43,9 @@ class FleetSpeed:
         return FleetSpeed(tuple(counts.items()), self.slots + other.slots)
 
     def tok_per_s(self, responses: float, context: float = 0.0) -> float:
-        """Tokens per second for this number of responses. `context`: the tokens in the context of all of them together;
-        0: the usual number.
+        """Tokens per second for this number of responses. `context`: tokens in the context of all of them; 0: as usual.
 
-        n responses get n * slope / (n + bend). A worker adds 1 / each_s to the slope and fixed_s / each_s to the
-        bend."""
+        n responses get n * slope / (n + bend); a worker adds 1 / each_s to the slope, fixed_s / each_s to the bend."""
         running = min(responses, self.slots)
         if running <= 0:
             return 0.0

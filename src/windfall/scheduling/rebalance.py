@@ -4,8 +4,7 @@ Responses that wait at a worker with full slots or pages go to a worker where no
 worker with the longest engine step to the one with the shortest, then to idle workers.
 
 Example: `a` has steps of 40.4 ms with one response, `b` of 10.3 ms with three. About 1,000 tokens are left, so moving
-the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500 tokens of prefill, during which
-`b` generates nothing:
+the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500 tokens of prefill, which stop `b`:
 
     >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
     >>> loads = [
@@ -19,10 +18,8 @@ the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s an
 Rules:
 - The predicted gain of every move is at least MARGIN times its cost. Both are in seconds, summed over all responses
   that become faster or slower. The cost is the round trip, and the prefill, which stops every response at the target.
-  The gain is the shorter steps for the rest of the response and for the responses it leaves behind, minus the longer
-  steps of those it joins.
-- The target's step, with the response, is shorter than the source's step was. So every move makes the sum of all steps
-  smaller, and moves always stop.
+  The gain is the shorter steps of the response and of those it leaves, minus the longer steps of those it joins.
+- With the response, the target's step is shorter than the source's was. Each move shrinks the sum, so moves stop.
 - Measurements are never exact. A busy worker must be faster by the factor MAX_STEP_RATIO to be worth joining, and a
   response that has moved before must gain twice as much each time.
 """
@@ -52,7 +49,6 @@ class Running(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     context: int
     """Tokens to prefill again after a move: the prompt and everything generated so far."""
     moves: int = 0
-    """How often it has moved."""
     waiting: bool = False
     """Assigned to the worker, but its engine does not run it yet."""
 
@@ -75,8 +71,7 @@ def rebalance(
     max_moves: int = 256,
 ) -> list[Move]:  # fmt: skip
     """At most `max_moves` moves. `held` is called only for possible sources. `typical`: tokens that a response will
-    still generate. The mean length of finished responses is right for any response, however long it already is, as long
-    as lengths are about log-normal."""
+    still generate. If lengths are about log-normal, this is the mean length, however long a response already is."""
     workers = [_Worker(n, load, load.profile) for n, load in enumerate(loads) if load.profile is not None]
     if len(workers) < 2 or typical <= 0:
         return []

@@ -1,10 +1,9 @@
 """RLBoost's Algorithms 1 and 2 as published, for comparison with windfall's own policies. Pure.
 
-Algorithm 1 (`RLBoostSeeding`) chooses T_seed; windfall's own policy is seed_time.PredictedSeeding.
-`fleet.offload = "feedback"` selects Algorithm 1.
-
-Algorithm 2 (`select` and `balance`) places and moves responses; windfall's own policies are balance.py and
-rebalance.py. `techniques.balancing = "algorithm2"` selects Algorithm 2.
+- Algorithm 1 (`RLBoostSeeding`, selected by `fleet.offload = "feedback"`) chooses T_seed. windfall's own policy is
+  seed_time.PredictedSeeding.
+- Algorithm 2 (`select` and `balance`, selected by `techniques.balancing = "algorithm2"`) places and moves responses.
+  windfall's own policies are balance.py and rebalance.py.
 
     select    Choose the worker with the fewest pending responses among those with fewer than THETA. If there is none,
               hold the response back.
@@ -15,8 +14,7 @@ rebalance.py. `techniques.balancing = "algorithm2"` selects Algorithm 2.
 The paper leaves some points open. They are resolved here as follows:
 - A response is pending if a worker's engine holds it but does not run it. No worker gets more responses than it has
   slots, so there is usually no pending response. Workers with equally many pending responses are compared by their
-  load, executing / slots. The trainer's machine, which stands for several of the paper's instances, thereby gets its
-  share.
+  load, executing / slots. So the trainer's machine, which stands for several of the paper's instances, gets its share.
 - THETA is 8: of 1, 8 and 32 it was best or equal in benchmarks/balance.py.
 - B is the knee of the profile that was measured for that worker (worker_speed.py).
 """
@@ -25,13 +23,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from windfall.scheduling.balance import WorkerLoad
 from windfall.scheduling.rebalance import Held, Move, Running
-from windfall.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedPlan, StepMeasurement
-from windfall.scheduling.step_model import Progress
+from windfall.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedingPolicy, SeedPlan, StepMeasurement
 
 THETA = 8
 SAME = 1e-3
@@ -39,8 +36,8 @@ SAME = 1e-3
 
 
 @dataclass(slots=True)
-class RLBoostSeeding:
-    """Algorithm 1: T_seed follows the imbalance of the last step."""
+class RLBoostSeeding(SeedingPolicy):
+    """Algorithm 1: T_seed follows the imbalance of the last step. It is planned once per step."""
 
     first_s: float = 150.0
     """T_init: T_seed of the first step, in seconds."""
@@ -52,7 +49,6 @@ class RLBoostSeeding:
     most_workers: float = math.inf
     """With more workers than this, some would wait for training."""
     remembers: bool = True
-    """Use `memory`."""
 
     def __post_init__(self) -> None:
         self.seed_s = self.first_s
@@ -70,18 +66,13 @@ class RLBoostSeeding:
         why = f"from the imbalance of earlier steps, {fleet.workers} workers"
         return SeedPlan(seed_s=self.seed_s, most_workers=self.most_workers, why=why)
 
-    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
-        """Algorithm 1 plans once per step."""
-        return None
-
 
 def select(
     queued: Sequence[str], loads: Sequence[WorkerLoad], *, coming: int = 0,
     move_targets: Mapping[str, str] | None = None,
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Algorithm 2, placement: (response, worker) for the first responses of the queue, as many as workers have room
-    for. `move_targets`: the worker to which a response is being moved. `coming`: workers about to be ready; their share
-    is held back.
+    """Algorithm 2, placement: (response, worker) for as many queued responses as there is room for. `move_targets`: the
+    worker to which a response is being moved. `coming`: workers about to be ready; their share is held back.
 
     >>> select(["1/0", "1/1"], [WorkerLoad(worker="a", running=3, slots=8), WorkerLoad(worker="b", running=1, slots=8)])
     [('1/0', 'b'), ('1/1', 'b')]
@@ -132,17 +123,15 @@ def balance(loads: Sequence[WorkerLoad], held: Held) -> list[Move]:
     most = max(loads, key=lambda load: load.waiting)
     if most.waiting:
         target = next((x for x in loads if not x.waiting and x.running < x.slots and x is not most), None)
-        return _moves(most, target, 1, lambda r: r.waiting, held) if target is not None else []
+        waiting = [r for r in held(most.worker) if r.waiting]
+        return _moves(most, target, waiting[:1]) if target is not None else []
     idle = next((load for load in loads if not load.running), None)
     busiest = max(loads, key=lambda load: load.running)
     if idle is None or busiest.profile is None:
         return []
     above = max(0, busiest.running - busiest.profile.knee)
-    return _moves(busiest, idle, min(above, idle.slots), lambda r: True, held)
+    return _moves(busiest, idle, held(busiest.worker)[: min(above, idle.slots)])
 
 
-def _moves(
-    source: WorkerLoad, target: WorkerLoad, count: int, may_move: Callable[[Running], bool], held: Held
-) -> list[Move]:
-    chosen = [r for r in held(source.worker) if may_move(r)][:count]
+def _moves(source: WorkerLoad, target: WorkerLoad, chosen: Sequence[Running]) -> list[Move]:
     return [Move(id=r.id, source=source.worker, target=target.worker, gain_s=0.0, cost_s=0.0) for r in chosen]

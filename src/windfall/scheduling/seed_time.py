@@ -49,7 +49,6 @@ class RemoteFleet:
     local_speed: FleetSpeed | None = None
     """The speed of local; None: its rate in the last steps."""
     responses: int = 1
-    """Number of responses in the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,6 @@ class StepMeasurement:
     seed_s: float
     """Seconds for which local generated."""
     local_tokens: int
-    """Tokens that local generated."""
     train_s: float
     """Seconds of training, including the update and excluding waits."""
     train_wait_s: float
@@ -72,7 +70,6 @@ class StepMeasurement:
     workers: float
     """Mean number of other workers during the step."""
     responses: int = 1
-    """Number of responses in the step."""
     progress: tuple[Progress, ...] = ()
     """How many tokens were generated, and how many were trainable, over time."""
     speeds: tuple[tuple[float, FleetSpeed], ...] = ()
@@ -96,8 +93,8 @@ class SeedingPolicy(Protocol):
         ...
 
     def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
-        """Plans again while local still generates and the step has come to `now`. None keeps the plan."""
-        ...
+        """Plans again while local still generates and the step has come to `now`. None, the default, keeps the plan."""
+        return None
 
 
 GENERATE_ALL = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="no other worker: generate, then train")
@@ -153,12 +150,9 @@ class PredictedSeeding:
         return new if old == 0 else (1 - self.newest) * old + self.newest * new
 
 
-class NoSeeding:
+class NoSeeding(SeedingPolicy):
     """Local generates only when there is no other worker."""
 
     def plan(self, last: StepMeasurement | None, fleet: RemoteFleet) -> SeedPlan:
         del last
         return SeedPlan(seed_s=0.0, most_workers=math.inf, why="no seeding") if fleet.workers else GENERATE_ALL
-
-    def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
-        return None

@@ -9,10 +9,8 @@ Rules:
 - A worker that becomes slower or faster does so at every batch size: a measurement at one size moves all sizes alike.
   So a change is believed after three windows, and what was learned about the other sizes is kept.
 - One odd window has little effect: it counts as off by a factor of four at most, with a weight of a tenth.
-- Batch sizes that a worker has not run are predicted from workers of the same device, or else from all workers, scaled
-  to this worker's own measurements.
-- Where the context of the responses is reported, workers of one device share a profile, and each has a level
-  (device_profile.py).
+- Unseen batch sizes are predicted from workers of the same device, or else from all, scaled to the worker's own speed.
+- Where the context of the responses is reported, workers of one device share a profile (device_profile.py).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from windfall.scheduling.device_profile import DeviceProfiles, streak
+from windfall.scheduling.device_profile import DeviceProfiles, Window, streak
 from windfall.scheduling.least_squares import LineSums
 from windfall.types import LOCAL
 
@@ -30,9 +28,9 @@ WINDOW_FRAMES, WINDOW_MIN_S, WINDOW_MAX_S = 8, 0.1, 2.0
 PREFILL_WEIGHT = 0.3
 """Weight of the newest prefill."""
 GAIN, FAST_GAIN = 0.1, 0.5
-"""Weight of a new window: normally, and from the third in a row that deviates to the same side on."""
+"""Weight of a new window: GAIN normally, FAST_GAIN from the third deviating window in a row."""
 DEVIATION, MAX_DEVIATION = math.log(1.2), math.log(4)
-"""A window deviates if its logarithm is off by more than the first; larger values than the second are clipped."""
+"""A window deviates if its log ratio exceeds DEVIATION. Values above MAX_DEVIATION are clipped."""
 ENOUGH_WINDOWS = 8
 """Windows after which more windows do not make a batch size better known."""
 MIN_RATIO = 1 / 4096
@@ -87,29 +85,21 @@ class _Size:
     """Measurements at one batch size."""
 
     batch: float
-    """Mean batch."""
     log_step_s: float
-    """Logarithm of the step time."""
     windows: int = 1
     streak: int = 0
-    """Windows in a row that were off by more than DEVIATION; negative: faster than expected."""
+    """Windows in a row that deviated by more than DEVIATION; negative: faster than expected."""
 
-    def gain(self, off: float) -> float:
-        self.streak = streak(self.streak, off, DEVIATION)
+    def gain(self, deviation: float) -> float:
+        self.streak = streak(self.streak, deviation, DEVIATION)
         return FAST_GAIN if abs(self.streak) >= 3 else max(GAIN, 1 / (self.windows + 1))
 
 
 @dataclass(slots=True)
-class _Window:
-    size: int
+class _Window(Window):
+    size: int = 0
     """Half-octave of the batch size."""
     frames: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    batch_seconds: float = 0.0
-    """Seconds times batch size; divided by the tokens, it is the time per token of one response."""
-    context_seconds: float = 0.0
-    """Seconds times tokens in the context of the batch."""
 
 
 @dataclass(slots=True)
@@ -134,11 +124,11 @@ class _Worker:
                 log_s = expected + _clip(log_s - expected)
             self.sizes[size] = _Size(batch, log_s)
         else:
-            off = _clip(log_s - known.log_step_s)
-            gain = known.gain(off)
+            deviation = _clip(log_s - known.log_step_s)
+            gain = known.gain(deviation)
             # With few windows, the first ones may have been odd: then the other sizes do not change.
             for other in self.sizes.values() if known.windows >= ENOUGH_WINDOWS else (known,):
-                other.log_step_s += off * gain
+                other.log_step_s += deviation * gain
             known.batch += (batch - known.batch) * gain
             known.windows += 1
         self.fitted = None
@@ -175,7 +165,7 @@ class WorkerSpeeds:
         window = known.window
         if window is None or window.size != size:
             self._close(worker, known)
-            window = known.window = _Window(size)
+            window = known.window = _Window(size=size)
         window.frames += 1
         window.tokens += tokens
         window.seconds += seconds
@@ -189,9 +179,8 @@ class WorkerSpeeds:
         if window is None or not window.tokens or not window.seconds:
             return  # no tokens yet: the time counts for the next window, unless the batch changes
         known.window = None
-        batch, step_s = window.batch_seconds / window.seconds, window.batch_seconds / window.tokens
-        self._devices.observe(worker, window.tokens, window.seconds, window.batch_seconds, window.context_seconds)
-        known.learn(window.size, batch, step_s, self._prior(known))
+        self._devices.observe(worker, window)
+        known.learn(window.size, window.batch, window.step_s, self._prior(known))
         self._new_windows += 1
         if known.device not in self._typical or self._new_windows >= max(ENOUGH_WINDOWS, len(self._workers)):
             self._new_windows = 0
@@ -212,8 +201,8 @@ class WorkerSpeeds:
 
     def profile(self, worker: str) -> Profile | None:
         """None: no worker has been measured yet."""
-        if (line := self._devices.line(worker)) is not None:
-            return Profile(fixed_s=line[0], each_s=line[1], context_s=line[2], context=self._devices.context)
+        if (found := self._devices.coefficients(worker)) is not None:
+            return Profile(fixed_s=found[0], each_s=found[1], context_s=found[2], context=self._devices.context)
         known = self._workers.get(worker)
         if known is None:
             return self._typical.get(None)
@@ -247,13 +236,12 @@ class WorkerSpeeds:
 
 
 def _fit(sizes: Iterable[_Size], prior: Profile) -> Profile:
-    """Fits a line of step time over batch size, in relative error. Where nothing was measured, the line follows
-    `prior`, scaled to the measurements."""
+    """Fits step time over batch size, in relative error. Far from measurements, it follows the scaled `prior`."""
     points = [(s.batch, math.exp(s.log_step_s), float(min(s.windows, ENOUGH_WINDOWS))) for s in sizes]
     weight = sum(w for _, _, w in points)
-    level = math.exp(sum(w * math.log(y / prior.step_s(x)) for x, y, w in points) / weight)
+    slowdown = math.exp(sum(w * math.log(y / prior.step_s(x)) for x, y, w in points) / weight)
     far = 4 * max(x for x, _, _ in points)
-    scaled = prior.times(level)
+    scaled = prior.times(slowdown)
     points += [(1.0, scaled.step_s(1.0), PRIOR_WEIGHT), (far, scaled.step_s(far), PRIOR_WEIGHT)]
     sums = LineSums.relative(points)
     fixed, each = sums.line() or (sums.constant(), 0.0)
@@ -271,5 +259,5 @@ def _median(profiles: list[Profile]) -> Profile:
     return Profile(fixed_s=sorted(p.fixed_s for p in profiles)[at], each_s=sorted(p.each_s for p in profiles)[at])
 
 
-def _clip(off: float) -> float:
-    return max(-MAX_DEVIATION, min(MAX_DEVIATION, off))
+def _clip(deviation: float) -> float:
+    return max(-MAX_DEVIATION, min(MAX_DEVIATION, deviation))

@@ -8,6 +8,4 @@ architecture, and refuses the model if the results differ by more than rounding.
             ├─▶ engine_difference, trainer_differences (compare.py)   measure log-probs and gradients
             └─▶ batch_invariant, neighbor_dependence (determinism.py)   only if run.deterministic is set
     check_weights (verdict.py) ─▶ weights_difference (compare.py)   the loaded weights, with a few tokens
-
-families.py lists the architectures for the table in docs/models.md (scripts/families.py).
 """

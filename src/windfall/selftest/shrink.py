@@ -78,17 +78,10 @@ def _size(name: str, value: Any, what: frozenset[str]) -> Any:
         return [_size(name, v, what) for v in value]
     if type(value) is not int or value <= 0:
         return value
-    if _VOCABULARY.search(name):
-        return min(value, VOCABULARY)
-    if _TOKEN.search(name):
+    if _TOKEN.search(name) and not _VOCABULARY.search(name):
         return value if value < VOCABULARY else 0
-    if _WINDOW.search(name):
-        return min(value, WINDOW)
-    if "width" in what and _WIDTH.search(name):
-        return min(value, WIDTH)
-    if "width" in what and _RANK.search(name):
-        return min(value, RANK)
-    return value
+    limits = {_VOCABULARY: VOCABULARY, _WINDOW: WINDOW} | ({_WIDTH: WIDTH, _RANK: RANK} if "width" in what else {})
+    return next((min(value, limit) for pattern, limit in limits.items() if pattern.search(name)), value)
 
 
 def _heads(fields: dict[str, Any], names: dict[str, str], few: int) -> None:

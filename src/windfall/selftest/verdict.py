@@ -40,12 +40,8 @@ def check_engine(
     `make`: builds the engine from (model, kv_tokens, page_size, max_running, max_rows); `names`: the full model's
     weights; `checked`: keys of checks that other processes have passed. Returns the key of this check."""
     key = cache_key("engine", fields, device=device, longest=longest, deterministic=deterministic)
-
-    def test(judge: Any) -> object:
-        how: dict[str, Any] = {"device": device, "longest": longest, "names": names}
-        return judge.judge_engine(_config(fields), make, deterministic=deterministic, **how)
-
-    return _run_once(key, checked, test)
+    how: dict[str, Any] = {"device": device, "longest": longest, "names": names, "deterministic": deterministic}
+    return _run_once(key, checked, lambda judge: judge.judge_engine(_config(fields), make, **how))
 
 
 def check_trainer(fields: Fields, *, device: str, longest: int, names: Iterable[str] | None = None) -> str:

@@ -15,8 +15,7 @@ MAX_MEMORY_SHARE = 0.85
 WORKING = 2
 """Memory that a layer needs while it computes its gradients, as a multiple of what ALL keeps."""
 SMALL_PACK, LARGE_PACK = 8192, 32_768
-"""Tokens in a pack. Below the first, a GPU is limited by memory bandwidth; above the second, throughput does not
-grow."""
+"""Tokens in a pack. A GPU is limited by memory bandwidth below the first; more than the second gains nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

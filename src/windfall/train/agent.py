@@ -75,13 +75,11 @@ class TrainerAgent:
 
     @property
     def manifest(self) -> Any:
-        """Manifest of the version that the weights are. None from the beginning of a step's first update until the
-        result of its last one is published."""
+        """Manifest of the weights' version. None from a step's first update until its result is published."""
         return None if self._updates else self._manifest
 
     async def run(self) -> int:
-        """Serve until the process should exit. Returns the exit status: 1 no controller, 2 refused, 4 weights that
-        belong to no version."""
+        """Serve until the process should exit. Exit status: 1 no controller, 2 refused, 4 weights of no version."""
         self._updates, refusals, logged = 0, 0, ""
         self._manifest: Any = None
         last_link_s = time.monotonic()
@@ -169,12 +167,8 @@ class TrainerAgent:
                         step=request.step, next_task=request.next_task, open_tasks=request.open_tasks
                     )
                     self._updates = 0
-                return m.Updated(
-                    report=asdict(report),
-                    version=self._manifest.version,
-                    digest=self._manifest.digest,
-                    s=time.monotonic() - started,
-                )
+                now, took_s = self._manifest, time.monotonic() - started
+                return m.Updated(report=asdict(report), version=now.version, digest=now.digest, s=took_s)
             case m.Save():
                 return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
         raise LinkClosed(f"unexpected message: {type(request).__name__}")

@@ -20,23 +20,23 @@ class Report:
 
     tokens: int
     responses: int
-    grad_norm: float
-    lr: float
-    entropy: float
-    engine_gap: float
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    entropy: float = 0.0
+    engine_gap: float = 0.0
     """Mean absolute difference between the trainer's log-probs and the engine's, before the first update, over fresh
     tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
-    engine_gap_max: float
-    clipped: float
+    engine_gap_max: float = 0.0
+    clipped: float = 0.0
     """Share of tokens with an advantage whose weight was clipped to zero."""
-    capped: float
+    capped: float = 0.0
     """Share of tokens whose importance weight was truncated or masked (algorithms/importance.py)."""
-    drift: float
+    drift: float = 0.0
     """Mean absolute difference between the log-probs of the proximal and the behavior policy over tokens of older
     versions, in nats. 0 if there are none."""
-    kl: float
+    kl: float = 0.0
     """Mean of the k3 estimator over the tokens; 0 without a reference model."""
-    skipped: Skipped
+    skipped: Skipped = ""
     """Reason why the weights were not updated; "" if they were."""
 
 

@@ -63,10 +63,8 @@ class IntactCheckpoint:
 
 
 def newest_intact(folder: Path, *, optimizer: bool = True) -> IntactCheckpoint | None:
-    """Verify checkpoints from the newest to the oldest, and return the first intact one; None if there are none.
-
-    With `optimizer`, the optimizer's state is verified, too. Changes nothing on disk.
-    """
+    """Verify checkpoints, newest first, and return the first intact one; None if there are none. `optimizer`: verify
+    the optimizer's state, too. Changes nothing on disk."""
     damaged: list[checksums.DamagedCheckpoint] = []
     for path in reversed(list_checkpoints(folder)):
         try:
@@ -93,9 +91,8 @@ def check(checkpoint: Path, *, optimizer: bool = True) -> checksums.CheckResult:
     if not checked.hashed and state.get("checksums"):  # windfall 0.2 wrote none; this checkpoint had some
         raise checksums.DamagedCheckpoint(checkpoint, checksums.CHECKSUMS, "the file is missing")
     if name is not None and state["step"] != int(name[1]):
-        raise checksums.DamagedCheckpoint(
-            checkpoint, STATE, f"it says step {state['step']} in the folder of step {int(name[1])}"
-        )
+        why = f"it says step {state['step']} in the folder of step {int(name[1])}"
+        raise checksums.DamagedCheckpoint(checkpoint, STATE, why)
     return checked
 
 
@@ -107,25 +104,21 @@ def set_aside(damaged: checksums.DamagedCheckpoint) -> Path:
         if not target.exists():
             break
         target = path.with_name(f"{DAMAGED}{path.name}-{n}")
-    path.rename(target)
-    return target
+    return path.rename(target)
 
 
 def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
     """The newest intact checkpoint of a run, for reading only."""
     found = newest_intact(run / "checkpoints", optimizer=optimizer)
     if found is None:
-        raise WindfallError(
-            "no checkpoint in this run", where=str(run), fix="Start the run again with `windfall train`."
-        )
+        fix = "Start the run again with `windfall train`."
+        raise WindfallError("no checkpoint in this run", where=str(run), fix=fix)
     return found
 
 
 def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
-    """Write a checkpoint, rename it into place, then delete all but the newest `keep`.
-
-    Raises WindfallError if the disk is full or the folder is not writable. Earlier checkpoints are not changed.
-    """
+    """Write a checkpoint, rename it into place, then delete all but the newest `keep`. Raises WindfallError and changes
+    no earlier checkpoint if the disk is full or the folder is not writable."""
     import torch
     from safetensors import SafetensorError
 
@@ -186,10 +179,8 @@ def _unwritten(final: Path, error: Exception) -> WindfallError:
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    state = _read(checkpoint)
-    return CheckpointState(
-        step=state["step"], next_task=state["next_task"], open_tasks=tuple(state.get("open_tasks", ()))
-    )
+    s = _read(checkpoint)
+    return CheckpointState(step=s["step"], next_task=s["next_task"], open_tasks=tuple(s.get("open_tasks", ())))
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

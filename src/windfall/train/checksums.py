@@ -30,9 +30,8 @@ class DamagedCheckpoint(WindfallError):
 
     def __init__(self, checkpoint: Path, file: str, why: str) -> None:
         self.checkpoint, self.file, self.why = checkpoint, file, why
-        super().__init__(
-            f"damaged: {why}", where=str(checkpoint / file), fix="Restore it from a copy, or use another checkpoint."
-        )
+        fix = "Restore it from a copy, or use another checkpoint."
+        super().__init__(f"damaged: {why}", where=str(checkpoint / file), fix=fix)
 
     @property
     def short(self) -> str:
@@ -42,9 +41,7 @@ class DamagedCheckpoint(WindfallError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
     bytes: int
-    """Bytes verified."""
     s: float
-    """Seconds that it took."""
     hashed: bool
     """False if the checkpoint has no checksums, so that only the layout of its files was checked."""
 
@@ -65,8 +62,7 @@ def write_checksums(checkpoint: Path) -> None:
 
 
 def check(checkpoint: Path, *, skip: frozenset[str] = frozenset()) -> CheckResult:
-    """Compare every file that is not in `skip` with its checksum. Raises `DamagedCheckpoint` for the first
-    difference."""
+    """Compare every file that is not in `skip` with its checksum. Raises `DamagedCheckpoint` at a difference."""
     started = time.monotonic()
     if not (checkpoint / CHECKSUMS).exists():
         return _check_layout(checkpoint, skip, started)

@@ -25,8 +25,7 @@ class Gradients:
         self._flat = torch.zeros(sum(lengths), device=half[0].device) if half else None
         self._sums: dict[int, Tensor] = {}
         self._joined: dict[tuple[int, ...], Tensor | None] = {}
-        """Joined sums of half precision weights, by their ids. The check for adjacency takes longer than a small
-        product."""
+        """Joined sums of half precision weights, by their ids: a cache, because the check for adjacency is slow."""
         for p, part in zip(half, self._flat.split(lengths) if self._flat is not None else (), strict=True):
             self._sums[id(p)] = part[: p.numel()].view(p.shape)
             p.register_post_accumulate_grad_hook(self._add_autograd)  # pyright: ignore[reportArgumentType]
@@ -63,8 +62,7 @@ class Gradients:
             grad.index_add_(0, rows, values.float())
 
     def add_product(self, parts: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
-        """For y = x @ W.T, where W is the concatenation of `parts` and `grad` is the gradient of y, add grad.T @ x to
-        that of W."""
+        """Add grad.T @ x to the gradient of W, where y = x @ W.T, `grad` is that of y, and W joins `parts`."""
         joined = self._joined_sum(parts) if all(p.requires_grad for p in parts) else None
         if joined is not None:
             _add_product(joined, grad, x)

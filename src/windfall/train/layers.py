@@ -82,8 +82,7 @@ def apply_swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Log-softmax and gather, as (3, n) float32: log-probs of the targets, entropies, and log-sum-exps for the
-    backward."""
+    """Log-softmax and gather, as (3, n) float32: log-probs of the targets, entropies, and log-sum-exps."""
     x = logits.float() / temperature
     top = x.max(-1).values
     x = x - top[:, None]  # so that the log-prob of a likely token is a small difference of small numbers

@@ -45,8 +45,7 @@ class PackedRows:
 
 @dataclass(kw_only=True, slots=True)
 class Activations:
-    """The activations of a layer that are kept for its backward pass. Only `x` at level LEAST; no `gate_up` at
-    LIGHT."""
+    """The activations that a layer keeps for its backward pass. Only `x` at LEAST; no `gate_up` at LIGHT."""
 
     x: Tensor
     residual: Tensor | None = None
@@ -81,8 +80,7 @@ class LlamaBody:
 
     @staticmethod
     def of(model: Any, gradients: Gradients | None = None, *, keep: str | int = "auto", ops: Any = None) -> LlamaBody:
-        """`keep` is a level of activation_memory.py for all layers, or "auto": chosen for every pack by the free
-        memory."""
+        """`keep`: a level of activation_memory.py for all layers, or "auto": by the free memory, for every pack."""
         _check(model)
         return LlamaBody(model, gradients, keep, ops or plain.for_device(model.device))
 

@@ -121,8 +121,7 @@ def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRo
 
 
 def compare(llama: LlamaBody, module: Autograd) -> None:
-    """Compare both implementations on two short sequences: forward and, if there are gradients to add to, backward.
-    Raises UnsupportedModel if they differ."""
+    """Compare both bodies on two short sequences, with gradients if there are any. UnsupportedModel if they differ."""
     model, gradients = module.model, llama.gradients
     size = model.config.vocab_size
     ids = [tuple((7 * i + 3) % size for i in range(n)) for n in (40, 25)]

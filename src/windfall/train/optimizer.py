@@ -22,20 +22,15 @@ class Optimizer:
         self._model = self.gradients.weights
         self._master: dict[str, Tensor] = {}
         for name, p in self._model.items():
-            if p.dtype == torch.float32:
-                self._master[name] = p
-                continue
-            master = p.detach().float()
-            master.grad = self.gradients.of(p)
-            self._master[name] = master
+            self._master[name] = p
+            if p.dtype != torch.float32:
+                self._master[name] = p.detach().float()
+                self._master[name].grad = self.gradients.of(p)
         self._fused = bool(self._master) and all(m.device.type == "cuda" for m in self._master.values())
         self._adam = torch.optim.AdamW(
             list(self._master.values()), lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
             fused=self._fused or None,
         )  # fmt: skip
-
-    def zero(self) -> None:
-        self.gradients.zero()
 
     def rate(self) -> float:
         """The learning rate of the next update."""
@@ -57,9 +52,7 @@ class Optimizer:
         clipping, and the reason if there was no step. Sets the gradient to zero.
 
         Without a step, the weights, the moments and Adam's own step count do not change: neither momentum nor weight
-        decay may move the weights if the gradient carries no information. The learning rate schedule continues: it
-        counts all updates that were due.
-        """
+        decay may move the weights if the gradient carries no information. The learning rate schedule counts it, too."""
         rate = self.rate()
         self.updates += 1
         grads = self.gradients.all()
@@ -77,7 +70,7 @@ class Optimizer:
             if rounded:
                 new, old = [self._master[n] for n in rounded], [self._model[n] for n in rounded]
                 torch._foreach_copy_(old, new)  # pyright: ignore[reportPrivateImportUsage]
-        self.zero()
+        self.gradients.zero()
         return norm, skipped
 
     def state(self) -> dict[str, Tensor]:

@@ -78,8 +78,7 @@ class RemoteTrainer:
         return sum([(await self._ask(m.Accumulate(samples=part), m.Done)).s for part in parts(samples)])
 
     async def update(self, state: CheckpointState | None) -> tuple[Report, m.Updated]:
-        """Make one optimizer update. With `state`, it is the last of the step, and the result is published as version
-        `state.step`."""
+        """Make one optimizer update. With `state`, it is the last of the step and is published as `state.step`."""
         order = m.Update(step=None, next_task=None)
         if state is not None:
             order = m.Update(step=state.step, next_task=state.next_task, open_tasks=state.open_tasks)
@@ -118,8 +117,7 @@ class RemoteTrainer:
 
 
 def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
-    """Split samples into messages. The same samples are always split in the same way, so that the order of summation
-    does not change."""
+    """Split samples into messages, always in the same way, so that the order of summation does not change."""
     part: list[m.SampleMessage] = []
     size = 0
     for sample in samples:

@@ -18,8 +18,7 @@ MAX_LAG = np.iinfo(np.uint16).max
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """One sequence to train on. `ids` is prompt and response; `targets` are the indices in `ids` of the tokens that the
-    policy generated (never 0)."""
+    """One sequence to train on: prompt and response. `targets`: indices in `ids` of the sampled tokens (never 0)."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]
@@ -32,8 +31,7 @@ class Sample:
     """Log-probs of the proximal policy: those of the trainer before the first update of the step. None: use those
     computed now, which are the same until the first update."""
     lag: np.ndarray | None = None
-    """Age of each target in versions: the trainer's version minus the one that sampled the token (uint16). None: all
-    are 0."""
+    """Age of each target: the trainer's version minus the one that sampled the token (uint16). None: all 0."""
 
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
@@ -46,10 +44,8 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
 
 
 def credit(groups: Sequence[Group], algorithm: Algorithm, limit: int, version: int | None = None) -> list[list[Sample]]:
-    """The samples of each group. Responses without a reward are left out, also from the advantages of their group.
-
-    `version` is the trainer's, from which the lag of each token is computed; None: all tokens count as fresh. Raises
-    ValueError if a token is from a newer version."""
+    """The samples of each group. Responses without a reward are left out, also from the advantages of their group. The
+    lags are those at the trainer's `version`; None: all tokens count as fresh. Raises ValueError if one is newer."""
     advantages = algorithm.advantages([outcomes(g, limit) for g in groups])
     return [
         [
@@ -84,8 +80,7 @@ def _lag(r: Response, version: int) -> np.ndarray | None:
 
 def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> list[list[Sample]]:
     """Micro-batches of at most `tokens` each, longest samples first. With padding, the size of a pack is its number of
-    samples times the longest one; without, its number of tokens. A longer sample is a pack of its own. The same samples
-    in the same order give the same packs."""
+    samples times the longest one; without, its number of tokens. A longer sample is a pack alone. Deterministic."""
     ordered = sorted(samples, key=lambda s: -len(s.ids))
     if not padded:
         return _even(ordered, tokens)
@@ -101,8 +96,7 @@ def packs(samples: Sequence[Sample], tokens: int, *, padded: bool = True) -> lis
 
 
 def _even(samples: Sequence[Sample], tokens: int) -> list[list[Sample]]:
-    """Build as few packs as possible, about equally full: each sample goes to the emptiest pack; the number of packs
-    grows until all fit."""
+    """As few packs as possible, about equally full: each sample goes to the emptiest; packs are added until all fit."""
     count = -(-sum(len(s.ids) for s in samples) // tokens)
     while True:
         out: list[list[Sample]] = [[] for _ in range(count)]

@@ -45,11 +45,10 @@ class TorchTrainer:
         self.kl = recipe.algorithm.kl
         self.importance: ImportanceMode = recipe.algorithm.importance
         self.importance_cap = recipe.algorithm.importance_cap
-        self.gap_limit = recipe.train.engine_gap_limit
-        self.optimizer = Optimizer(model, recipe.train, recipe.run.steps * recipe.train.minibatches)
-        self.learner = Learner(
-            model, self.optimizer.gradients, checkpoint_activations=recipe.train.checkpoint_activations
-        )
+        train = recipe.train
+        self.gap_limit = train.engine_gap_limit
+        self.optimizer = Optimizer(model, train, recipe.run.steps * train.minibatches)
+        self.learner = Learner(model, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
         self.reference = Learner(reference) if reference is not None else None
         self.begin()
 
@@ -62,7 +61,7 @@ class TorchTrainer:
         return [out[id(s)] for s in samples]
 
     def begin(self) -> None:
-        self.optimizer.zero()
+        self.optimizer.gradients.zero()
         self._reset()
 
     def _reset(self) -> None:
@@ -85,11 +84,11 @@ class TorchTrainer:
         pack, reference = pack[first:last], reference[first:last]
         sizes = np.cumsum([len(s.targets) for s in pack])[:-1]
         out: list[Floats] = []
-        distances, clips, kls, caps, older = [], [], [], [], []
-        for s, now, ref in zip(pack, np.split(logp, sizes), reference, strict=True):
+        rows = zip(pack, np.split(logp, sizes), np.split(entropy, sizes), reference, strict=True)
+        for s, now, entropies, ref in rows:
             proximal = now if s.old is None else s.old
             w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage))
-            clips.append((w == 0) & (s.advantage != 0))
+            clipped = (w == 0) & (s.advantage != 0)
             importance, capped = importance_weights(
                 proximal, s.behavior, mode=self.importance, cap=self.importance_cap,
                 level="token" if s.lag is None else self.algorithm.importance_level,
@@ -99,14 +98,12 @@ class TorchTrainer:
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
-            kls.append(np.zeros(len(now)) if ref is None else k3(now, ref))
-            distances.append(np.abs(proximal - s.behavior))
-            caps.append(capped)
-            older.append(np.zeros(len(now)) if s.lag is None else s.lag > 0)
+            kl = np.zeros(len(now)) if ref is None else k3(now, ref)
+            older = np.zeros(len(now)) if s.lag is None else s.lag > 0
+            self._statistics.append(np.stack([entropies, np.abs(proximal - s.behavior), clipped, kl, capped, older]))
             out.append(w)
             self._divisor += share
             self._responses += 1
-        self._statistics.append(np.stack([entropy, *map(np.concatenate, (distances, clips, kls, caps, older))]))
         return np.concatenate(out)
 
     def _packs(self, samples: Sequence[Sample]) -> list[list[Sample]]:

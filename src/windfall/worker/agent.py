@@ -50,24 +50,14 @@ REFUSED_FAILURES = 2
 
 class Agent:
     def __init__(
-        self,
-        url: str,
-        token: str,
-        *,
-        name: str,
-        lease: Lease,
-        build: Callable[[m.EngineSpec], tuple[Any, int]],
-        puller: Any,
-        boot: Callable[[], m.LoadTimes] = m.LoadTimes,
-        ssl: tls.SSLContext | None = None,
-        patience_s: float = 300.0,
-        model: str = "",
+        self, url: str, token: str, *, name: str, lease: Lease, puller: Any,
+        build: Callable[[m.EngineSpec], tuple[Any, int]], boot: Callable[[], m.LoadTimes] = m.LoadTimes,
+        ssl: tls.SSLContext | None = None, patience_s: float = 300.0, model: str = "",
         address: Callable[[], str] | None = None,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    ) -> None:
-        """`build` returns (engine, slots); it runs in the engine's thread while the weights are pulled. `puller` is a
-        weights.pull.Puller. `boot` returns how long imports and building took, once they are done. `address` returns
-        the current URL of the controller, if it can change."""
+    ) -> None:  # fmt: skip
+        """`build` returns (engine, slots), and runs in the engine's thread while the weights are pulled. `puller`: a
+        weights.pull.Puller. `boot`: how long imports and building took. `address`: the controller's present URL."""
         self._dialer = Dialer(url, "/worker", m.ToWorker, ssl=ssl)
         self._token, self._name, self._lease, self._say = token, name, lease, say
         self._build, self._puller, self._patience_s = build, puller, patience_s
@@ -204,8 +194,7 @@ class Agent:
             self._held, self._session = session.held, None
 
     def _make_host(self, welcome: m.Welcome) -> EngineThread:
-        """Start building the engine, which continues if the link ends. Meanwhile the session pulls and sends
-        heartbeats."""
+        """Start building the engine. This continues if the link ends; meanwhile the session pulls the weights."""
         self._model = welcome.model
         host = self._host = EngineThread(None, make=lambda: self._build(welcome.engine))
         loop = asyncio.get_running_loop()
@@ -235,8 +224,7 @@ class Agent:
             self._end.set_exception(error)  # an unexpected error
 
     def _pull(self, load: m.Load, give_up: threading.Event) -> PulledWeights:
-        """Runs in a thread. The tensors are views of the puller's buffer; the engine copies them before the next
-        pull."""
+        """Runs in a thread. The tensors are views of the puller's buffer; the engine copies them before its reuse."""
         before = self._puller.bytes_received
         session = self._session
         held = session is not None and session.held[1] == load.digest  # held by the engine, not only by the puller

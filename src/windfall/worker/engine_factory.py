@@ -1,5 +1,4 @@
-"""Builds the engine that the controller's EngineSpec describes. The model is built from its configuration; its weights
-are pulled later.
+"""Builds the engine that an EngineSpec describes, from the model's configuration. The weights are pulled later.
 
 On a GPU, `GraphEngine` runs the models that `windfall.engine.cuda` supports. `TorchEngine` runs all other models, and
 everything on a CPU. A worker's `GraphEngine` does not need transformers, which takes seconds to import: if the
@@ -38,7 +37,6 @@ def build_model(spec: EngineSpec, device: str) -> Any:
 
 
 def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
-    """Build the transformers module."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -110,9 +108,8 @@ def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) 
 def build_engine(
     spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int]:
-    """Build an engine on this device that uses at most `share` of its free memory. Returns the engine and the number of
-    responses that it decodes at once. If `model` is given, the engine uses it; no other code may use it meanwhile,
-    because a GPU engine changes the layout of its weights."""
+    """Build an engine that uses at most `share` of the free memory. Returns it and its number of slots. No
+    other code may use a given `model` meanwhile, because a GPU engine changes the layout of its weights."""
     return build_engine_timed(spec, device, model=model, share=share, version=version)[:2]
 
 

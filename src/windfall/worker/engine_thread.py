@@ -3,8 +3,7 @@
     orders (a queue) ──▶ [ orders │ step │ frame ] ──▶ emit(message)
 
 Only this thread touches the engine. It also builds the engine if needed; orders wait until that is done. It waits for
-orders when there is nothing to generate, and in `emit` when frames are not sent fast enough: no more tokens are
-generated than can be sent.
+orders when there is nothing to generate, and in `emit` while too many frames are unsent.
 
 New weights are swapped in between two steps, like every order: a frame has tokens of one version. A swap that raises
 WindfallError has changed nothing, and the engine goes on with the weights it has. After any other error the weights may
@@ -13,12 +12,13 @@ be a mix of two versions: the engine keeps its responses, but does not step befo
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
@@ -28,6 +28,17 @@ from windfall.types import Chunk, Request
 Emit = Callable[[object], None]
 Make = Callable[[], tuple[Engine, int]]
 """Returns an engine, and the number of responses that it decodes at once."""
+P = ParamSpec("P")
+
+
+def _order(method: Callable[Concatenate[EngineThread, P], None]) -> Callable[Concatenate[EngineThread, P], None]:
+    """A call of the method returns at once; the method itself runs in the engine's thread, between two steps."""
+
+    @functools.wraps(method)
+    def put(self: EngineThread, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._orders.put(functools.partial(method, self, *args, **kwargs))
+
+    return put
 
 
 class EngineThread:
@@ -71,71 +82,58 @@ class EngineThread:
         """Whether the engine waits for the trainer that shares its weights. This may take any length of time."""
         return bool(getattr(self._engine, "waiting", False))
 
-    # Orders. Each takes effect between two steps.
+    # Orders
 
+    @_order
     def attach(self, emit: Emit) -> None:
         """Begin a new link: drop all running responses, and send frames to `emit` from now on."""
+        self._drop_all()
+        self._emit, self._paused = emit, False
 
-        def order() -> None:
-            self._drop_all()
-            self._emit, self._paused = emit, False
-
-        self._orders.put(order)
-
+    @_order
     def detach(self) -> None:
-        self._orders.put(self._drop_all)
+        self._drop_all()
 
+    @_order
     def add(self, work: Iterable[Work]) -> None:
-        def order() -> None:
-            for w in work:
-                self._add(w)
+        for w in work:
+            self._add(w)
 
-        self._orders.put(order)
-
+    @_order
     def cancel(self, handles: Iterable[int]) -> None:
-        self._orders.put(lambda: self._drop(handles))
+        self._drop(handles)
 
+    @_order
     def release(self, handles: tuple[int, ...]) -> None:
         """Give up these responses. All their tokens are emitted before the confirmation."""
+        self._drop(handles)
+        self._emit(Released(handles=handles))
 
-        def order() -> None:
-            self._drop(handles)
-            self._emit(Released(handles=handles))
-
-        self._orders.put(order)
-
+    @_order
     def swap(
         self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
     ) -> None:
-        def order() -> None:
-            try:
-                self.engine.swap(version, weights)
-            except WindfallError as e:  # the weights do not match this model
-                done(e)
-            except RuntimeError as e:  # for example, out of memory in the middle of the copy
-                self._mixed = True
-                done(e)
-            else:
-                self._mixed = False
-                done(None)
+        try:
+            self.engine.swap(version, weights)
+        except WindfallError as e:  # the weights do not match this model
+            done(e)
+        except RuntimeError as e:  # for example, out of memory in the middle of the copy
+            self._mixed = True
+            done(e)
+        else:
+            self._mixed = False
+            done(None)
 
-        self._orders.put(order)
-
+    @_order
     def pause(self, paused: bool) -> None:
-        def order() -> None:
-            self._paused = paused
-            self._stepped_s = time.monotonic()
+        self._paused = paused
+        self._stepped_s = time.monotonic()
 
-        self._orders.put(order)
-
+    @_order
     def finish(self, done: Callable[[], None]) -> None:
         """Stop generating. `done` is called after the last frame."""
-
-        def order() -> None:
-            self._drop_all()
-            done()
-
-        self._orders.put(order)
+        self._drop_all()
+        done()
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._orders.put(None)

@@ -1,5 +1,4 @@
-"""Preemption notices: warnings that this worker's machine will be taken away. They come from the metadata service of
-AWS, GCP or Azure, or as SIGTERM.
+"""Preemption notices, from the metadata service of AWS, GCP or Azure, or as SIGTERM: the machine will be taken away.
 
     - Every event is reported once, no matter how often the service repeats it.
     - A service that is unreachable, slow, broken or hostile costs a poll, but never ends the watch: it is retried after
@@ -47,14 +46,13 @@ class PreemptionNotice:
     """True if the machine is only at risk, and its preemption is not decided."""
 
 
+OnNotice = Callable[[PreemptionNotice], None]
+
+
 async def watch(
-    on_notice: Callable[[PreemptionNotice], None],
-    *,
-    clouds: Sequence[str] | Literal["auto"],
-    base_urls: Mapping[str, str] | None = None,
-    poll_s: float = 2.0,
-    timeout_s: float = 1.0,
-) -> None:
+    on_notice: OnNotice, *, clouds: Sequence[str] | Literal["auto"], base_urls: Mapping[str, str] | None = None,
+    poll_s: float = 2.0, timeout_s: float = 1.0,
+) -> None:  # fmt: skip
     """Watch until cancelled. With "auto", one probe finds the services that exist; if there are none, it returns."""
     names = list(SERVICES) if clouds == "auto" else list(dict.fromkeys(clouds))
     for name in names:
@@ -74,20 +72,17 @@ async def watch(
                 group.create_task(_watch_service(service, on_notice, poll_s), name=f"spot warnings of {service.source}")
 
 
-def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: Callable[[PreemptionNotice], None]) -> None:
+def on_sigterm(loop: asyncio.AbstractEventLoop, on_notice: OnNotice) -> None:
     """Turn SIGTERM into a notice instead of an exit. Repeats are ignored, because launchers often send it twice."""
-    reported = False
 
     def report() -> None:
-        nonlocal reported
-        if not reported:
-            reported = True
-            on_notice(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        on_notice(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))
 
     loop.add_signal_handler(signal.SIGTERM, report)
 
 
-async def _watch_service(service: _Service, on_notice: Callable[[PreemptionNotice], None], poll_s: float) -> None:
+async def _watch_service(service: _Service, on_notice: OnNotice, poll_s: float) -> None:
     loop, failures = asyncio.get_running_loop(), 0
     reported: deque[str] = deque(maxlen=256)  # bounded, in case a service invents events without end
     while True:
@@ -102,7 +97,7 @@ async def _watch_service(service: _Service, on_notice: Callable[[PreemptionNotic
             if event not in reported:
                 reported.append(event)
                 on_notice(notice)
-        # The time that the request took is part of the interval, so the next poll follows immediately after a long one.
+        # The interval includes the request, so the next poll follows immediately after a long one.
         spent_s = 0.0 if failures else loop.time() - began_s
         await asyncio.sleep(max(0.0, delay_s(failures, first_s=poll_s, limit_s=MAX_WAIT_POLLS * poll_s) - spent_s))
 
@@ -261,8 +256,7 @@ class _AzureEvents(msgspec.Struct, frozen=True, kw_only=True, rename="pascal"):
 
 class _Azure(_Service):
     """Scheduled Events. In a scale set every machine gets the events of all machines, so an event must name this one.
-    While the name of this machine is unknown, every event counts: an unnecessary move costs one prefill, a missed
-    notice costs more."""
+    While its name is unknown, every event counts: an unnecessary move costs one prefill, a missed notice more."""
 
     source = "azure"
     _name = ""

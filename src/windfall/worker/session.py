@@ -31,12 +31,15 @@ from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.link.base import Link, LinkClosed
 from windfall.worker.engine_thread import EngineThread
-from windfall.worker.startup import wait_until_built
 
 MAX_QUEUED_FRAMES = 64
 """Number of unsent frames at which the engine waits."""
 LEAVE_S = 8.0
 """Time limit for sending the last tokens after a Drain (seconds)."""
+BUILD_S = 900.0
+"""Time limit (seconds) for building the engine, compiling kernels and capturing graphs, after the weights arrived."""
+BUILD_CHECK_S = 0.01
+"""Seconds between checks of whether the engine is built."""
 SWAP_S = 120.0
 """Time limit for one engine step and a copy of the weights (seconds)."""
 SWAP_CHECK_S = 1.0
@@ -51,13 +54,10 @@ class Stalled(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PulledWeights:
-    """The result of a pull."""
-
     digest: str
     tensors: Mapping[str, Any] | None
     """None if the engine already has these weights."""
     bytes: int = 0
-    """Bytes received."""
 
 
 Pull = Callable[[m.Load, threading.Event], PulledWeights]
@@ -81,7 +81,6 @@ class Session:
         self._over, self._left_sent = threading.Event(), asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
         self._requested: m.Load | None = None
-        """The last Load."""
         self._give_up = threading.Event()
         self._load_phase: Literal["", "pull", "build", "swap"] = ""
         """The part of the current load that is in progress."""
@@ -209,19 +208,20 @@ class Session:
         except Stalled as e:
             if not self._stuck.done():
                 self._stuck.set_exception(e)
-            return
         except Exception as e:  # fault boundary: any error is reported to the controller, which may retry
             if not give_up.is_set():
                 self.say(m.LoadFailed(version=load.version, why=f"{type(e).__name__}: {e}"))
-            return
         finally:
             self._load_phase = ""
 
     async def _wait_until_built(self, give_up: threading.Event) -> None:
-        try:
-            await wait_until_built(self.host, give_up)
-        except TimeoutError as e:
-            raise Stalled(str(e)) from None
+        """Wait until the engine is built, or `give_up` is set. Until then, the swap is not queued as an order:
+        it could not be canceled, and its tensors are in a buffer that the next pull overwrites."""
+        deadline_s = time.monotonic() + BUILD_S
+        while not self.host.built and not give_up.is_set():
+            if time.monotonic() > deadline_s:
+                raise Stalled(f"waited {BUILD_S:g} s for the engine to be built")
+            await asyncio.sleep(BUILD_CHECK_S)
 
     async def _swap(self, load: m.Load, weights: PulledWeights, started: float, pulled: float) -> None:
         """Swap the weights between two engine steps, and send Loaded. The pull lasted from `started` to `pulled`

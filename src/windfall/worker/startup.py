@@ -10,55 +10,43 @@ Rules:
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib
 import importlib.util
 import threading
-import time
+from concurrent.futures import Future
 from pathlib import Path
 
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.link.messages import LoadTimes
-from windfall.worker.engine_thread import EngineThread
-
-BUILD_S = 900.0
-"""Time limit (seconds) for building the engine, compiling kernels and capturing graphs, after the weights arrived."""
-BUILD_CHECK_S = 0.01
-"""Seconds between checks of whether the engine is built."""
 
 
 class StartupThread:
     """Runs `prepare` in a thread, which starts immediately."""
 
     def __init__(self, device: str, threads: int) -> None:
-        self._device, self._threads = device, threads
-        self._chosen_device: str | None = None
-        self._failed: BaseException | None = None
+        self._chosen: Future[str] = Future()
         self.took = LoadTimes()
         """How long the parts of the start took, as far as known. The code that builds the engine adds to it."""
-        self._thread = threading.Thread(target=self._run, name="startup", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(device, threads), name="startup", daemon=True)
         self._thread.start()
 
     def chosen_device(self) -> str:
         """Wait for the thread and return the device to use, or raise the error of `prepare`."""
-        self._thread.join()
-        if self._failed is not None:
-            raise self._failed
-        assert self._chosen_device is not None
-        return self._chosen_device
+        return self._chosen.result()
 
     def join(self) -> None:
         """Wait for the thread. A process that exits while a thread imports may crash."""
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, device: str, threads: int) -> None:
         try:
-            self._chosen_device = prepare(self._device, self._threads)
+            chosen = prepare(device, threads)
             self.took = LoadTimes(import_s=process.age_s())
+            self._chosen.set_result(chosen)
         except BaseException as e:  # fault boundary: `chosen_device` raises it
-            self._failed = e
+            self._chosen.set_exception(e)
 
 
 def prepare(device: str, threads: int) -> str:
@@ -74,23 +62,10 @@ def prepare(device: str, threads: int) -> str:
         if importlib.util.find_spec("triton") is not None:
             importlib.import_module("windfall.engine.cuda.kernels")
     else:
-        for name in (
-            "transformers.models.auto.modeling_auto",
-            "windfall.engine.torch.attention",
-            "windfall.engine.torch.engine",
-        ):
-            importlib.import_module(name)
+        importlib.import_module("transformers.models.auto.modeling_auto")
+        importlib.import_module("windfall.engine.torch.attention")
+        importlib.import_module("windfall.engine.torch.engine")
     return found
-
-
-async def wait_until_built(host: EngineThread, give_up: threading.Event) -> None:
-    """Wait until the engine is built, or `give_up` is set. The swap is not queued as an order to the host meanwhile: it
-    could not be canceled, and its tensors are in a buffer that the next pull overwrites."""
-    deadline_s = time.monotonic() + BUILD_S
-    while not host.built and not give_up.is_set():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"waited {BUILD_S:g} s for the engine to be built")
-        await asyncio.sleep(BUILD_CHECK_S)
 
 
 def detect_device(device: str) -> tuple[str, str] | None:

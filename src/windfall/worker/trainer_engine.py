@@ -42,8 +42,7 @@ class TrainerEngine:
         self._published, self._stale = published, True
         self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
-        """Whether the engine waits for the trainer, or for a Load of its new weights. That is not a fault of the
-        engine."""
+        """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""
 
     @property
     def version(self) -> int:

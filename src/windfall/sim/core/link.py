@@ -18,8 +18,7 @@ class SimLink:
     def __init__(
         self, peer: str, deliver: Callable[[object], None], on_closed: Callable[[str], None], latency_s: float
     ) -> None:
-        """`deliver` hands a message to the peer. `on_closed` notifies the peer that the controller has closed the
-        link or has died."""
+        """`deliver` hands a message to the peer. `on_closed` is called when the controller closes the link or dies."""
         self.peer, self.latency_s = peer, latency_s
         self._deliver, self._on_closed = deliver, on_closed
         self._loop = asyncio.get_running_loop()

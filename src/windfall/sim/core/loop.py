@@ -3,8 +3,7 @@
 Code written for asyncio runs on it unchanged. Rules:
 - Only waiting takes time: the clock stands still while callbacks run, and jumps when none is due.
 - There are no threads, sockets or signals. Asking for one is an error, because the clock would not wait for it.
-- Callbacks run in the order of their due times, then in the order in which they were scheduled, so the same coroutines
-  do the same thing every time.
+- Callbacks run in the order of their due times, then in the order in which they were scheduled: every run is the same.
 - If every task waits and no timer is scheduled, `Deadlock` is raised. It lists the tasks and where each one waits.
 """
 
@@ -89,8 +88,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         """Nothing to do: a cancelled timer is skipped when it is due."""
 
     def _run_once(self) -> None:
-        """Run every callback that is due now, but none that is scheduled meanwhile. If nothing is due, the clock first
-        jumps to the next timer."""
+        """Run the callbacks that are due now, but none scheduled meanwhile. If none is due, jump to the next timer."""
         ready, times, due = self._ready, self._times, self._due  # pyright: ignore[reportAttributeAccessIssue]
         if not ready and not self._stopping:  # pyright: ignore[reportAttributeAccessIssue]
             while times and all(timer.cancelled() for timer in due[times[0]]):

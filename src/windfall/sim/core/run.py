@@ -46,8 +46,7 @@ STUCK_S = 6 * 3600.0
 """A run without a new token or step for this many virtual seconds is stuck."""
 GUARD_EVERY_S = 60.0
 GC_THRESHOLD = (100_000, 20, 100)
-"""Most objects of a simulation are long tuples without reference cycles. With the default threshold, searching for
-cycles takes an eighth of the time."""
+"""Most objects are tuples without cycles; with the default threshold, the search takes an eighth of the time."""
 
 
 class Simulation:
@@ -71,9 +70,7 @@ class Simulation:
         self.trainer.on_start, self.trainer.on_exit = self.fleet.start_local, self.fleet.stop_local
         self.env: Any = SimEnv(seed=recipe.run.seed, reward_mean=s.reward_mean, reward_s=s.reward_s)
         self.down = False
-        """No controller is running at the moment."""
         self.controller_starts = 0
-        """Controllers started so far."""
         self._stopping = False
         self._killed = asyncio.Event()
         self._attending: dict[asyncio.Task[Any], SimLink] = {}
@@ -243,9 +240,8 @@ def simulate(
     scenario: Scenario, log: Path, *, sink: Sink | None = None, disturb: Callable[[Simulation], None] | None = None,
     journal: bool = False, between: Callable[[], None] | None = None,
 ) -> Simulation:  # fmt: skip
-    """Simulate the whole run. Its event log is written to `log`, and every event is also passed to `sink`. `disturb` is
-    called at the start. `journal`: keep a journal even if the recipe kills nothing. `between` is called between any two
-    callbacks."""
+    """Simulate the whole run. Every event is written to `log` and passed to `sink`. `disturb` is called at the start.
+    `journal`: keep one even if the recipe kills nothing. `between` is called between any two callbacks."""
     s = scenario.real.sim
 
     async def main(loop: loops.VirtualLoop) -> Simulation:

@@ -53,8 +53,7 @@ class Scenario:
     granule: int
     """Real tokens that one simulated token stands for."""
     quantum_s: float
-    """Workers report their tokens at multiples of this time, which is about as long as a granule takes. 0: after every
-    change."""
+    """Workers report tokens at multiples of this time, about as long as a granule takes. 0: after each change."""
     trainer: Service
     worker: MachineKind
     """The machine of workers that stay for the whole run."""

@@ -1,5 +1,4 @@
-"""Service times as plain formulas: how long a simulated engine or trainer takes for its work. Also the lengths of
-simulated responses. Pure."""
+"""Service times of simulated engines and trainers as plain formulas, and the lengths of responses. Pure."""
 
 from __future__ import annotations
 

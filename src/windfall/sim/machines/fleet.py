@@ -48,9 +48,7 @@ class SimFleet:
         self.stays: list[Stay] = []
         """Stays of all machines of the trace so far."""
         self.make_link: Callable[..., SimLink] = SimLink
-        """Creates the links of workers."""
         self._starts: dict[str, count[int]] = {}
-        """Counts the starts of each node of the trace."""
         self._up: dict[str, Stay] = {}
         self._kinds: dict[str, MachineKind] = {}
         """Kind of each node of the trace, assigned in turn when the node first comes up. It never changes."""

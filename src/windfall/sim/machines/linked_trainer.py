@@ -25,7 +25,6 @@ from windfall.train.base import Report
 from windfall.train.checkpoint import CheckpointState
 
 REDIAL_S = 0.2
-"""Seconds until it dials again."""
 ENGINE = m.EngineSpec(
     model_config="{}", dtype="", kv_tokens=0, page_size=0, max_running=0, max_rows=0, deterministic=True, longest=0,
     wanted=0,
@@ -50,17 +49,14 @@ class LinkedTrainer:
         self.local: Callable[[], SimWorker | None] = lambda: None
         """Returns the worker on the same machine, if there is one."""
         self.attend: Callable[[Any, m.TrainerHello], Coroutine[Any, Any, None]] | None = None
-        """Connects it to the controller."""
         self.on_start: Callable[[float], None] = lambda started_s: None
         """Called when its process starts, with the time since which it is paid for."""
         self.on_exit: Callable[[], None] = lambda: None
-        """Called when its process ends."""
         self.on_trained: Callable[[int, list[m.SampleMessage]], None] = lambda step, samples: None
         """Called after every completed step with all its samples."""
         self.trained_tokens = 0
         """Real tokens trained on so far."""
         self.starts = 0
-        """Processes started so far."""
         self.saved = self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
         self.published: set[str] = set()
         """Digests of the versions that can be pulled: those of this process."""
@@ -70,7 +66,7 @@ class LinkedTrainer:
         self._attending: asyncio.Task[None] | None = None
         self._samples: list[m.SampleMessage] = []
         self._updated_samples = self._updates = 0
-        """Number of samples that were already part of an update, and number of updates since the last complete step."""
+        """Samples that were already part of an update, and updates since the last complete step."""
 
     # its process
 
@@ -164,10 +160,7 @@ class LinkedTrainer:
         self._updates += 1
         await self._work(self._service.update_s)
         part, self._updated_samples = self._samples[self._updated_samples :], len(self._samples)
-        report = Report(
-            tokens=sum(len(s.targets) for s in part), responses=len(part), grad_norm=0.0, lr=0.0, entropy=0.0,
-            engine_gap=0.0, engine_gap_max=0.0, clipped=0.0, capped=0.0, drift=0.0, kl=0.0, skipped="",
-        )  # fmt: skip
+        report = Report(tokens=sum(len(s.targets) for s in part), responses=len(part))
         if order.step is not None and order.next_task is not None:
             digest = f"v{order.step}" if self.starts < 2 else f"v{order.step} of process {self.starts}"
             state = CheckpointState(step=order.step, next_task=order.next_task, open_tasks=order.open_tasks)

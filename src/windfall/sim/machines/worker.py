@@ -27,7 +27,6 @@ from windfall.sim.machines.network import Network
 from windfall.types import Lease
 
 REDIAL_S = 1.0
-"""Seconds until it dials again."""
 
 
 Attend = Callable[[Any, m.Hello], Coroutine[Any, Any, None]]
@@ -58,7 +57,6 @@ class WorkerSpec:
     longest: int = 0
     """Longest response that it accepts, in simulated tokens with the prompt. 0: any length."""
     make_link: Callable[..., SimLink] = SimLink
-    """Creates its links."""
 
 
 class _Swap(NamedTuple):
@@ -123,13 +121,6 @@ class SimWorker:
             self._flush_steps()
             self.finished = True
             self._disconnect(why)
-
-    def flap(self, down_s: float) -> None:
-        """The link breaks, and the worker dials again after `down_s`."""
-        if self.link is not None:
-            self._flush_steps()
-            self._disconnect("the network failed")
-            self._loop.call_later(down_s, self.dial)
 
     def freeze(self) -> None:
         if not self.frozen:
@@ -312,8 +303,7 @@ class SimWorker:
     # steps
 
     def _start_steps(self, from_now: bool = True) -> None:
-        """Start stepping if there are responses and nothing forbids it. `from_now`: the step begins now, not at the end
-        of the last step."""
+        """Start stepping unless something forbids it. `from_now`: the step begins now, not at the last step's end."""
         if self._timer is not None or self._paused or self._training or self.frozen or not len(self._decode):
             return
         self._began_s = max(self._began_s, self._loop.time()) if from_now else self._began_s

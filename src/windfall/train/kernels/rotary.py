@@ -1,7 +1,6 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportInvalidTypeForm=false
-"""The norms of queries and keys and their rotary embedding, and the gradient of both. A program of the forward kernel
-handles one token with all its heads, as two blocks of (heads, half of a head); one of the backward kernel handles
-several tokens in turn."""
+"""The norms and the rotary embedding of queries and keys, and their gradients. A program of the forward kernel handles
+all heads of one token, as two blocks of (heads, half of a head); one of the backward kernel, several tokens in turn."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def _rotate_heads_backward(
     X, W, GRAD, OUT, cos_a, cos_b, sin_a, sin_b, eps, N: tl.constexpr, HEAD: tl.constexpr, HEADS_UP: tl.constexpr,
     HALF_UP: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the heads of one token. Returns each head's part of the gradient of the norm's weight, in two
-    halves."""
+    """Gradients of the heads of one token. Returns each head's part of the norm's weight gradient, in two halves."""
     half: tl.constexpr = HEAD // 2
     h, d = tl.arange(0, HEADS_UP)[:, None], tl.arange(0, HALF_UP)[None, :]
     inside = (h < N) & (d < half)

@@ -30,9 +30,6 @@ class SleepingTrainer:
 
     def finish(self) -> Report:
         self._sleep(self._service.update_s)
-        done = Report(
-            tokens=self._tokens, responses=self._responses, grad_norm=0.0, lr=0.0, entropy=0.0, engine_gap=0.0,
-            engine_gap_max=0.0, clipped=0.0, capped=0.0, drift=0.0, kl=0.0, skipped="",
-        )  # fmt: skip
+        done = Report(tokens=self._tokens, responses=self._responses)
         self.begin()
         return done

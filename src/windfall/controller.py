@@ -244,6 +244,8 @@ class Controller:
         self.rollout.reset_counters()
         self.pace.begin(step)
         self._admit()
+        if self._asynchronous and self._stream is not None:
+            self.admission.expect(self._stream.due(self.admission.oldest_version))
         with self.events.span("rollout", step=step) as span:
             batch = await self._collect()
             span["tokens"] = self.rollout.sampled_tokens

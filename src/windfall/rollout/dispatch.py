@@ -397,9 +397,10 @@ class Dispatch:
         if offer is None:
             return
         self._request_loads()
-        # A response that starts on the oldest version of the window would be too old before it is trained on. So, if
-        # responses finish on the weights they have, a worker with that version gets no more work until it is idle.
-        ready = self.members.routable(self.window, within=max(0, self._staleness - 1) if self._finish else None)
+        # A response that starts on an older version than it was admitted at becomes too old before it is trained on.
+        # Workers that interrupt load a new version at once, so work waits for that. If responses finish on the weights
+        # they have, a worker gets no more work once it has the oldest version of the window.
+        ready = self.members.routable(self.window, within=max(0, self._staleness - 1) if self._finish else 0)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
         if self.ledger.queue:
             coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))

@@ -245,6 +245,13 @@ class Stream:
             [id for id in self._live if (v := self._dispatch.ledger.oldest_version(id)) is not None and v < oldest]
         )
 
+    def due(self, oldest: int) -> set[int]:
+        """Open tasks with a token of this version or an older one."""
+        version = self._dispatch.ledger.oldest_version
+        tasks = {group.index for id, (_, group) in self._live.items() if (v := version(id)) is not None and v <= oldest}
+        groups = {group.index: group for _, group in self._live.values()}
+        return tasks | {i for i, g in groups.items() if any(r.oldest_version <= oldest for r in g.responses.values())}
+
     def drop(self, ids: Sequence[str]) -> None:
         sampled = {id: self._dispatch.ledger.sampled(id) for id in ids}
         self._dispatch.withdraw(ids)

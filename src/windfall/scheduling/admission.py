@@ -13,6 +13,9 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
   that generates it is published, and nothing before: synchronous training.
 - The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
   later groups overtake a long response.
+- The step keeps places in its batch for the open groups that the next version would make too old (`expect`), and waits
+  for them. Otherwise short groups would fill every batch, and long ones would be dropped. By the gate they are at most
+  B, unless a group began with an older version than it was admitted at.
 - Of the ready groups the oldest is taken first. With `in_order`, groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
@@ -71,6 +74,8 @@ class Admission:
         """Admitted tasks that were not taken, with `in_order`. Those that are neither open nor ready are skipped."""
         self.taken: list[int] = []
         """Tasks in the batch of the current step, in the order in which they are trained on."""
+        self._due: set[int] = set()
+        """Open tasks for which this step keeps a place."""
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
@@ -86,7 +91,7 @@ class Admission:
         self.version, self.next_task = version, max(next_task, used)
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
         self._open, self._ready, self._oldest, self._order, self.taken = set(), {}, [], deque(), []
-        self._replaced, self.dropped = 0, Dropped()
+        self._replaced, self.dropped, self._due = 0, Dropped(), set()
 
     @property
     def capacity(self) -> int:
@@ -117,18 +122,26 @@ class Admission:
             self._order.extend(tasks)
         return tasks
 
+    def expect(self, tasks: Iterable[int]) -> None:
+        """The next version makes these open tasks too old: keep places for them in the batch of this step."""
+        self._due = self._open.intersection(tasks)
+
+    def _close(self, index: int) -> None:
+        self._open.remove(index)
+        self._due.discard(index)
+
     def dismiss(self, index: int) -> None:
         """The environment cannot produce this task."""
-        self._open.remove(index)
+        self._close(index)
         self._replaced += 1
 
     def drop(self, index: int) -> None:
         """Every response of this open task is too old."""
-        self._open.remove(index)
+        self._close(index)
 
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
-        self._open.remove(group.index)
+        self._close(group.index)
         if not informative and not self._is_planned(group.index):
             self._replaced += 1
             return
@@ -177,8 +190,12 @@ class Admission:
                 self._order.popleft()
             return self._order.popleft() if self._order and self._order[0] in self._ready else None
         while self._oldest:
-            index = heapq.heappop(self._oldest)[1]
-            if index in self._ready and not self._is_planned(index):
+            oldest, index = self._oldest[0]
+            usable = index in self._ready and not self._is_planned(index)
+            if usable and oldest > self.oldest_version and len(self.taken) + len(self._due) >= self.batch:
+                return None  # the places that are left are kept for others
+            heapq.heappop(self._oldest)
+            if usable:
                 return index
         return None
 
@@ -186,7 +203,7 @@ class Admission:
         """The step is trained: the next version exists."""
         self._planned.pop(self.version + 1, None)
         self.version += 1
-        self.taken, self._replaced, self.dropped = [], 0, Dropped()
+        self.taken, self._replaced, self.dropped, self._due = [], 0, Dropped(), set()
 
     @property
     def oldest_version(self) -> int:
@@ -198,4 +215,5 @@ class Admission:
         states = [self._open, set(self._ready), set(self.taken), set(self._again)]
         assert sum(map(len, states)) == len(set().union(*states)), "a task is in two states"
         assert all(index < self.next_task for index in set().union(*states)), "a task was never admitted"
+        assert self._due <= self._open, "a place is kept for a task that is not open"
         assert len(self.taken) <= self.batch or self.version + 1 in self._planned, "the batch is too large"

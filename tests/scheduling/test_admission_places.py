@@ -8,9 +8,9 @@ from windfall.types import Group, Response, Task
 
 def group(index: int, version: int) -> Group:
     response = Response(
-        id=f"{index}/0", prompt=(1,), tokens=(2,), logprobs=(-1.0,), versions=(version,), sampled=(True,), finish="stop",
-        reward=1.0,
-    )
+        id=f"{index}/0", prompt=(1,), tokens=(2,), logprobs=(-1.0,), versions=(version,), sampled=(True,),
+        finish="stop", reward=1.0,
+    )  # fmt: skip
     return Group(index=index, task=Task(id=str(index), prompt="p"), responses=(response,))
 
 

@@ -14,8 +14,8 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
 - The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
   later groups overtake a long response.
 - The step keeps places in its batch for the open groups that the next version would make too old (`expect`), and waits
-  for them. Otherwise short groups would fill every batch, and long ones would be dropped. By the gate they are at most
-  B, unless a group began with an older version than it was admitted at.
+  for them. Otherwise short groups would fill every batch, and long ones would be dropped. There may be more than B of
+  them, if younger groups were taken before; the rest is then dropped.
 - Of the ready groups the oldest is taken first. With `in_order`, groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.

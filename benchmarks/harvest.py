@@ -63,6 +63,7 @@ threads = 1
 groups = 48
 group_size = 8
 max_tokens = 350
+{rollout}
 [train]
 micro_tokens = 1600
 [eval]
@@ -145,10 +146,12 @@ async def run_trainer(folder: Path) -> int:
     tasks = [asyncio.create_task(host.run())]
     if recipe.fleet.local:
         await asyncio.sleep(0.5)
+        sleeping = SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY)
+        shared = TrainerEngine(sleeping, lock, published=lambda: host.manifest)
+        host.invalidate = shared.invalidate
         agent = Agent(
             address, secret, name="local", lease=Lease(kind="reserved", price_usd_per_h=TRAINER_USD_PER_H),
-            build=lambda spec: (TrainerEngine(SleepingEngine(LOCAL, LENGTHS, vocabulary=VOCABULARY), lock), 1024),
-            puller=TrainerWeights(lambda: host.manifest), patience_s=math.inf,
+            build=lambda spec: (shared, 1024), puller=TrainerWeights(lambda: host.manifest), patience_s=math.inf,
         )  # fmt: skip
         tasks.append(asyncio.create_task(agent.run()))
     await asyncio.wait(tasks, return_when=asyncio.ALL_COMPLETED)
@@ -177,11 +180,11 @@ async def run_worker(url: str, name: str, factor: float) -> int:
 
 
 async def run_variant(
-    folder: Path, *, changes: list[Any], steps: int, speedup: float, fleet: str = "", techniques: str = "",
-    notice_s: float = 0.0,
+    folder: Path, *, changes: list[Any], steps: int, speedup: float, rollout: str = "", fleet: str = "",
+    techniques: str = "", notice_s: float = 0.0,
 ) -> None:  # fmt: skip
     folder.mkdir(parents=True)
-    recipe = RECIPE.format(steps=steps, fleet=fleet, techniques=techniques)
+    recipe = RECIPE.format(steps=steps, rollout=rollout, fleet=fleet, techniques=techniques)
     (folder / "recipe.toml").write_text(recipe + "\n")
     auth.make_token(folder / "token")
     auth.make_token(folder / "trainer.secret")

@@ -29,3 +29,30 @@ def test_controller_takes_in_every_token_of_the_intake_benchmark(
     intake = load("intake", monkeypatch)
     taken = asyncio.run(intake.in_process(tmp_path, workers=3, each=4, count=2, rounds=2, journaled=True))
     assert taken.tok_per_s > 0
+
+
+def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    curve = load("staleness_curve", monkeypatch)
+    short = {"steps": 9, "first": 2, "last": 7}
+    synchronous, bounded, gate = (
+        curve.simulate(curve.Case(variant=variant, staleness=staleness, **short))
+        for variant, staleness in (("windfall", 0), ("windfall", 1), ("gate", 1))
+    )
+    assert bounded.tok_per_s > 1.5 * synchronous.tok_per_s
+    assert bounded.over == 0.0
+    assert bounded.dropped < 0.01
+    assert bounded.cut == pytest.approx(synchronous.cut, abs=0.01)  # the longest responses are not left out
+    assert gate.over > 0.0
+    assert len(curve.table([synchronous, bounded])) == 3
+
+
+def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = load("staleness_learning", monkeypatch)
+    assert learning.reward_at([(0, 0.0, 0.2), (5, 10.0, 0.4), (10, 20.0, 0.8)], 15.0) == pytest.approx(0.6)
+    common = {"importance": "truncate", "staleness_mean": 0.0, "too_old": 0.0, "capped": 0.0, "drift": 0.0, "load": 1.0}
+    slow = {**common, "seed": 0, "staleness": 0, "evaluations": [(0, 0.0, 0.0), (2, 20.0, 0.8)], "steps_s": 20.0}
+    fast = {**common, "seed": 0, "staleness": 1, "evaluations": [(0, 0.0, 0.0), (2, 10.0, 0.6)], "steps_s": 10.0}
+    lines = learning.table([slow, fast])
+    assert "0.800 (0.800 to 0.800)" in lines[1]  # after equal steps
+    assert "0.400 (0.400 to 0.400)" in lines[1]  # after the 10 s that the faster run took
+    assert lines[2].count("0.600 (0.600 to 0.600)") == 2

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from model_families import LONGROPE, configuration
+
 from windfall.models import load
-from windfall.selftest.families import LONGROPE, configuration
 
 
 @dataclass(frozen=True, kw_only=True)

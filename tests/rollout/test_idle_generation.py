@@ -44,5 +44,5 @@ def test_engine_takes_part_while_the_trainer_waits_and_rests_otherwise(tmp_path:
     _, many = run(tmp_path, "trace.nodes=10", "rollout.staleness=2")
     _, off = run(tmp_path, "trace.nodes=2", "rollout.staleness=2", "techniques.seeding=false")
     assert few > 0.2
-    assert many < 0.1
+    assert many < 0.15
     assert off < 0.05, "it may generate until the first worker has its weights"

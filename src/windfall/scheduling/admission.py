@@ -33,8 +33,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
-from types import MappingProxyType
+from itertools import chain
 
 from windfall.types import Group, Response
 
@@ -99,14 +98,12 @@ class Admission:
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
-        planned: Mapping[int, Sequence[int]] = MappingProxyType({}),
+        planned: Mapping[int, Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of later
         steps that were trained before. Those after a step without a plan are ignored: part of the journal was lost."""
         self._planned = {}
-        for step in count(version + 1):
-            if step not in planned:
-                break
+        while planned and (step := version + 1 + len(self._planned)) in planned:
             self._planned[step] = deque(planned[step])
         self._planned_tasks = set(chain.from_iterable(self._planned.values()))
         used = max((task + 1 for tasks in self._planned.values() for task in tasks), default=next_task)

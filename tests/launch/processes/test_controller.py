@@ -24,11 +24,16 @@ from windfall.launch.fleet_report import read_history
 from windfall.launch.processes import controller
 from windfall.launch.processes.controller import ControllerProcess
 from windfall.link import auth
+from windfall.scheduling.admission import Admission
 from windfall.scheduling.members import WorkerState
 from windfall.train.base import TrainerLost
 from windfall.train.checkpoint import CheckpointState
 from windfall.types import Lease
 from windfall.worker.agent import Agent
+
+
+def admission() -> Admission:
+    return Admission(batch=2, steps=9)
 
 
 class FullDisk(io.BytesIO):
@@ -228,7 +233,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
 ) -> None:
     auth.make_token(tmp_path / "token")
     hello: Any = SimpleNamespace(
-        step=3, next_task=6, facts={"pid": 1}, digest="d", version=3, url="u", model="m",
+        step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
         engine=SimpleNamespace(model_config="{}"),
     )  # fmt: skip
 
@@ -242,7 +247,7 @@ def test_long_journal_is_read_without_blocking_the_loop(
         )  # pyright: ignore
         find = it.journal.read
         monkeypatch.setattr(it.journal, "read", lambda step: time.sleep(0.3) or find(step))
-        connecting = asyncio.create_task(it.life.connect())
+        connecting = asyncio.create_task(it.life.restore(admission()))
         for turns in range(1, 1000):  # noqa: B007
             await asyncio.sleep(0.01)
             if connecting.done():
@@ -272,15 +277,15 @@ def test_steps_missing_from_the_log_are_reported_once(
     for step in logged:
         log.scalar("step", step=step)
     hello: Any = SimpleNamespace(
-        step=3, next_task=6, facts={"pid": 1}, digest="d", version=3, url="u", model="m",
+        step=3, next_task=6, open_tasks=(), facts={"pid": 1}, digest="d", version=3, url="u", model="m",
         engine=SimpleNamespace(model_config="{}"),
     )  # fmt: skip
 
     async def main() -> None:
         it = ControllerProcess(config.Recipe(), tmp_path, log, resumed=bool(logged))
         it.life.rollout, it.trainer.hello = SimpleNamespace(load_history=lambda past, next_task: None), hello  # pyright: ignore
-        await it.life.connect()
-        await it.life.connect()
+        await it.life.restore(admission())
+        await it.life.restore(admission())
         it.journal.close()
 
     asyncio.run(main())

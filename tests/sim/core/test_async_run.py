@@ -55,8 +55,9 @@ def test_evaluation_runs_beside_training_on_one_version(simulated: Simulated, mo
     results = {e["step"]: e for e in log if (e["kind"], e["name"]) == ("scalar", "eval")}
     assert sorted(results) == [0, 4, 8, 12]
     assert all(e["tasks"] == 16 and e["lengths"] == results[0]["lengths"] for e in results.values())
-    ended = {e["step"]: e["m"] for e in steps_of(log)}
-    assert results[4]["m"] > ended[5], "training went on meanwhile"
+    steps = {e["step"]: e for e in steps_of(log)}
+    assert steps[5]["m"] - steps[5]["s"] == pytest.approx(steps[4]["m"]), "training went on"
+    assert results[4]["m"] > steps[4]["m"] + 1.0, "it took some time"
 
 
 def test_evaluation_whose_workers_are_lost_is_replaced_by_a_later_one(simulated: Simulated) -> None:

@@ -122,6 +122,13 @@ class SimWorker:
             self.finished = True
             self._disconnect(why)
 
+    def flap(self, down_s: float) -> None:
+        """The link breaks, and the worker dials again after `down_s`."""
+        if self.link is not None:
+            self._flush_steps()
+            self._disconnect("the network failed")
+            self._loop.call_later(down_s, self.dial)
+
     def freeze(self) -> None:
         if not self.frozen:
             self._flush_steps()

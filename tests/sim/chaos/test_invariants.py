@@ -20,6 +20,7 @@ from windfall.ledger.journal import Journal
 from windfall.ledger.ledger import Ledger
 from windfall.rollout import stream as streams
 from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.loading import Loading
 from windfall.rollout.stream import Rollout, Stream
 from windfall.scheduling import admission
 from windfall.scheduling.admission import Admission
@@ -94,13 +95,17 @@ def response_of_lost_worker_loses_its_last_token(patch: Patch) -> None:
 
 @breaks("version", "holder", "tokens", "window")
 def work_goes_to_workers_that_still_pull(patch: Patch) -> None:
-    def routable(self: Members, window: VersionWindow, **_: Any) -> list[Any]:
-        return [
-            m
-            for m in self.all.values()
-            if m.state in (WorkerState.READY, WorkerState.PULLING) and m.slots and not m.suspect
-        ]
+    real = Loading.request
 
+    def request(self: Loading, member: Any, instead: Any = None) -> None:
+        real(self, member, instead)
+        member.version, member.digest = member.requested
+
+    def routable(self: Members, window: VersionWindow) -> list[Any]:
+        states = (WorkerState.READY, WorkerState.PULLING)
+        return [m for m in self.all.values() if m.state in states and m.slots and not m.suspect]
+
+    patch.setattr(Loading, "request", request)
     patch.setattr(Members, "routable", routable)
 
 
@@ -159,7 +164,7 @@ def response_is_left_out_after_a_trainer_was_lost(patch: Patch) -> None:
     )
 
 
-@breaks("batch", "version", "bound", seed=4)
+@breaks("batch", "version", "bound", "lost", "window", seed=44)
 def reconnected_trainer_continues_its_step(patch: Patch) -> None:
     """Accumulated samples are lost with the old link."""
     real, interrupt = RemoteTrainer._ask, Rollout.interrupt

@@ -17,7 +17,7 @@ from windfall.algorithms.kl import k3, kl_weights
 from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.train.sample import Sample, credit
-from windfall.train.trainer import TorchTrainer
+from windfall.train.trainer import MIN_FRESH, TorchTrainer
 from windfall.types import Group, Response, Task
 
 Mode = Literal["truncate", "mask", "off"]
@@ -281,10 +281,22 @@ def test_fresh_tokens_still_detect_a_wrong_engine(model: Any) -> None:
     made = with_lags(make_samples(model, ages=(0,))[0], 0, 1, 1, 1, 1, 1)
     t = trainer(model)
     before = [p.detach().clone() for p in model.parameters()]
-    t.accumulate(shifted(made, 1.2, lag=0))  # a sixth of the tokens: the mean over all of them would be 0.2
+    wrong = shifted(made, 1.2, lag=0)  # a sixth of the tokens: the mean over all of them would be 0.2
+    fresh = sum(int((s.lag == 0).sum()) for s in wrong if s.lag is not None)
+    for _ in range(-(-MIN_FRESH // fresh)):
+        t.accumulate(wrong)
     with pytest.raises(WindfallError, match=r"engine and trainer disagree .* differ by 1\.2 nats"):
         t.finish()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_few_fresh_tokens_among_older_ones_do_not_end_the_run(model: Any) -> None:
+    made = with_lags(make_samples(model, ages=(0,))[0], 0, *[1] * 9)
+    wrong = shifted(made, 1.2, lag=0)
+    assert 0 < sum(int((s.lag == 0).sum()) for s in wrong if s.lag is not None) < MIN_FRESH
+    t = trainer(model)
+    t.accumulate(wrong)
+    assert t.finish().engine_gap == pytest.approx(1.2, abs=1e-3)
 
 
 def test_update_without_fresh_tokens_is_not_checked(model: Any) -> None:

@@ -1,10 +1,10 @@
 """Chooses running responses that should continue on another worker, when the queue is empty. Pure: loads in, moves out.
 
 Responses that wait at a worker with full slots or pages go to a worker where none waits. Running responses go from the
-worker with the longest engine step to the one with the shortest, then to idle workers.
+worker with the longest engine step to the one with the shortest; after that, more go to workers that are still idle.
 
-Example: `a` has steps of 40.4 ms with one response, `b` of 10.3 ms with three. About 1,000 tokens are left, so moving
-the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500 tokens of prefill, which stop `b`:
+Example: `a` runs one response, with steps of 40.4 ms; `b` runs two, and would have steps of 10.3 ms with a third. About
+1,000 tokens are left, so moving the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500 tokens of prefill, which stop `b`:
 
     >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
     >>> loads = [
@@ -18,10 +18,12 @@ the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s an
 Rules:
 - The predicted gain of every move is at least MARGIN times its cost. Both are in seconds, summed over all responses
   that become faster or slower. The cost is the round trip, and the prefill, which stops every response at the target.
-  The gain is the shorter steps of the response and of those it leaves, minus the longer steps of those it joins.
-- With the response, the target's step is shorter than the source's was. Each move shrinks the sum, so moves stop.
-- Measurements are never exact. A busy worker must be faster by the factor MAX_STEP_RATIO to be worth joining, and a
-  response that has moved before must gain twice as much each time.
+  The gain is the time that shorter steps save for the response and for those it leaves, minus the time that longer
+  steps cost those it joins.
+- Even after a running response has joined, the target's step is shorter than the source's was before the move. So each
+  move reduces the predicted total time, and the moves come to an end.
+- Measurements are never exact. A busy worker is worth joining only if its step is shorter than MAX_STEP_RATIO times the
+  source's step, and a response that has moved before must gain twice as much each time.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ MAX_STEP_RATIO = 0.85
 """A busy worker is joined only if its step is shorter than this share of the source's step."""
 MARGIN = 2.0
 REMAINING = 0.5
-"""Mean share of a batch that is still running while a response continues: other responses end, here and there."""
+"""Share of a batch that is still running, averaged over the rest of a response: other responses end meanwhile, at the
+source and at the target."""
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -80,7 +83,8 @@ def rebalance(
         planner.move([w for w in workers if w.waiting], [w for w in workers if not w.waiting], waiting=True)
     if not any(w.waiting for w in workers):
         planner.move(workers, workers)
-        planner.move(workers, [w for w in workers if not w.count])  # idle, but slower than a worker not worth joining
+        # Idle workers may have been passed over: a busy one had a shorter step, but was not worth joining.
+        planner.move(workers, [w for w in workers if not w.count])
     return planner.moves
 
 
@@ -96,7 +100,7 @@ class _Worker:
         """Waiting (True) and running (False) responses; the best one to move is last."""
 
     def step_s(self, more: int = 0) -> float:
-        """Step time with `more` responses than now."""
+        """Step time with `more` additional responses."""
         return self.profile.step_s(self.count - self.waiting + more)
 
 
@@ -115,10 +119,10 @@ class _Planner:
         heapq.heapify(shortest)
         while longest and shortest and len(self.moves) < self.max_moves:
             source, target = workers[longest[0][1]], workers[shortest[0][1]]
-            if -longest[0][0] != source.step_s():  # it was a target since this entry was pushed
+            if -longest[0][0] != source.step_s():  # it has received a response since
                 heapq.heapreplace(longest, (-source.step_s(), source.n))
                 continue
-            if shortest[0][0] != target.step_s(1):  # it was a source since this entry was pushed
+            if shortest[0][0] != target.step_s(1):  # it has given up a response since
                 heapq.heapreplace(shortest, (target.step_s(1), target.n))
                 continue
             if not waiting and target.step_s(1) >= source.step_s():
@@ -149,7 +153,9 @@ class _Planner:
         gain_s = self.typical * (fixed_s + REMAINING * (shorter_s - fixed_s))
         gain_s -= REMAINING * self.typical * target.profile.each_s * target.count
         cost_s = self.round_trip_s
-        if waiting:  # it and those before it wait until a running response ends; it has to be prefilled in any case
+        if waiting:
+            # At the source, the response and each one ahead of it must wait for a running response to end. Its prefill
+            # is needed at either worker, so it is no cost of the move.
             gain_s += self.typical * source.step_s() * source.waiting / max(1, source.count - source.waiting)
         else:
             gain_s += REMAINING * self.typical * source.profile.each_s * (source.count - 1)

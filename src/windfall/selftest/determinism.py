@@ -38,8 +38,9 @@ class _OperationRecorder(TorchDispatchMode):
 
 @torch.no_grad()
 def neighbor_dependence(small: SmallModel) -> str | None:
-    """Why the bits of a row depend on the other rows of a step; None if they do not. They do not if the shapes of all
-    operations are the same for all tokens: then no row's sums depend on the experts that other rows are routed to."""
+    """Why the bits of a row depend on the other rows of a step; None if they are independent. They are if every
+    operation has the same shapes whichever tokens the step contains: then no row's sums depend on the experts that
+    other rows are routed to."""
     operations = []
     for step in (1, 7):
         ids = torch.tensor([[3 + step * n % (small.vocabulary - 3) for n in range(16)]], device=small.device)
@@ -48,5 +49,8 @@ def neighbor_dependence(small: SmallModel) -> str | None:
             small.model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, batch=batch)
         operations.append(recorder.seen)
     if operations[0] != operations[1] or any("grouped_mm" in name for name, _ in operations[0]):
-        return "shapes of its operations depend on the tokens, as with experts, so a row's bits depend on its neighbors"
+        return (
+            "the shapes of its operations depend on the tokens (as in a mixture of experts), so a row's bits depend on "
+            "its neighbors"
+        )
     return None

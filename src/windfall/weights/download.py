@@ -2,8 +2,8 @@
 
 - A chunk is in `verified` only after its bytes in the buffer were hashed and the checksum matched. A damaged chunk is
   downloaded again, at most `tries` times.
-- After a broken connection a range continues at the next byte. The download fails only after `tries` breaks in a row
-  without a byte between them; the waits between them back off exponentially.
+- After a broken connection a range continues at the next byte. The download fails only if the connection breaks `tries`
+  times in a row without a byte received in between; the wait after each break grows exponentially.
 - However the download ends, `verified` is correct: the next download into this buffer requests only the missing chunks.
 """
 

@@ -57,7 +57,7 @@ TRAINER_HELLO_BYTES = 1 << 20
 SNAPSHOT_S = 1.0
 """Seconds between two snapshots in fleet.json."""
 SNAPSHOT_TRIES = 10
-"""Failed snapshots in a row that end the run. Fewer than make the supervisor consider this process frozen."""
+"""Failed snapshots in a row that end the run, before the supervisor considers this process frozen."""
 
 
 def main(folder: Path) -> int:
@@ -104,7 +104,7 @@ class ControllerProcess:
         self._write_failed = asyncio.Event()
         self.journal.failed = events.failed = self._on_write_failure
         self._end: dict[str, Any] | None = None
-        """Fields of the last event of the log; None if the run ends by an error."""
+        """Fields of the last event of the log; None if the run ends with an error."""
 
     async def run(self) -> None:
         port = await self._listen()
@@ -131,7 +131,7 @@ class ControllerProcess:
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
 
     def _text(self) -> Text:
-        """The trainer has written the tokenizer before it connected."""
+        """The trainer wrote the tokenizer before it connected."""
         return Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
 
     def _on_write_failure(self, error: WindfallError) -> None:
@@ -155,8 +155,8 @@ class ControllerProcess:
         await self.life.attend_trainer(link, hello)
         await asyncio.sleep(TRAINER_HEARTBEAT_S)
         if self.trainer.hello is None and folders.held(self.folder, "trainer"):
-            # Its process holds the lock but does not reconnect: it is frozen. The supervisor, which knows what it has
-            # started, kills and restarts it: no process is killed because of a pid that came over a link.
+            # Its process holds the lock but does not reconnect: it is frozen. The controller does not kill it, because
+            # a pid that came over a link cannot be trusted. The supervisor knows what it has started, and restarts it.
             pid = int(hello.facts["pid"])
             with contextlib.suppress(ProcessLookupError):  # it has died: its successor holds the lock and is starting
                 os.kill(pid, 0)

@@ -2,20 +2,20 @@
 
     admit() ──▶ OPEN ── finish() ──▶ READY ── take() ──▶ TAKEN ── publish() ──▶ trained on
                  │                     └──── too old ──▶ dropped
-                 ├── dismiss(): the environment cannot produce it, or every response is too old
+                 ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
                  └── finish(informative=False): nothing can be learned from it (dynamic sampling)
 
 The batch of step s + 1 is trained by the trainer at version s. The staleness of a response is s minus the oldest
 version among its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
-  version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened when the version
-  that generates it is published, and nothing before: synchronous training.
-- The check at use: a response that is older than the bound is never trained on. The gate alone is not enough, because
-  later groups overtake a long response. Nor is one that is newer than the trainer, which fell back to a checkpoint.
-- Of the ready groups the oldest is taken first. A group may overtake older ones that are still open only if places are
-  left for these in the batches before they are too old; otherwise the trainer waits for them. Without this rule, short
-  groups overtake long ones until those are too old, and training prefers short responses. With it, nothing is dropped
+  version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened only once the version
+  that generates it is published: this is synchronous training.
+- The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
+  trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
+- Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
+  places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
+  them. Without this rule, short groups overtake long ones until those are too old, and training prefers short responses. With it, nothing is dropped
   as long as responses start at the version at which their task was admitted, or later. With `in_order`, groups are
   taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
@@ -86,13 +86,13 @@ class Admission:
         self._held: Counter[int] = Counter()
         """Number of open and ready groups by their oldest version, as far as known."""
         self._order: deque[int] = deque()
-        """Admitted tasks that were not taken, with `in_order`. Those that are neither open nor ready are skipped."""
+        """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are skipped."""
         self.taken: list[int] = []
         """Tasks in the batch of the current step, in the order in which they are trained on."""
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
-        """By step: the tasks that it still has to take because it took them before."""
+        """By step: the tasks that it took when it was trained the first time, and has not taken again yet."""
         self._planned_tasks: set[int] = set()
         """The same tasks, of all steps."""
 
@@ -100,8 +100,9 @@ class Admission:
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
         planned: Mapping[int, Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
-        """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of later
-        steps that were trained before. Those after a step without a plan are ignored: part of the journal was lost."""
+        """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of each
+        later step that was trained before. The plans after the first step without one are ignored, because part of the
+        journal was lost."""
         self._planned = {}
         while planned and (step := version + 1 + len(self._planned)) in planned:
             self._planned[step] = deque(planned[step])
@@ -173,7 +174,8 @@ class Admission:
         return len(self.taken) >= self.batch or not (self._open or self._ready or self._again or self.capacity)
 
     def _plan(self) -> deque[int] | None:
-        """Tasks that this step still has to take because it took them before; None if it chooses itself."""
+        """Tasks that this step took when it was trained the first time and has not taken again yet; None if it has no plan
+        and chooses its own."""
         planned = self._planned.get(self.version + 1)
         while planned and not self._is_held(planned[0]):
             planned.popleft()  # it cannot be had any more, for example because the journal was damaged
@@ -230,12 +232,12 @@ class Admission:
         """The step is trained: the next version exists."""
         self._planned.pop(self.version + 1, None)
         self.version += 1
-        self._held = +self._held  # without versions that no group has any more
+        self._held = +self._held  # remove the versions that no group has any more
         self.taken, self._replaced, self.dropped = [], 0, Dropped()
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that a token may have to be of any use."""
+        """The oldest version that a token may have and still be of use."""
         return self.version - self.staleness
 
     def check(self) -> None:

@@ -4,7 +4,8 @@ Responses that wait at a worker with full slots or pages go to a worker where no
 worker with the longest engine step to the one with the shortest; after that, more go to workers that are still idle.
 
 Example: `a` runs one response, with steps of 40.4 ms; `b` runs two, and would have steps of 10.3 ms with a third. About
-1,000 tokens are left, so moving the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500 tokens of prefill, which stop `b`:
+1,000 tokens are left, so moving the response of `a` to `b` saves 30 s. It costs 0.2 s: a round trip of 0.05 s and 500
+tokens of prefill, which stop `b`:
 
     >>> slow, fast = Profile(fixed_s=0.04, each_s=0.0004), Profile(fixed_s=0.01, each_s=0.0001)
     >>> loads = [

@@ -2,7 +2,8 @@
 
 With the staleness bound eta, these are the newest version and the eta versions before it, as far as their digests are
 known. A digest belongs to a version for good, except after the trainer has fallen back to an older checkpoint: the
-versions that it trains again have new digests, and the old ones are forgotten.
+versions that it trains again have new digests, and the old ones are forgotten. Which responses are too old to be
+trained on is decided in admission.py.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Rules:
 - values are rounded in the order of transformers' Llama and Qwen3 modules; `cos` and `sin` are tables in the model's
   dtype, because transformers rounds them before use;
-- keys and values of a row are written to the page of its slot's page table; those of an inactive slot to the scratch
-  page;
-- tokens are sampled like in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else;
+- a row's keys and values are written to the page that its slot's page table has for the row's position; if the slot is
+  inactive, to the scratch page;
+- tokens are sampled as in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else;
 - an inactive slot never changes, whatever rows refer to it.
 """
 
@@ -175,7 +175,9 @@ def sample(
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     goal = uniform(state.seed[at], state.position[at]) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, goal[:, None], right=True)[:, 0]
-    tokens = torch.where(greedy, logp.argmax(-1), tokens).clamp_max(logits.shape[1] - 1)  # even for NaN logits
+    tokens = torch.where(greedy, logp.argmax(-1), tokens).clamp_max(
+        logits.shape[1] - 1
+    )  # a valid token id, even for NaN logits
     logprobs = logp.gather(-1, tokens[:, None])[:, 0]
     tokens_out.copy_(torch.where(active, tokens, -1))
     logprobs_out.copy_(torch.where(active, logprobs, 0.0))
@@ -183,7 +185,7 @@ def sample(
 
 
 def truncated_probs(logp: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Probabilities, zero outside top-k and top-p; ties keep vocabulary order. The host waits for nothing."""
+    """Probabilities, zero outside top-k and top-p; ties keep vocabulary order. The host never waits for the device."""
     p = logp.exp()
     ordered, index = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
@@ -216,7 +218,7 @@ def _logical_shift(x: Tensor, by: int) -> Tensor:
 
 
 def _advance(state: DeviceState, at: Tensor, active: Tensor, tokens: Tensor) -> None:
-    """Update the state after `tokens`. Rows of an inactive slot write back the same values, so there may be several."""
+    """Update the state after `tokens`. Rows of an inactive slot write back the values that are there already, so several may refer to the same slot."""
     step = active.int()
     stopped = (tokens[:, None] == state.stop[at]).any(-1)
     state.last[at] = torch.where(active, tokens, state.last[at])

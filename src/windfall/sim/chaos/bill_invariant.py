@@ -4,9 +4,9 @@ other lines of the log and compared with the bills.
 A worker's seconds start when its process starts, or where the last bill of a killed controller ends. They include the
 time between its links and end when the controller gives it up for the last time.
 
-Not billed, which is the price of a kill: the time since the last bill of a killed controller, for workers that the next
-controller never sees; and the time of a worker after it was given up, if it never comes back. The trainer is checked
-only if it has an engine and therefore is a worker.
+Two kinds of time are not billed after a kill. For a worker that the next controller never sees, it is the time since
+the last bill of the killed controller. For a worker that was given up and never comes back, it is the time after it was
+given up. The trainer is checked only if it has an engine and therefore is a worker.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _seconds_of_controller(
     since: dict[str, float] = {}
     ended: dict[str, float] = {}
     newest: dict[tuple[str, float], str] = {}
-    """The newest worker id of every process. A process may dial again before its last link is given up."""
+    """The newest worker id of every process. A process may dial again before its previous link is given up."""
     for e in events:
         name = str(e.get("worker", "")).partition("#")[0]
         holder: Holder = "trainer" if name == LOCAL else "spot"

@@ -80,7 +80,7 @@ class SimFleet:
         await asyncio.Event().wait()
 
     def start_local(self, started_s: float) -> None:
-        """Start the engine on the trainer's machine, if the recipe has one. It is paid for since `started_s`."""
+        """Start the engine on the trainer's machine, if the recipe has one. It is paid for from `started_s` on."""
         f, s = self._scenario.real.fleet, self._scenario.real.sim
         if f.local:
             lease = Lease(kind="reserved", device="simulated trainer", price_usd_per_h=f.trainer_price_usd_per_h)
@@ -144,7 +144,7 @@ class SimFleet:
             self._scale_to(wanted)
 
     def _scale_to(self, count: int) -> None:
-        """Start or stop workers. Those with the highest numbers leave as after SIGTERM, and send their tokens first."""
+        """Start or stop workers. The workers with the highest numbers leave as they would after SIGTERM: they send their tokens first."""
         loop, names = asyncio.get_running_loop(), [f"w{n + 1}" for n in range(count)]
         for name in [name for name in self._own_workers if name not in names]:
             worker = self._own_workers.pop(name)
@@ -185,7 +185,7 @@ def longest(scenario: Scenario, kv_tokens: int) -> int:
 
 
 def with_notices(changes: Sequence[Change], notice_s: float) -> list[tuple[float, str, Change]]:
-    """The trace with a notice before each preemption, at the earliest when the machine comes up.
+    """The trace with a notice before each preemption, but never before the machine comes up.
 
     >>> trace = [Change(at_s=0.0, node="a", up=True), Change(at_s=50.0, node="b", up=True)]
     >>> trace += [Change(at_s=60.0, node="a", up=False)]

@@ -15,9 +15,9 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
 - Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
   places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
-  them. Without this rule, short groups overtake long ones until those are too old, and training prefers short responses. With it, nothing is dropped
-  as long as responses start at the version at which their task was admitted, or later. With `in_order`, groups are
-  taken in the order of their tasks.
+  them. Without this rule, short groups overtake long ones until those are too old, and training prefers short
+  responses. With it, nothing is dropped as long as responses start at the version at which their task was admitted, or
+  later. With `in_order`, groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
@@ -86,7 +86,8 @@ class Admission:
         self._held: Counter[int] = Counter()
         """Number of open and ready groups by their oldest version, as far as known."""
         self._order: deque[int] = deque()
-        """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are skipped."""
+        """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are
+        skipped."""
         self.taken: list[int] = []
         """Tasks in the batch of the current step, in the order in which they are trained on."""
         self._replaced = 0
@@ -174,8 +175,8 @@ class Admission:
         return len(self.taken) >= self.batch or not (self._open or self._ready or self._again or self.capacity)
 
     def _plan(self) -> deque[int] | None:
-        """Tasks that this step took when it was trained the first time and has not taken again yet; None if it has no plan
-        and chooses its own."""
+        """Tasks that this step took when it was trained the first time and has not taken again yet; None if it has no
+        plan and chooses its own."""
         planned = self._planned.get(self.version + 1)
         while planned and not self._is_held(planned[0]):
             planned.popleft()  # it cannot be had any more, for example because the journal was damaged

@@ -218,7 +218,8 @@ def _logical_shift(x: Tensor, by: int) -> Tensor:
 
 
 def _advance(state: DeviceState, at: Tensor, active: Tensor, tokens: Tensor) -> None:
-    """Update the state after `tokens`. Rows of an inactive slot write back the values that are there already, so several may refer to the same slot."""
+    """Update the state after `tokens`. Rows of an inactive slot write back the values that are there already, so
+    several may refer to the same slot."""
     step = active.int()
     stopped = (tokens[:, None] == state.stop[at]).any(-1)
     state.last[at] = torch.where(active, tokens, state.last[at])

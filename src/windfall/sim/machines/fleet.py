@@ -144,7 +144,8 @@ class SimFleet:
             self._scale_to(wanted)
 
     def _scale_to(self, count: int) -> None:
-        """Start or stop workers. The workers with the highest numbers leave as they would after SIGTERM: they send their tokens first."""
+        """Start or stop workers. The workers with the highest numbers leave as they would after SIGTERM: they send
+        their tokens first."""
         loop, names = asyncio.get_running_loop(), [f"w{n + 1}" for n in range(count)]
         for name in [name for name in self._own_workers if name not in names]:
             worker = self._own_workers.pop(name)

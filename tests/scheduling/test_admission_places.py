@@ -56,3 +56,25 @@ def test_free_places_go_to_younger_groups() -> None:
     admission.drop(5)
     assert take_all(admission) == [0, 6]
     assert admission.complete
+
+
+def test_groups_restored_from_the_journal_keep_their_age() -> None:
+    admission = Admission(batch=2, steps=10, staleness=1)
+    admission.restore(version=3, next_task=8, open_tasks=[6, 7], oldest={6: 2, 7: 2})
+    assert admission.admit() == [6, 7, 8, 9]
+    for index in (8, 9):
+        admission.finish(group(index, 3))
+    assert take_all(admission) == [], "6 and 7 would be too old for the next step"
+    for index in (6, 7):
+        admission.finish(group(index, 2))
+    assert take_all(admission) == [6, 7]
+
+
+def test_plan_of_which_nothing_is_left_is_no_plan() -> None:
+    admission = Admission(batch=1, steps=10, staleness=1)
+    admission.restore(version=3, next_task=5, open_tasks=[4], planned={4: [4]})
+    assert admission.admit() == [4, 5]
+    admission.dismiss(4)
+    assert not admission.complete
+    admission.finish(group(5, 3))
+    assert take_all(admission) == [5]

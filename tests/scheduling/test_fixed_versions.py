@@ -74,3 +74,16 @@ def test_other_digest_loading_or_suspect_worker_and_the_trainers_engine_do_not_k
     worker(members, "loading").requested = (6, "d6")
     assert fixed.keep(5, "d5", 100)
     assert kept(fixed) == []
+
+
+def test_worker_that_is_silent_for_a_moment_keeps_its_version() -> None:
+    members = Members()
+    member = worker(members, "a")
+    fixed = FixedVersions(members)
+    fixed.keep(5, "d5", 4)
+    assert kept(fixed) == ["a"]
+    member.suspect = True
+    assert kept(fixed) == [], "it gets no more work"
+    assert fixed.keeps("a"), "but it is not asked to load another version"
+    member.suspect = False
+    assert kept(fixed) == ["a"]

@@ -28,7 +28,7 @@ from windfall.envs.held_out import HeldOut
 from windfall.events.log import EventLog
 from windfall.launch.fleet_report import FleetReport, read_history
 from windfall.ledger.journal import Journal
-from windfall.ledger.journal_reader import JournalContents
+from windfall.ledger.journal_reader import History, JournalContents, oldest_versions
 from windfall.ledger.recovery import Recovery, needed
 from windfall.link import messages as m
 from windfall.link.base import Link
@@ -137,6 +137,7 @@ class ControllerLife:
         self._recovery.report_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "restore() was called before steps()"
         trained: dict[int, tuple[int, ...]] = {}
+        history: History = {}
         if self.journal is not None:
             self.journal.close()
             # Reading a long journal takes seconds. Messages of workers must be handled meanwhile.
@@ -145,14 +146,21 @@ class ControllerLife:
                 raise TrainerLost("it disconnected, or another trainer replaced it")
             self._recovery.report_journal(found, step=hello.step, next_task=hello.next_task, open_tasks=open_tasks)
             history, trained = self.journal.open(hello.step, found), found.trained
-            self.rollout.load_history(history, lambda id: needed(id, hello.next_task, open_tasks))
+            evaluated = self.controller.evaluation.evaluated if self.controller else self._evaluated
+            done = {f"eval-{step}" for step in evaluated if step <= hello.step}
+            self.rollout.load_history(
+                history, lambda id: needed(id, hello.next_task, open_tasks) and id.rpartition(":")[0] not in done
+            )
             self.events.instant("journal", file=self.journal.file)
         model = json.loads(hello.engine.model_config)
         self.dispatch.ledger.vocabulary = model.get("vocab_size", 1 << 32)
         self.rollout.context = model.get("max_position_embeddings")
         self.on_trainer(hello)
         self.dispatch.set_offer(Offer(version=hello.version, digest=hello.digest, url=hello.url))
-        admission.restore(version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained)
+        admission.restore(
+            version=hello.step, next_task=hello.next_task, open_tasks=hello.open_tasks, planned=trained,
+            oldest=oldest_versions(history),
+        )  # fmt: skip
         return self.state
 
     def _before_update(self, step: int, tasks: Sequence[int]) -> None:

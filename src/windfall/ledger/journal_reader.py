@@ -109,6 +109,17 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
     return JournalContents(history=history, files=files, trained=trained, damage=damage, strays=strays)
 
 
+def oldest_versions(history: History) -> dict[int, int]:
+    """By task of training: the oldest version among the tokens that the journal has of its responses."""
+    out: dict[int, int] = {}
+    for id, past in history.items():
+        versions = [e.version for e in past if isinstance(e, TokenRun)]
+        if versions and ":" not in id:
+            task = int(id.partition("/")[0])
+            out[task] = min([*versions, out.get(task, versions[0])])
+    return out
+
+
 def count_tokens(history: History) -> dict[str, int]:
     """Number of tokens that the journal has of each response."""
     return {id: sum(len(e.tokens) for e in past if isinstance(e, TokenRun)) for id, past in history.items()}

@@ -63,8 +63,9 @@ class Recovery:
                 lengths = event.get("lengths") or []
                 if _are_lengths(lengths):
                     self._lengths[event.get("step", 0)] = lengths
-                    if _are_lengths([event.get("tasks")]):
-                        self._tasks[event.get("step", 0)] = event["tasks"]
+                    tasks: Any = event.get("tasks")
+                    self._tasks[event.get("step", 0)] = tasks if _are_lengths([tasks]) else []
+                    self._tasks = {s: tasks for s, tasks in self._tasks.items() if s in self._lengths}
             case "span", "checkpoint":
                 self._saved.append(event.get("step", 0))
                 if len(self._saved) == self._saved.maxlen:

@@ -317,6 +317,8 @@ class Dispatch:
         self._request_release(id, self.ledger.held(id))
 
     def resume(self, id: str) -> None:
+        member = self.members.all[id]
+        member.requested = (member.version, member.digest)  # a load that failed meanwhile is not retried otherwise
         self.members.move(id, WorkerState.READY)
         self.accounts.resumed(asyncio.get_running_loop().time(), id)
         self._send(id, m.Resume())

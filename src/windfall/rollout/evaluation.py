@@ -39,6 +39,11 @@ class Evaluation:
         self._running: dict[int, asyncio.Task[None]] = {}
         """Evaluations beside training, by step."""
 
+    @property
+    def evaluated(self) -> frozenset[int]:
+        """Steps whose evaluation is in the log."""
+        return frozenset(self._evaluated)
+
     def forget_after(self, step: int) -> None:
         """Later steps are trained again, and evaluated again."""
         self._evaluated = {s for s in self._evaluated if s <= step}
@@ -50,7 +55,7 @@ class Evaluation:
 
     def start(self, step: int) -> bool:
         """Evaluate this step beside training. False if the run must wait for the evaluation instead."""
-        if not self._asynchronous or step >= self._recipe.run.steps:
+        if not self._asynchronous or step == 0 or step >= self._recipe.run.steps:
             return False
         if not self._rollout.dispatch.keep_version(self._held_out.tasks):
             return False

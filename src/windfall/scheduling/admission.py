@@ -78,8 +78,8 @@ class Admission:
         self._again: deque[int] = deque()
         """Tasks to admit before new ones, because they were open when the run was interrupted."""
         self._open: dict[int, int] = {}
-        """Open tasks, and the version at which each was admitted. Its responses have no older tokens, except those that
-        the journal has."""
+        """Open tasks, and the version at which each was admitted, or that of its oldest token in the journal. Its
+        responses have no older tokens."""
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
@@ -94,16 +94,18 @@ class Admission:
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
         """By step: the tasks that it took when it was trained the first time, and has not taken again yet."""
+        self._restored: dict[int, int] = {}
+        """By task that the journal has tokens of: the oldest version among them."""
         self._planned_tasks: set[int] = set()
         """The same tasks, of all steps."""
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
-        planned: Mapping[int, Sequence[int]] | None = None,
+        planned: Mapping[int, Sequence[int]] | None = None, oldest: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of each
         later step that was trained before. The plans after the first step without one are ignored, because part of the
-        journal was lost."""
+        journal was lost. `oldest`: the oldest version among the tokens that the journal has of a task."""
         self._planned = {}
         while planned and (step := version + 1 + len(self._planned)) in planned:
             self._planned[step] = deque(planned[step])
@@ -113,6 +115,7 @@ class Admission:
         self._again = deque(sorted({*open_tasks, *range(next_task, self.next_task)}))
         self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
         self._held.clear()
+        self._restored = dict(oldest or {})
         self._replaced, self.dropped = 0, Dropped()
 
     @property
@@ -140,8 +143,9 @@ class Admission:
             again = max(0, min(again, self.batch - len(self._open) - len(self._ready) - len(self.taken)))
         tasks = [*(self._again.popleft() for _ in range(again)), *range(self.next_task, self.next_task + new)]
         self.next_task += new
-        self._open |= dict.fromkeys(tasks, self.version)
-        self._held[self.version] += len(tasks)
+        versions = {task: min(self.version, self._restored.pop(task, self.version)) for task in tasks}
+        self._open |= versions
+        self._held.update(versions.values())
         if self._in_order:
             self._order.extend(tasks)
         return tasks
@@ -180,6 +184,8 @@ class Admission:
         planned = self._planned.get(self.version + 1)
         while planned and not self._is_held(planned[0]):
             planned.popleft()  # it cannot be had any more, for example because the journal was damaged
+        if planned is not None and not planned and not self.taken:
+            return None  # nothing is left of the plan
         return planned
 
     def _is_held(self, index: int) -> bool:

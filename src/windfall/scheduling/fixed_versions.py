@@ -45,8 +45,9 @@ class FixedVersions:
     def choose(self) -> None:
         """Choose workers for the versions that have too few. Call this before workers are asked to load versions."""
         for kept in self._kept.values():
-            able = {m.id: m.slots for m in self._members.here() if _holds(m, kept)}
-            kept.workers &= able.keys()
+            holders = {m.id: m for m in self._members.here() if _holds(m, kept)}
+            kept.workers &= holders.keys()  # also those that are silent for a moment
+            able = {id: m.slots for id, m in holders.items() if id in kept.workers or not m.suspect}
             for worker in sorted(able, key=lambda id: -able[id]):
                 if sum(able[id] for id in kept.workers) < kept.responses:
                     kept.workers.add(worker)
@@ -55,9 +56,9 @@ class FixedVersions:
         return any(worker in kept.workers for kept in self._kept.values())
 
     def holders(self, version: int) -> list[Member]:
-        """The workers that keep this version."""
+        """The workers that keep this version and can get work."""
         workers = self._kept[version].workers if version in self._kept else set()
-        return [self._members.all[id] for id in sorted(workers)]
+        return [m for m in (self._members.all[id] for id in sorted(workers)) if not m.suspect]
 
     def wanted(self, newest: int) -> KeptVersion | None:
         """A version that no worker holds or loads, although the trainer still serves it beside the newest."""
@@ -76,5 +77,5 @@ class FixedVersions:
 
 
 def _holds(member: Member, kept: KeptVersion) -> bool:
-    ready = member.state is WorkerState.READY and not member.suspect and not member.loading and member.name != LOCAL
+    ready = member.state is WorkerState.READY and not member.loading and member.name != LOCAL
     return ready and (member.version, member.digest) == (kept.version, kept.digest)

@@ -294,6 +294,7 @@ def failed_reward_is_never_retried(patch: Patch) -> None:
 
 @breaks("bound")
 def response_that_is_too_old_is_trained_on(patch: Patch) -> None:
+    patch.setattr(admission.Admission, "_must_wait", lambda self, oldest: False)  # else hardly any becomes too old
     patch.setattr(admission, "is_usable", lambda response, version, bound: True)
     patch.setattr(Stream, "expire", lambda self, oldest: None)
 

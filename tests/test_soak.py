@@ -41,6 +41,7 @@ def test_killed_and_frozen_run_ends_like_an_undisturbed_one(tmp_path: Path) -> N
     assert "bit for bit the same" in output
 
 
+@pytest.mark.slow
 def test_asynchronous_run_keeps_its_rules_when_it_is_killed(tmp_path: Path) -> None:
     output = soak(
         tmp_path, "--kills", "1", "--controller", "1", "--trainer", "1", "--staleness", "2", "--steps", "6",

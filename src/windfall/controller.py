@@ -157,7 +157,7 @@ class Controller:
         except Stopped:
             return await self._stop()
         finally:
-            with suppress(Exception):  # the run is over, or it ends by another error
+            with suppress(Exception):  # fault boundary: the run is over, or ends with another error
                 await self._stop_generating()
 
     # Generation.

@@ -228,7 +228,7 @@ def test_early_ctrl_c_is_not_lost(here: Path, when: str) -> None:
     try:
         until((run / when).exists)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert process.returncode in ((0, 130) if when == ".run.lock" else (0,)), out + err

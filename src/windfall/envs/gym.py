@@ -109,7 +109,9 @@ class Gym:
                 return float(dataset.score_answer(answer, entry))
         except MemoryError:
             raise
-        except Exception:  # the entry is valid, so the answer caused the error: '1/0', 'x=', half a list
+        except (
+            Exception
+        ):  # fault boundary: the entry is valid, so the answer caused the error: '1/0', 'x=', half a list
             return 0.0
 
     def _open_dataset(self, number: int) -> Any:
@@ -140,7 +142,7 @@ def _check(task: str, options: dict[str, Any]) -> None:
             raise WindfallError(f"unknown option '{name}'", where=where, fix=f"{nearest(name, allowed)} {listed}")
     try:
         reasoning_gym.create_dataset(task, seed=0, size=1, **options)
-    except Exception as e:  # asserts and TypeErrors of 100 config classes: all are caused by these options
+    except Exception as e:  # fault boundary: 100 config classes raise asserts and TypeErrors for bad options
         what = f"reasoning-gym refuses these options: {str(e) or type(e).__name__}"
         raise WindfallError(what, where=where, fix=listed) from e
 

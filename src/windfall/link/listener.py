@@ -78,7 +78,7 @@ class Listener:
     def limit_bytes(
         self, transport: asyncio.BaseTransport | None, max_bytes: int, exceeded: Callable[[], object]
     ) -> None:
-        """Until this peer is authenticated, accept only `max_bytes` after the request, then call `exceeded`."""
+        """Call `exceeded` if this peer sends more than `max_bytes` after its request before it is authenticated."""
         peer = self._peers.get(transport) if transport else None
         if peer is not None:
             peer.max_bytes, peer.exceeded = REQUEST_BYTES + max_bytes, exceeded

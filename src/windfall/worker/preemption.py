@@ -90,7 +90,7 @@ async def _watch_service(service: _Service, on_notice: OnNotice, poll_s: float) 
         try:
             events = await service.poll()
             failures = 0
-        except Exception:  # any error of a foreign service is a failed poll, never the end of the watch
+        except Exception:  # fault boundary: any error of a foreign service is a failed poll, never the end of the watch
             service.reset()
             events, failures = [], failures + 1
         for event, notice in events:
@@ -143,7 +143,7 @@ class _Service:
     async def is_present(self) -> bool:
         try:
             await self.probe()
-        except Exception:  # any other answer means that this is not the cloud
+        except Exception:  # fault boundary: any other answer means that this is not the cloud
             return False
         return True
 
@@ -187,7 +187,7 @@ class _Aws(_Service):
             action = msgspec.json.decode(body, type=_AwsAction)
             detail = f"spot instance-action {action.action[:40]} at {action.time[:40]}"
             events.append((detail, PreemptionNotice(source="aws", left_s=left_s(action.time), detail=detail)))
-        with suppress(Exception):  # a failure to get the advice must not delay the notice
+        with suppress(Exception):  # fault boundary: a failure to get the advice must not delay the notice
             if body := await self._get("/latest/meta-data/events/recommendations/rebalance"):
                 at = msgspec.json.decode(body, type=_AwsAdvice).notice_time
                 detail = f"rebalance recommended at {at[:40]}"

@@ -89,7 +89,7 @@ class StalenessInvariants:
         self._versions[id_token] = versions
 
     def forget_tokens(self, kept: Mapping[str, int]) -> None:
-        """Of these responses, only so many tokens were on disk for certain when the controller was killed."""
+        """The controller was killed. `kept`: by response, the number of tokens that were certainly on disk."""
         for id, count in kept.items():
             if ":" not in id:
                 task, sibling = id.split("/")

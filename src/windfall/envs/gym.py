@@ -109,9 +109,8 @@ class Gym:
                 return float(dataset.score_answer(answer, entry))
         except MemoryError:
             raise
-        except (
-            Exception
-        ):  # fault boundary: the entry is valid, so the answer caused the error: '1/0', 'x=', half a list
+        # The entry is valid, so the answer caused the error: '1/0', 'x=', half a list.
+        except Exception:  # fault boundary: the answer caused the error
             return 0.0
 
     def _open_dataset(self, number: int) -> Any:

@@ -170,7 +170,7 @@ def test_gradient_equals_the_formulas_in_the_docs(model: Any, name: str) -> None
         model, algorithms.make(name, **options), recipe(algorithm=sections), micro_tokens=256, reference=reference
     )
     t.accumulate(made)
-    ours = gradients(t) / t._divisor
+    ours = gradients(t) / t._totals.divisor
     model.zero_grad()
     terms = [_textbook(name, options, s, _plain(model, s), _plain(reference, s).detach(), cap) for s in made]
     lengths, limit = torch.tensor([len(s.targets) for s in made]), made[0].limit
@@ -221,14 +221,14 @@ def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -
     made = samples(model, 12)
     at_once = trainer(model, name, micro_tokens=10_000)
     at_once.accumulate(made)
-    expected, divisor = gradients(at_once), at_once._divisor
+    expected, divisor = gradients(at_once), at_once._totals.divisor
     shuffled = made[:]
     random.Random(3).shuffle(shuffled)
     model.zero_grad()
     pieces = trainer(model, name, micro_tokens=120)
     for i in range(0, 12, 4):
         pieces.accumulate(shuffled[i : i + 4])
-    assert pieces._divisor == pytest.approx(divisor)
+    assert pieces._totals.divisor == pytest.approx(divisor)
     assert torch.allclose(gradients(pieces), expected, atol=2e-5, rtol=1e-3)
 
 

@@ -36,6 +36,8 @@ class Report:
     versions, in nats. 0 if there are none."""
     kl: float = 0.0
     """Mean of the k3 estimator over the tokens; 0 without a reference model."""
+    peak_bytes: int = 0
+    """Most memory that any rank used: of its GPU since the last update, or resident memory without a GPU."""
     skipped: Skipped = ""
     """Reason why the weights were not updated; "" if they were."""
 

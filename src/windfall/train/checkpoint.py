@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -116,23 +117,23 @@ def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
     return found
 
 
-def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
+def save(
+    folder: Path, state: CheckpointState, *, write_model: Callable[[Path], Any], tokenizer: Any,
+    write_optimizer: Callable[[Path], None], keep: int,
+) -> Path:  # fmt: skip
     """Write a checkpoint, rename it into place, then delete all but the newest `keep`. Raises WindfallError and changes
-    no earlier checkpoint if the disk is full or the folder is not writable."""
-    import torch
+    no earlier checkpoint if the disk is full or the folder is not writable. `write_model` writes a model into a folder,
+    `write_optimizer` the state of the optimizer into a file."""
     from safetensors import SafetensorError
 
     final = folder / name(state.step)
     if final.exists():
         return final  # the run stops right after a scheduled save
-    tensors = optimizer.state() | {"random.cpu": torch.get_rng_state()}
-    if model.device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(model.device)
     work = folder / f"{_PARTIAL}{final.name}"
     try:
         for leftover in folder.glob(f"{_PARTIAL}*"):
             shutil.rmtree(leftover)
-        _write(work, state, model, tokenizer, tensors)
+        _write(work, state, write_model, tokenizer, write_optimizer)
         work.rename(final)
         _sync(folder)
     except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types propagate
@@ -147,14 +148,15 @@ def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, op
     return final
 
 
-def _write(work: Path, state: CheckpointState, model: Any, tokenizer: Any, tensors: dict[str, Any]) -> None:
+def _write(
+    work: Path, state: CheckpointState, write_model: Callable[[Path], Any], tokenizer: Any,
+    write_optimizer: Callable[[Path], None],
+) -> None:  # fmt: skip
     """Write all files of a checkpoint and flush them to disk."""
-    from safetensors.torch import save_file
-
     (work / "windfall").mkdir(parents=True)
-    model.save_pretrained(work)
+    write_model(work)
     tokenizer.save_pretrained(work)
-    save_file(tensors, str(work / OPTIMIZER))
+    write_optimizer(work / OPTIMIZER)
     (work / STATE).write_text(json.dumps(asdict(state) | {"checksums": True}))
     checksums.write_checksums(work)
     for path in work.rglob("*"):
@@ -192,25 +194,6 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(f"not task numbers: {state['open_tasks']}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
         raise checksums.DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
-    return state
-
-
-def restore(checkpoint: Path, *, optimizer: Any, device: str) -> CheckpointState:
-    """Restore the optimizer and the random state. The model is loaded from the folder like any other."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    state = read_state(checkpoint)
-    try:
-        tensors = load_file(str(checkpoint / OPTIMIZER))
-    except (OSError, SafetensorError) as e:
-        raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(checkpoint)) from e
-    torch.set_rng_state(tensors.pop("random.cpu"))
-    random_cuda = tensors.pop("random.cuda", None)
-    if random_cuda is not None and device == "cuda":
-        torch.cuda.set_rng_state(random_cuda)
-    optimizer.restore(tensors)
     return state
 
 

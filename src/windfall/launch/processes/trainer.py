@@ -109,7 +109,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
     if found:
-        checkpoint.restore(found.path, optimizer=trainer.optimizer, device=device)
+        trainer.restore_optimizer(found.path / checkpoint.OPTIMIZER)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
     listener.raise_file_limit()
     publisher = Publisher(folder)
@@ -138,8 +138,8 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
         publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.release_module),
         save=lambda now: checkpoint.save(
-            folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
-            keep=recipe.checkpoint.keep,
+            folder / "checkpoints", now, write_model=model.save_pretrained, tokenizer=tokenizer,
+            write_optimizer=trainer.write_optimizer, keep=recipe.checkpoint.keep,
         ),
         address=where,
     )  # fmt: skip

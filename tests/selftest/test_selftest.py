@@ -55,9 +55,9 @@ def test_architecture_is_computed_exactly_or_refused(name: str) -> None:
 
 def test_missing_cap_and_missing_scale_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test can fail: with a plain linear head, as in an earlier version, these models would be accepted."""
-    from windfall.train import logprobs
+    from windfall.train import head
 
-    monkeypatch.setattr(logprobs, "custom_head", lambda model: None)
+    monkeypatch.setattr(head, "custom_head", lambda model: None)
     for name in ("a final cap", "a logit scale near 1"):
         a = hostile.ARCHITECTURES[name]
         with pytest.raises(WindfallError, match=r"log-probs differ by [\d.]+ nats"):
@@ -66,9 +66,9 @@ def test_missing_cap_and_missing_scale_are_detected(monkeypatch: pytest.MonkeyPa
 
 def test_router_in_training_mode_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the gradients of some weights are wrong, as in an earlier trainer; each weight is compared separately."""
-    from windfall.train.logprobs import Autograd
+    from windfall.train.policy import Policy
 
-    monkeypatch.setattr(Autograd, "_set_training", lambda self, yes: self.model.train(yes))
+    monkeypatch.setattr(Policy, "set_training", lambda self, yes: self.model.train(yes))
     a = hostile.ARCHITECTURES["a router that draws numbers in training"]
     torch.manual_seed(2)  # the router draws from torch's own generator, and not every draw changes its choice
     with pytest.raises(WindfallError, match="gradient differs"):

@@ -1,18 +1,23 @@
-"""Accumulates gradients in float32, one sum per weight. The code that computes a gradient adds it to the sum directly.
+"""Where the gradients of the weights go: into float32 sums, whatever the dtype of the weights.
 
-The sum of a float32 weight is its `grad`. The sum of a bfloat16 weight is a part of one long float32 tensor. Matrices
-come first in that tensor, in the order of the model, so that those with the same input (query, key and value; gate and
-up) are adjacent and their gradient is one matrix product.
+Unsharded, the sum of a weight is its `grad`. Code that computes a gradient adds it there directly, and autograd, which
+casts what it computes, adds it there, too. The sums of half precision weights are parts of one long tensor: matrices
+come first, in the order of the model, so that those with the same input (query, key and value; gate and up) are
+adjacent and their gradient is one matrix product.
+
+Sharded by FSDP2, a weight exists as a whole only during its part of a pass. Its gradient is returned to autograd;
+FSDP2 sums it over the ranks and adds the rows of this rank to the `grad` of the sharded parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from windfall.engine.joined_weights import adjacent
 
@@ -20,87 +25,109 @@ from windfall.engine.joined_weights import adjacent
 class Gradients:
     def __init__(self, model: Any) -> None:
         self.weights: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.sharded = any(isinstance(p, DTensor) for p in self.weights.values())
         half = sorted((p for p in self.weights.values() if p.dtype != torch.float32), key=lambda p: p.dim() < 2)
         lengths = [_aligned(p.numel()) for p in half]
         self._flat = torch.zeros(sum(lengths), device=half[0].device) if half else None
-        self._sums: dict[int, Tensor] = {}
         self._joined: dict[tuple[int, ...], Tensor | None] = {}
         """Joined sums of half precision weights, by their ids: a cache, because the check for adjacency is slow."""
+        accept_float32(half)
         for p, part in zip(half, self._flat.split(lengths) if self._flat is not None else (), strict=True):
-            self._sums[id(p)] = part[: p.numel()].view(p.shape)
-            p.register_post_accumulate_grad_hook(self._add_autograd)  # pyright: ignore[reportArgumentType]
+            p.grad = part[: p.numel()].view(p.shape)
 
     def of(self, p: Tensor) -> Tensor | None:
-        """The accumulated sum of a weight, which may be added to; None for a weight that is not trained."""
-        if not p.requires_grad:
-            return None
-        if p.dtype == torch.float32 and p.grad is None:
-            p.grad = torch.zeros_like(p)
-        return p.grad if p.dtype == torch.float32 else self._sums[id(p)]
+        """The accumulated sum of a weight; None for a weight that is not trained, or sharded and without a gradient."""
+        if p.requires_grad and p.grad is None and not self.sharded:
+            p.grad = torch.zeros_like(p, dtype=torch.float32)
+        return _local(p.grad) if p.requires_grad and p.grad is not None else None
 
     def zero(self) -> None:
         if self._flat is not None:
             self._flat.zero_()
         for p in self.weights.values():
-            if p.grad is not None:
+            if self.sharded:
+                p.grad = None
+            elif p.grad is not None and p.dtype == torch.float32:
                 p.grad.zero_()
 
     def all(self) -> list[Tensor]:
-        """All sums, in a few tensors. Each is short enough for kernels with 32-bit indices."""
-        own = [p.grad for p in self.weights.values() if p.dtype == torch.float32 and p.grad is not None]
+        """All sums, in a few tensors; sharded: the rows of this rank. Each is short enough for kernels with 32-bit
+        indices."""
+        own = [_local(p.grad) for p in self.weights.values() if p.dtype == torch.float32 and p.grad is not None]
         return own if self._flat is None else [*self._flat.split(1 << 30), *own]
 
-    def add(self, p: Tensor, value: Tensor) -> None:
-        grad = self.of(p)
-        if grad is not None:
-            grad.add_(value)
+    # Each of the following is for a weight as it is during a pass. It returns what to return to autograd.
 
-    def add_rows(self, p: Tensor, rows: Tensor, values: Tensor) -> None:
+    def total(self, p: Tensor) -> Tensor | None:
+        """A float32 tensor to add a gradient to, which is then passed to `returned`. None if `p` is not trained."""
+        if self.sharded and p.requires_grad:
+            return torch.zeros(p.shape, device=p.device)
+        return self.of(p)
+
+    def returned(self, total: Tensor | None) -> Tensor | None:
+        return total if self.sharded else None
+
+    def add(self, p: Tensor, value: Tensor) -> Tensor | None:
+        if self.sharded:
+            return value if p.requires_grad else None
+        total = self.of(p)
+        if total is not None:
+            total.add_(value)
+        return None
+
+    def add_rows(self, p: Tensor, rows: Tensor, values: Tensor) -> Tensor | None:
         """Add `values[i]` to row `rows[i]` of an embedding's gradient."""
-        grad = self.of(p)
-        if grad is not None:
-            grad.index_add_(0, rows, values.float())
+        total = self.total(p)
+        if total is not None:
+            total.index_add_(0, rows, values.float())
+        return self.returned(total)
 
-    def add_product(self, parts: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
+    def product(self, parts: Sequence[Tensor], grad: Tensor, x: Tensor) -> list[Tensor | None]:
         """Add grad.T @ x to the gradient of W, where y = x @ W.T, `grad` is that of y, and W joins `parts`."""
-        joined = self._joined_sum(parts) if all(p.requires_grad for p in parts) else None
+        trained = all(p.requires_grad for p in parts)
+        if self.sharded and trained:
+            return list(_product(grad, x).split([len(p) for p in parts]))
+        joined = self._joined_sum(parts) if trained else None
         if joined is not None:
-            _add_product(joined, grad, x)
-            return
-        start = 0
-        for p in parts:
-            s = self.of(p)
-            if s is not None:
-                _add_product(s, grad[:, start : start + len(p)], x)
-            start += len(p)
+            add_product(joined, grad, x)
+            return [None] * len(parts)
+        totals = [self.total(p) for p in parts]
+        for total, part in zip(totals, grad.split([len(p) for p in parts], 1), strict=True):
+            if total is not None:
+                add_product(total, part, x)
+        return [self.returned(total) for total in totals]
 
     def _joined_sum(self, parts: Sequence[Tensor]) -> Tensor | None:
         if parts[0].dtype == torch.float32:
             return adjacent([g for g in map(self.of, parts) if g is not None])
         key = tuple(map(id, parts))
         if key not in self._joined:
-            self._joined[key] = adjacent([self._sums[i] for i in key])
+            self._joined[key] = adjacent([g for g in map(self.of, parts) if g is not None])
         return self._joined[key]
 
-    def _add_autograd(self, p: Tensor) -> None:
-        """Add a new gradient from autograd to the sum, and free it."""
-        assert p.grad is not None
-        self._sums[id(p)].add_(p.grad)
-        p.grad = None
+
+def accept_float32(weights: Iterable[Tensor]) -> None:
+    """Let these weights have gradients in float32. Skips sharded parameters, which are float32 themselves."""
+    for p in weights:
+        if p.requires_grad and not isinstance(p, DTensor) and p.grad_dtype != torch.float32:
+            p.grad_dtype = torch.float32
 
 
-def _aligned(numbers: int) -> int:
-    """Round up to a multiple of 16 bytes, so that every part starts at an address where matrix products are fast."""
-    return -(-numbers // 4) * 4
-
-
-def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add grad.T @ x to a float32 sum."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), x)
     elif _adds_in_float32(grad.device, grad.dtype):
         torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
     else:
         total.add_(grad.t() @ x)
+
+
+def _product(grad: Tensor, x: Tensor) -> Tensor:
+    """grad.T @ x, without rounding to half precision where the device supports it."""
+    if grad.dtype != torch.float32 and _adds_in_float32(grad.device, grad.dtype):
+        return torch.ops.aten.mm.dtype(grad.t(), x, torch.float32)
+    return grad.t() @ x
 
 
 @cache
@@ -114,3 +141,12 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError:  # not supported by this build of torch, or on this GPU
         return False
     return bool((total == 2.0).all())
+
+
+def _aligned(numbers: int) -> int:
+    """Round up to a multiple of 16 bytes, so that every part starts at an address where matrix products are fast."""
+    return -(-numbers // 4) * 4
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

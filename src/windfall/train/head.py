@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from windfall.free_memory import free_bytes
 from windfall.train import layers
-from windfall.train.gradients import Gradients
+from windfall.train.gradients import Gradients, add_product
 
 CPU_LOGITS = 1 << 23
 """Logits held at once: 32 MiB in float32, close to the size of the caches."""
@@ -36,6 +36,71 @@ GPU_SHARE = 1 / 24
 Logits = Callable[[Tensor], Tensor]
 WeightsFn = Callable[[int, int, np.ndarray, np.ndarray], np.ndarray]
 """From (first sample, end of the samples, log-probs, entropies) to weights, one per target."""
+
+
+class Head:
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._model, self.linear, self.ops = model, model.get_output_embeddings(), layers.for_device(device)
+
+    @cached_property
+    def custom(self) -> Logits | None:
+        """The model's code from hidden states to logits, if it is more than one linear map. Determined at the first
+        pass, when the weights are in memory."""
+        return custom_head(self._model)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return (self.custom or self.linear)(hidden)
+
+    def weights(self) -> list[Tensor]:
+        """The trained weights between hidden states and logits."""
+        own = [self.linear.weight, getattr(self.linear, "bias", None)]
+        if self.custom is not None:
+            body = {id(p) for p in self._model.get_decoder().parameters()}
+            own += [p for p in self._model.parameters() if id(p) not in body]
+        return list({id(p): p for p in own if p is not None and p.requires_grad}.values())
+
+    @torch.no_grad()
+    def score(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """Returns (3, n) float32; the first two rows are log-probs and entropies."""
+        size = self.tile_rows()
+        parts = [
+            self.ops.token_logprobs(self.logits(hidden[i : i + size]), targets[i : i + size], temperature)
+            for i in range(0, len(hidden), size)
+        ]
+        return torch.cat(parts, 1) if parts else torch.empty(3, 0, device=hidden.device)
+
+    def loss(
+        self, hidden: Tensor, targets: Tensor, sizes: Sequence[int], temperature: float, weights_fn: WeightsFn,
+        gradients: Gradients,
+    ) -> Tensor:  # fmt: skip
+        """The negative sum of weight * log-prob. `sizes` are the rows of each sample. Its gradients are computed at
+        once, for a factor of 1. Unsharded, those of the head are also added at once, and the result has no graph if
+        every weight is zero; sharded, it always has one, because all ranks must run the same backward passes."""
+        work = _Loss(self, hidden.detach(), targets, sizes, temperature, weights_fn, gradients)
+        return cast(Tensor, _LossFunction.apply(hidden, work, *self.weights()))
+
+    def tile_rows(self) -> int:
+        weight = self.linear.weight
+        if weight.device.type != "cuda":
+            return max(1, CPU_LOGITS // len(weight))
+        least, most = GPU_BYTES
+        nbytes = min(max(least, int(GPU_SHARE * free_bytes(weight.device))), most)
+        return max(1, nbytes // (len(weight) * weight.element_size()))
+
+
+class _LossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, work: _Loss, *weights: Tensor) -> Tensor:
+        ctx.grads, loss = work.run(weights)
+        out = torch.tensor(loss, device=hidden.device)
+        if ctx.grads is None:
+            ctx.mark_non_differentiable(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (back, *rest), ctx.grads = ctx.grads, None
+        return back, None, *rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,48 +117,38 @@ class Tile:
     logits: Tensor | None
 
 
-class Head:
-    def __init__(
-        self, linear: Any, gradients: Gradients | None = None, ops: Any = None, custom: Logits | None = None
-    ) -> None:
-        """`custom` is the model's code from hidden states to logits, if it does more than `linear`."""
-        self.linear, self.gradients, self.custom = linear, gradients, custom
-        self._logits: Logits = custom or linear
-        self._ops = ops or layers.for_device(linear.weight.device)
+@dataclass
+class _Loss:
+    """One pass over all tiles."""
 
-    @torch.no_grad()
-    def score(self, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Returns (3, n) float32; the first two rows are log-probs and entropies."""
-        size = self._tile_rows()
-        parts = [
-            self._ops.token_logprobs(self._logits(hidden[i : i + size]), targets[i : i + size], temperature)
-            for i in range(0, len(hidden), size)
-        ]
-        return torch.cat(parts, 1) if parts else torch.empty(3, 0, device=hidden.device)
+    head: Head
+    hidden: Tensor
+    targets: Tensor
+    sizes: Sequence[int]
+    temperature: float
+    weights_fn: WeightsFn
+    gradients: Gradients
 
-    @torch.no_grad()
-    def learn(
-        self, hidden: Tensor, targets: Tensor, sizes: Sequence[int], temperature: float, weights_fn: WeightsFn
-    ) -> Tensor | None:
-        """Add to the gradient of the head, and return that of the hidden states; None if every weight is zero. `sizes`
-        are the rows of each sample."""
-        back, waiting, any_gradient = torch.empty_like(hidden), None, False
-        for samples, rows in tiles(sizes, self._tile_rows()):
-            scored = self._score(hidden, targets, temperature, samples, rows)
+    def run(self, weights: Sequence[Tensor]) -> tuple[list[Tensor | None] | None, float]:
+        """The gradients of the hidden states and of `weights`, and the loss. No gradients if every weight is zero."""
+        self._back, self._loss, self._weights = torch.empty_like(self.hidden), 0.0, weights
+        self._totals = {id(p): self.gradients.total(p) for p in weights}
+        waiting, any_gradient = None, self.gradients.sharded
+        for samples, rows in tiles(self.sizes, self.head.tile_rows()):
+            scored = self._score(samples, rows)
             if waiting is not None:
-                any_gradient |= self._backward(waiting, hidden, targets, temperature, weights_fn, back)
+                any_gradient |= self._backward(waiting)
             waiting = scored
         if waiting is not None:
-            any_gradient |= self._backward(waiting, hidden, targets, temperature, weights_fn, back)
-        return back if any_gradient else None
+            any_gradient |= self._backward(waiting)
+        grads = [self._back, *map(self.gradients.returned, self._totals.values())] if any_gradient else None
+        return grads, self._loss
 
-    def _score(
-        self, hidden: Tensor, targets: Tensor, temperature: float, samples: tuple[int, int], rows: list[tuple[int, int]]
-    ) -> Tile:
+    def _score(self, samples: tuple[int, int], rows: list[tuple[int, int]]) -> Tile:
         parts, logits = [], None
         for a, b in rows:
-            logits = self._logits(hidden[a:b])
-            parts.append(self._ops.token_logprobs(logits, targets[a:b], temperature))
+            logits = self.head.logits(self.hidden[a:b])
+            parts.append(self.head.ops.token_logprobs(logits, self.targets[a:b], self.temperature))
         numbers = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         on_host, ready = numbers[:2].to("cpu", non_blocking=True), None
         if numbers.is_cuda:
@@ -104,56 +159,48 @@ class Head:
             logits=logits if len(rows) == 1 else None,
         )  # fmt: skip
 
-    def _backward(
-        self, tile: Tile, hidden: Tensor, targets: Tensor, temperature: float, weights_fn: WeightsFn, back: Tensor
-    ) -> bool:
+    def _backward(self, tile: Tile) -> bool:
         """Add the gradient of a tile. Returns whether any of its weights is not zero."""
         if tile.ready is not None:
             tile.ready.synchronize()
         logp, entropy = tile.on_host.double().numpy()
-        weights = torch.from_numpy(np.ascontiguousarray(weights_fn(*tile.samples, logp, entropy), np.float32))
+        weights = np.ascontiguousarray(self.weights_fn(*tile.samples, logp, entropy), np.float32)
         if not weights.any():
             for a, b in tile.rows:
-                back[a:b] = 0.0
+                self._back[a:b] = 0.0
             return False
-        if hidden.is_cuda:
-            weights = weights.pin_memory().to(hidden.device, non_blocking=True)
-        assert self.gradients is not None
+        self._loss -= float(weights @ logp)
+        on_device = torch.from_numpy(weights)
+        if self.hidden.is_cuda:
+            on_device = on_device.pin_memory().to(self.hidden.device, non_blocking=True)
         first = tile.rows[0][0]
         for a, b in tile.rows:
             span = slice(a - first, b - first)
-            sums = tile.numbers[2, span]
-            if self.custom is not None:
-                back[a:b] = self._custom_backward(hidden[a:b], targets[a:b], sums, weights[span], temperature)
-                continue
-            logits = self.linear(hidden[a:b]) if tile.logits is None else tile.logits
-            grad = self._ops.token_logprobs_backward(logits, targets[a:b], sums, weights[span], temperature)
-            torch.mm(grad, self.linear.weight, out=back[a:b])
-            self.gradients.add_product([self.linear.weight], grad, hidden[a:b])
-            if getattr(self.linear, "bias", None) is not None:
-                self.gradients.add(self.linear.bias, grad.float().sum(0))
+            self._rows_backward(a, b, tile.logits, tile.numbers[2, span], on_device[span])
         return True
 
-    def _custom_backward(
-        self, hidden: Tensor, targets: Tensor, sums: Tensor, weights: Tensor, temperature: float
-    ) -> Tensor:
-        """The gradient of the hidden states. Autograd adds those of the head's weights."""
-        assert self.custom is not None
-        with torch.enable_grad():
-            hidden = hidden.detach().requires_grad_()
-            logits = self.custom(hidden)
-        grad = self._ops.token_logprobs_backward(logits.detach().clone(), targets, sums, weights, temperature)
-        logits.backward(grad)
-        assert hidden.grad is not None
-        return hidden.grad
-
-    def _tile_rows(self) -> int:
-        weight = self.linear.weight
-        if weight.device.type != "cuda":
-            return max(1, CPU_LOGITS // len(weight))
-        least, most = GPU_BYTES
-        nbytes = min(max(least, int(GPU_SHARE * free_bytes(weight.device))), most)
-        return max(1, nbytes // (len(weight) * weight.element_size()))
+    def _rows_backward(self, a: int, b: int, logits: Tensor | None, sums: Tensor, weights: Tensor) -> None:
+        """Add the gradients of the head for rows a to b, and store that of the hidden states."""
+        head, hidden, targets = self.head, self.hidden[a:b], self.targets[a:b]
+        if head.custom is not None:
+            with torch.enable_grad():
+                hidden = hidden.detach().requires_grad_()
+                logits = head.custom(hidden)
+            grad = head.ops.token_logprobs_backward(logits.detach().clone(), targets, sums, weights, self.temperature)
+            self._back[a:b], *found = torch.autograd.grad(logits, (hidden, *self._weights), grad, allow_unused=True)
+            for total, value in zip(self._totals.values(), found, strict=True):
+                if total is not None and value is not None:
+                    total.add_(value)
+            return
+        logits = head.linear(hidden) if logits is None else logits
+        grad = head.ops.token_logprobs_backward(logits, targets, sums, weights, self.temperature)
+        torch.mm(grad, head.linear.weight, out=self._back[a:b])
+        total = self._totals.get(id(head.linear.weight))
+        if total is not None:
+            add_product(total, grad, hidden)
+        total = self._totals.get(id(getattr(head.linear, "bias", None)))
+        if total is not None:
+            total.add_(grad.float().sum(0))
 
 
 class _BodyOutput(BaseModelOutput):

@@ -192,19 +192,19 @@ class LlamaLayer:
         self._recompute(kept, tape)
         gate_up, residual = kept.gate_up, kept.residual
         d_gate_up, gated = ops.apply_swiglu_backward(dy @ self.down, gate_up)
-        sums.add_product([self.down], dy, gated)
+        sums.product([self.down], dy, gated)
         del gated, gate_up
         dh = d_gate_up @ self.gate_up.tensor
         dx, h, norm_grad = ops.rms_norm_backward(dh, residual, self.mlp_norm, self.eps, dy)
         sums.add(self.mlp_norm, norm_grad)
-        sums.add_product(self.gate_up.parts, d_gate_up, h)
+        sums.product(self.gate_up.parts, d_gate_up, h)
         kept.gate_up = kept.residual = None
         del d_gate_up, dh, h, residual, dy
         d_qkv = self._attention_backward(dx, kept, tape)
         dh = d_qkv @ self.qkv.tensor
         back, h, norm_grad = ops.rms_norm_backward(dh, kept.x, self.input_norm, self.eps, dx)
         sums.add(self.input_norm, norm_grad)
-        sums.add_product(self.qkv.parts, d_qkv, h)
+        sums.product(self.qkv.parts, d_qkv, h)
         start = 0
         for bias in self.biases.parts:
             sums.add(bias, d_qkv[:, start : start + len(bias)].sum(0, dtype=torch.float32))
@@ -215,7 +215,7 @@ class LlamaLayer:
         """Add the gradients of the attention weights, and return that of the joint projection."""
         sums, out, qkv = self.gradients, kept.attention_out, kept.qkv
         assert sums is not None and out is not None and qkv is not None and kept.logsumexp is not None
-        sums.add_product([self.out], dx, out.flatten(1))
+        sums.product([self.out], dx, out.flatten(1))
         grad = (dx @ self.out).view_as(out)
         q, k, v = self._rotated(qkv, tape)
         parts = tape.rows.batch.backward(grad, q, k, v, out, kept.logsumexp, self.scale, self.window)

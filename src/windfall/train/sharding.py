@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
+from windfall.engine.torch import attention
+from windfall.train.policy import Policy
 from windfall.train.ranks import Ranks
 
 
@@ -37,18 +40,30 @@ class Shard:
     first_row: int = 0
 
 
-def empty_model(config: Any) -> Any:
-    """The transformers module of a configuration, with float32 parameters that have no memory yet."""
-    from transformers import AutoModelForCausalLM
-
-    from windfall.engine.torch import attention
-
+def sharded_policy(
+    config: Any, source: Mapping[str, Tensor] | None, ranks: Ranks, *, dtype: torch.dtype, offload: bool = False,
+    trained: bool = True,
+) -> Policy:  # fmt: skip
+    """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. A model that
+    is not trained is stored in the compute dtype, too."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
-    return model.eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32 if trained else dtype, attn_implementation=attention.NAME
+        )
+    policy = Policy(model.eval().requires_grad_(trained), dtype=dtype, device=torch.device(ranks.device))
+    _split(policy, decoder_layers(model), ranks, dtype=dtype, offload=offload)
+    _fill(model, source, ranks)
+    return policy
 
 
-def split(root: torch.nn.Module, layers: Any, ranks: Ranks, *, dtype: torch.dtype, offload: bool = False) -> None:
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The layers that are gathered one at a time."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    found = list(getattr(model.get_decoder(), "layers", ()))
+    return found or [m for m in model.modules() if type(m).__name__ in names]
+
+
+def _split(root: torch.nn.Module, layers: Any, ranks: Ranks, *, dtype: torch.dtype, offload: bool) -> None:
     """Give an empty model memory and split it over the ranks, in place: layer after layer, so that no more than one is
     whole at a time. `layers` are the decoder layers within `root`; `dtype` is the one to compute in."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -78,7 +93,7 @@ def _allocate(module: torch.nn.Module, device: str) -> None:
                 part._buffers[name] = torch.empty_like(b, device=device)
 
 
-def fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
+def _fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
     """Copy all parameters and buffers from rank 0, which passes them as `source`; the other ranks pass None."""
     for name, target in (*model.named_parameters(), *model.named_buffers()):
         whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)

@@ -41,6 +41,7 @@ from windfall.train import sharded_file
 from windfall.train.base import Report
 from windfall.train.logprobs import Learner
 from windfall.train.optimizer import Optimizer
+from windfall.train.policy import Policy
 from windfall.train.ranks import Orders, Ranks
 from windfall.train.sample import Sample, packs_of_ranks
 from windfall.train.sharding import Shard
@@ -93,10 +94,11 @@ MAXIMA = ("gap_max", "peak_bytes")
 class TorchTrainer:
     def __init__(
         self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None,
-        ranks: Ranks | None = None, dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        """`dtype`: the one that a sharded model computes in."""
-        self.model, self.algorithm, self.micro_tokens = model, algorithm, micro_tokens
+        """`model` and `reference`: models of transformers, or sharded policies (sharding.py)."""
+        policy = model if isinstance(model, Policy) else Policy(model)
+        self.model, self.algorithm, self.micro_tokens = policy.model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl = recipe.algorithm.kl
         self.importance: ImportanceMode = recipe.algorithm.importance
@@ -104,8 +106,9 @@ class TorchTrainer:
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
         self.ranks = ranks or Ranks.alone()
-        self.optimizer = Optimizer(model, train, recipe.run.steps * train.minibatches, ranks=self.ranks, dtype=dtype)
-        self.learner = Learner(model, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
+        updates = recipe.run.steps * train.minibatches
+        self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
+        self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
         self.reference = Learner(reference) if reference is not None else None
         self.orders = Orders(self.ranks)
         for action in (self._score, self._begin, self._learn, self._finish, self._write_optimizer):

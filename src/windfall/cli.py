@@ -264,10 +264,12 @@ def _controller(run: Path) -> None:
 
 
 @app.command(name="_trainer", hidden=True)
-def _trainer(run: Path) -> None:
+def _trainer(run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
+    from windfall.launch.processes import rank as ranks_of_trainer
     from windfall.launch.processes import trainer
 
-    raise typer.Exit(trainer.main(run))
+    place = ranks_of_trainer.RankPlace(rank=rank, size=ranks, rendezvous=rendezvous)
+    raise typer.Exit(ranks_of_trainer.main(run, place) if rank else trainer.main(run, place))
 
 
 @app.command(name="eval", epilog="Example: windfall eval runs/demo --tasks 200 --show 3")

@@ -21,7 +21,9 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float 
         meeting = f"file://{folder}/ranks"
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         started = [
-            context.Process(target=_rank, args=(rank, size, meeting, timeout_s, pipes[rank][1], work, args), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, size, meeting, timeout_s, pipes[rank][1], work, args), daemon=True
+            )
             for rank in range(size)
         ]
         for process in started:

@@ -6,10 +6,6 @@ way: tied and untied heads, norms of queries and keys, experts.
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from windfall import algorithms, config
 from windfall.engine.torch import attention
-from windfall.train import sharded_file
-from windfall.train.ranks import Orders, RankLost, Ranks
-from windfall.train.sample import Sample, packs_of_ranks
-from windfall.train.sharding import Shard, as_shard, rows, sharded_policy, slice_of
+from windfall.train.ranks import Orders, Ranks
+from windfall.train.sample import Sample
+from windfall.train.sharding import rows, sharded_policy
 from windfall.train.trainer import TorchTrainer
 
 SHAPE: dict[str, Any] = {
@@ -51,19 +46,19 @@ def make_samples(seed: int, count: int) -> list[Sample]:
     out = []
     for i in range(count):
         prompt, length = int(rng.integers(1, 8)), int(rng.integers(1, 30))
-        out.append(
-            Sample(
-                ids=tuple(int(t) for t in rng.integers(0, 61, prompt + length)),
-                targets=tuple(range(prompt, prompt + length)), behavior=rng.normal(-4.1, 0.3, length),
-                advantage=float(rng.normal()) if i % 4 else 0.0, limit=64,
-            )  # fmt: skip
-        )
+        sample = Sample(
+            ids=tuple(int(t) for t in rng.integers(0, 61, prompt + length)),
+            targets=tuple(range(prompt, prompt + length)), behavior=rng.normal(-4.1, 0.3, length),
+            advantage=float(rng.normal()) if i % 4 else 0.0, limit=64,
+        )  # fmt: skip
+        out.append(sample)
     return out
 
 
-def batches(minibatches: int = 1) -> list[list[list[Sample]]]:
-    """Samples of every update in groups as they arrive: some with fewer samples than ranks, one with none to learn."""
-    return [[make_samples(10 * u + g, count) for g, count in enumerate((9, 1, 3))] for u in range(UPDATES * minibatches)]
+def batches() -> list[list[list[Sample]]]:
+    """The samples of every update in groups, as they arrive. One has fewer samples than there are ranks, with none to
+    learn from."""
+    return [[make_samples(10 * u + g, count) for g, count in enumerate((9, 1, 3))] for u in range(UPDATES)]
 
 
 def make_trainer(name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = False) -> TorchTrainer:
@@ -83,7 +78,7 @@ def make_trainer(name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = Fa
             source = reference.state_dict() | dict(reference.named_buffers())
             reference = sharded_policy(MODELS[name], source if ranks.first else None, ranks, trained=False, **options)
     algorithm = algorithms.make("grpo")
-    return TorchTrainer(model, algorithm, recipe, micro_tokens=64, ranks=ranks, reference=reference)
+    return TorchTrainer(model, algorithm, recipe, micro_tokens=64, orders=Orders(ranks), reference=reference)
 
 
 def whole(ranks: Ranks, t: torch.Tensor) -> torch.Tensor | None:

@@ -197,6 +197,15 @@ class Train(Section):
     checkpoint_activations: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass to save memory. "auto" does so if they would take a large part of
     it."""
+    ranks: Count | Literal["auto"] = "auto"
+    """Processes of the trainer, each with its own GPU and its own part of the model. "auto" uses every GPU of the
+    machine, and one process without a GPU."""
+    offload: bool = False
+    """Keep the float32 weights and the state of the optimizer in the memory of the host instead of the GPU. Slower, but
+    larger models fit."""
+    rank_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds after which a rank that does not take part in an exchange of weights or gradients counts as lost. The
+    trainer then restarts from its last checkpoint."""
     engine_gap_alarm: float = Field(default=0.05, gt=0)
     """Warn if the mean gap between the log-probs of engine and trainer in one step is above this (nats)."""
     engine_gap_limit: float = Field(default=0.3, gt=0)

@@ -94,9 +94,9 @@ MAXIMA = ("gap_max", "peak_bytes")
 class TorchTrainer:
     def __init__(
         self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None,
-        ranks: Ranks | None = None,
+        orders: Orders | None = None,
     ) -> None:  # fmt: skip
-        """`model` and `reference`: models of transformers, or sharded policies (sharding.py)."""
+        """`model` and `reference`: models of transformers, or sharded policies (sharding.py). `orders` reach all."""
         policy = model if isinstance(model, Policy) else Policy(model)
         self.model, self.algorithm, self.micro_tokens = policy.model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
@@ -105,12 +105,12 @@ class TorchTrainer:
         self.importance_cap = recipe.algorithm.importance_cap
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
-        self.ranks = ranks or Ranks.alone()
+        self.orders = orders or Orders(Ranks.alone())
+        self.ranks = self.orders.ranks
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
         self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
         self.reference = Learner(reference) if reference is not None else None
-        self.orders = Orders(self.ranks)
         for action in (self._score, self._begin, self._learn, self._finish, self._write_optimizer):
             self.orders.add(action.__name__.strip("_"), action)
         self._begin()

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from windfall import algorithms, config, devices, errors
+from windfall import config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs.hosting import env_host
@@ -25,6 +25,9 @@ from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
 from windfall.launch import tls
+from windfall.launch.processes import rank
+from windfall.launch.processes.rank import RankPlace, Setup, crashed
+from windfall.launch.rank_group import RANK_LOST
 from windfall.launch.recipe_check import fit, prompt_lengths
 from windfall.link import auth, listener
 from windfall.link import messages as m
@@ -41,6 +44,7 @@ from windfall.worker.agent import Agent
 from windfall.worker.engine_factory import build_engine
 from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
+ALONE = RankPlace()
 DAMAGE_NOTE = "damaged.txt"
 """File in a checkpoint that was set aside: it says what is wrong with the checkpoint."""
 
@@ -57,59 +61,59 @@ class Derived:
     """Tokens of the longest prompt and response together, judged by the first tasks."""
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, place: RankPlace = ALONE) -> int:
+    from windfall.train.ranks import RankLost
+
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
         try:
-            return asyncio.run(errors.guard(_main(recipe, folder)))
+            return asyncio.run(errors.guard(_main(recipe, folder, place)))
         except WindfallError as e:
             folders.fail(folder, "trainer", e)
             return 2
+        except RankLost as e:
+            traceback.print_exc()
+            if not (folder / ".trainer.failure").exists():  # otherwise the rank that was lost has written down why
+                folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
+            return RANK_LOST
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
             traceback.print_exc()
-            folders.fail(folder, "trainer", crashed(e, folder / "trainer.log"))
+            folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
             return 1
 
 
-def crashed(error: Exception, log: Path) -> WindfallError:
-    """The error for the user if restarts do not help."""
-    line = errors.last_line(error)
-    fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
-    if "out of memory" in line.lower() or isinstance(error, MemoryError):
-        fix = f"Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true. {fix}"
-    return WindfallError(f"the trainer failed: {line}", where=str(log), fix=fix)
-
-
-async def _main(recipe: Recipe, folder: Path) -> int:
+async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     import torch
 
-    from windfall.train.trainer import TorchTrainer
     from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
 
+    device, dtype = rank.choose_device(recipe, place)
+    orders, sharded = rank.join(recipe, place, device), bool(place.rendezvous)
     found, notes = _find_checkpoint(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
-    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
-    model = load.load(source, dtype=dtype, device=device)
+    where_loaded = "cpu" if sharded else device
+    model = load.load(source, dtype=dtype, device=where_loaded)
     if device == "cpu":
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     async with env_host(recipe.env, recipe.run.seed) as env:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
-    derived = derive(recipe, model, device, dtype, prompts)
+    derived = derive(recipe, model, device, dtype, prompts, ranks=place.size)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
-    reference = load.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
-    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
+    reference = load.load(recipe.model.path, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
+    setup = Setup(
+        model_config=model.config, dtype=dtype, micro_tokens=derived.micro_tokens,
+        checkpoint_activations=derived.checkpoint_activations, onednn=torch.backends.mkldnn.enabled,
+        optimizer=found.path / checkpoint.OPTIMIZER if found else None,
+    )  # fmt: skip
+    loaded = {"model": model, "reference": reference, "sharded": sharded}
+    orders.add("build", lambda setup: rank.build_trainer(recipe, setup, orders, **loaded))
+    trainer = orders.call("build", setup)
     if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
         derived = replace(derived, checkpoint_activations=False)
-    if derived.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
-    if found:
-        trainer.restore_optimizer(found.path / checkpoint.OPTIMIZER)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
     listener.raise_file_limit()
     publisher = Publisher(folder)
@@ -290,12 +294,12 @@ def fingerprint(engine: m.EngineSpec) -> str:
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
-def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> Derived:
+def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int], *, ranks: int = 1) -> Derived:
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
     c, o = model.config, recipe.rollout
     context = getattr(c, "max_position_embeddings", None)
     longest = fit(recipe, prompts, context) + o.max_tokens
-    pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
+    pack = _pack_tokens(recipe, model, longest, ranks) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
@@ -307,9 +311,9 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
     )  # fmt: skip
 
 
-def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
+def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
     """Tokens per pack that fit into the GPU memory left by everything else."""
-    c, weights = model.config, sum(p.numel() for p in model.parameters())
+    c, weights = model.config, sum(p.numel() for p in model.parameters()) / ranks
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
     # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
     used = weights * (12 if model.dtype.itemsize == 4 else 16)

@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from windfall.train.ranks import Ranks
@@ -14,8 +14,11 @@ from windfall.train.ranks import Ranks
 TIMEOUT_S = 240.0
 
 
-def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """`work(ranks, *args)` on every rank. The result of each, in order; an exception of any rank fails the test."""
+def run_ranks(
+    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60.0, lost: Collection[int] = ()
+) -> list[Any]:
+    """`work(ranks, *args)` on every rank. Returns the results in order, without those of ranks that are `lost`. An
+    exception of any other rank fails the test. `timeout_s`: of collectives."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/ranks"
@@ -31,6 +34,8 @@ def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float 
         out: list[Any] = []
         try:
             for rank, (receiver, _) in enumerate(pipes):
+                if rank in lost:
+                    continue
                 assert receiver.poll(TIMEOUT_S), f"waited {TIMEOUT_S:g} s for the result of rank {rank}"
                 done, value = pickle.loads(receiver.recv_bytes())
                 assert done, f"rank {rank}: {value}"

@@ -52,7 +52,7 @@ def sharded_policy(
         )
     policy = Policy(model.eval().requires_grad_(trained), dtype=dtype, device=torch.device(ranks.device))
     _split(policy, decoder_layers(model), ranks, dtype=dtype, offload=offload)
-    _fill(model, source, ranks)
+    fill(model, source, ranks)
     return policy
 
 
@@ -93,7 +93,7 @@ def _allocate(module: torch.nn.Module, device: str) -> None:
                 part._buffers[name] = torch.empty_like(b, device=device)
 
 
-def _fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
+def fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
     """Copy all parameters and buffers from rank 0, which passes them as `source`; the other ranks pass None."""
     for name, target in (*model.named_parameters(), *model.named_buffers()):
         whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)

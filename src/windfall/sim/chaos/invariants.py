@@ -228,7 +228,7 @@ class Invariants:
         if progress != self._last_progress:
             self._last_progress, self._progress_s = progress, now
         elif now - self._progress_s > PROGRESS_S:
-            what = f"no token in {PROGRESS_S:g} s; these tasks wait:\n{loops.waiting_tasks(self._loop)}"
+            what = f"no token in {PROGRESS_S:g} s; waiting tasks:\n{loops.waiting_tasks(self._loop)}"
             raise InvariantBroken("progress", what)
 
     # batch, missing

@@ -50,7 +50,7 @@ def _one_line(error: WindfallError) -> str:
 
 @contextmanager
 def _bar(recipe: Recipe, runs: int) -> Iterator[compare.OnEvent | None]:
-    """A progress bar that shows virtual time beside wall time. Progress is counted in steps, or in virtual seconds if
+    """A progress bar that shows virtual time next to wall time. Progress is counted in steps, or in virtual seconds if
     these are limited."""
     console = Console()
     if not console.is_terminal:

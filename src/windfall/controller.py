@@ -3,7 +3,7 @@
     run             for every trainer that connects: generate and train side by side
     generation      stream      tasks become graded groups                   waits for: workers, rewards
                     _admit      open as many tasks as the bound allows       when a group completes or a version appears
-    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: beside training)
+    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: alongside training)
     _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
                     _update     one or several optimizer updates             waits for: the trainer

@@ -39,7 +39,7 @@ class Episode:
     version_runs: list[tuple[int, int]] = field(default_factory=list)
     """(version, number of tokens) of consecutive stretches; version -1 marks an observation."""
     version: int | None = None
-    """Every token must come from this version; None: from any version that is not too old."""
+    """Every token must come from this version; None: from any version in the version window."""
     turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
     """Position of the first token of the current turn."""

@@ -176,7 +176,7 @@ class Stream:
         task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
         task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
         the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
-        from any version that is not too old."""
+        from any version in the version window."""
         self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
         self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
         self._scope, self._version = scope, version

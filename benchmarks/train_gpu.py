@@ -201,7 +201,9 @@ def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> No
         rows.append((whole_s, free_s[0]))
     whole_s, free_s = (min(x) for x in zip(*rows[3:], strict=True))
     delta = p.readable[0].delta
-    where = f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._writer.device_delta is not None else "on the host"
+    where = (
+        f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._writer.device_delta is not None else "on the host"
+    )
     size = f"{delta.nbytes / nbytes:.1%}" if delta else "none"
     print(
         f"{name:<28}{whole_s * 1e3:>9.0f} ms{nbytes / whole_s / 1e9:>7.1f} GB/s{free_s * 1e3:>9.0f} ms{first_s:>8.1f} s"

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 
+def views(buffer: mmap.mmap, of: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of a manifest as views of the buffer that holds them, by name."""
+    import torch
+
+    out = {}
+    for e in of.entries:
+        kind = getattr(torch, e.dtype)
+        count = e.nbytes // manifest.WIDTHS[e.dtype]
+        flat = torch.frombuffer(buffer, dtype=kind, count=count, offset=e.offset) if count else None
+        out[e.name] = torch.empty(e.shape, dtype=kind) if flat is None else flat.view(e.shape)
+    return out
+
+
 class LocalCopy:
     def __init__(self) -> None:
         self.held: Manifest | None = None  # what the buffer holds, with every chunk verified
@@ -43,17 +56,9 @@ class LocalCopy:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of the buffer, by name."""
-        import torch
-
         if self.held is None:
             raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
-        out = {}
-        for e in self.held.entries:
-            kind = getattr(torch, e.dtype)
-            count = e.nbytes // manifest.WIDTHS[e.dtype]
-            flat = torch.frombuffer(self._buffer, dtype=kind, count=count, offset=e.offset) if count else None
-            out[e.name] = torch.empty(e.shape, dtype=kind) if flat is None else flat.view(e.shape)
-        return out
+        return views(self._buffer, self.held)
 
     def _resize(self, nbytes: int) -> None:
         try:

@@ -64,14 +64,24 @@ def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
     )
 
 
-def build_trainer(
-    recipe: Recipe, setup: Setup, orders: Any, *, model: Any = None, reference: Any = None, sharded: bool = True
-) -> Any:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPart:
+    """One rank's part of the trainer."""
+
+    trainer: Any
+    publisher: Any
+
+
+def build_part(
+    recipe: Recipe, folder: Path, setup: Setup, orders: Any, *, model: Any = None, reference: Any = None,
+    sharded: bool = True,
+) -> TrainerPart:  # fmt: skip
     """This rank's part of the trainer. Rank 0 passes the models that it has loaded."""
     import torch
 
     from windfall.train.sharding import sharded_policy
     from windfall.train.trainer import TorchTrainer
+    from windfall.weights.publish import Publisher
 
     torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
     dtype, kl, ranks = getattr(torch, setup.dtype), recipe.algorithm.kl, orders.ranks
@@ -84,12 +94,34 @@ def build_trainer(
     trainer = TorchTrainer(
         model, algorithm, recipe, micro_tokens=setup.micro_tokens, reference=reference, orders=orders
     )
+    publisher = Publisher(folder, ranks=ranks, dtype=setup.dtype if sharded else None)
+    orders.add("publish", lambda version: publisher.publish(version, weights(trainer.model)))
     if setup.checkpoint_activations and trainer.learner.has_graph:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
     if setup.optimizer is not None:
         trainer.restore_optimizer(setup.optimizer)
-    return trainer
+    return TrainerPart(trainer=trainer, publisher=publisher)
+
+
+def weights(model: Any) -> dict[str, Any]:
+    """This rank's part of all weights, by name."""
+    from windfall.train.sharding import as_shard, is_sharded
+
+    return {name: as_shard(t) if is_sharded(t) else t for name, t in model.state_dict().items()}
+
+
+def write_published(model: Any, publisher: Any, folder: Path) -> None:
+    """Write the model of a checkpoint: no rank has all of it, but the last version that was published is complete.
+    `model` gives the configuration and the names; its tensors need no memory."""
+    from windfall.weights.local_copy import views
+
+    version = publisher.readable[0]
+    model.load_state_dict(views(version.buffer.mapped, version.manifest), assign=True)
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.to("meta")
 
 
 def _tensors(model: Any) -> Mapping[str, Any] | None:
@@ -105,7 +137,7 @@ def main(folder: Path, place: RankPlace) -> int:
     try:
         device, _ = choose_device(recipe, place)
         orders = join(recipe, place, device)
-        orders.add("build", lambda setup: build_trainer(recipe, setup, orders))
+        orders.add("build", lambda setup: build_part(recipe, folder, setup, orders))
         orders.follow()
         return 0
     except RankLost as e:

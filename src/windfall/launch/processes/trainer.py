@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,6 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
 async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     import torch
 
-    from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
 
     device, dtype = rank.choose_device(recipe, place)
@@ -110,22 +110,23 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         optimizer=found.path / checkpoint.OPTIMIZER if found else None,
     )  # fmt: skip
     loaded = {"model": model, "reference": reference, "sharded": sharded}
-    orders.add("build", lambda setup: rank.build_trainer(recipe, setup, orders, **loaded))
-    trainer = orders.call("build", setup)
+    orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders, **loaded))
+    part = orders.call("build", setup)
+    trainer, publisher, parameters = part.trainer, part.publisher, sum(p.numel() for p in model.parameters())
+    if sharded:
+        model.to("meta")  # the ranks have the weights
     if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
         derived = replace(derived, checkpoint_activations=False)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
     listener.raise_file_limit()
-    publisher = Publisher(folder)
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
-    parameters = sum(p.numel() for p in model.parameters())
 
     def hello(**more: Any) -> m.TrainerHello:
         facts = {
             "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
-            "age_s": process.age_s(), **asdict(derived), **notes,
+            "age_s": process.age_s(), "ranks": place.size, **asdict(derived), **notes,
         }  # fmt: skip
         return m.TrainerHello(
             micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
@@ -140,14 +141,21 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     )  # fmt: skip
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
-        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.release_module),
+        publish=lambda version: orders.call("publish", version),
         save=lambda now: checkpoint.save(
-            folder / "checkpoints", now, write_model=model.save_pretrained, tokenizer=tokenizer,
-            write_optimizer=trainer.write_optimizer, keep=recipe.checkpoint.keep,
+            folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
+            write_model=partial(rank.write_published, model, publisher) if sharded else model.save_pretrained,
+            keep=recipe.checkpoint.keep,
         ),
         address=where,
     )  # fmt: skip
-    local = asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where)) if f.local else None
+    # Rank 0 may use its module again as soon as its rows are copied.
+    orders.add("publish", lambda n: publisher.publish(n, rank.weights(trainer.model), copied=host.release_module))
+    local = (
+        asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where))
+        if f.local and not sharded
+        else None
+    )
     try:
         return await _run_with_local_engine(host.run(), local)
     finally:

@@ -133,7 +133,9 @@ class ControllerLife:
         if hello.step > self._last_logged:
             self.events.instant("log_gap", first=self._last_logged + 1, last=hello.step)
         self._resumed, self._last_logged = True, math.inf
-        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
+        pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
+        ranks = {"rank_pids": pids} if pids else {}
+        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
         self._recovery.report_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "restore() was called before steps()"
         trained: dict[int, tuple[int, ...]] = {}

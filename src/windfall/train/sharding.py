@@ -59,7 +59,7 @@ def sharded_policy(
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """The layers that are gathered one at a time."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found = list(getattr(model.get_decoder(), "layers", ()))
+    found: list[torch.nn.Module] = list(getattr(model.get_decoder(), "layers", ()))
     return found or [m for m in model.modules() if type(m).__name__ in names]
 
 

@@ -70,6 +70,8 @@ class TrainerPart:
 
     trainer: Any
     publisher: Any
+    pids: list[int]
+    """Processes of all ranks, in order."""
 
 
 def build_part(
@@ -101,7 +103,7 @@ def build_part(
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
     if setup.optimizer is not None:
         trainer.restore_optimizer(setup.optimizer)
-    return TrainerPart(trainer=trainer, publisher=publisher)
+    return TrainerPart(trainer=trainer, publisher=publisher, pids=ranks.all_gather(os.getpid()))
 
 
 def weights(model: Any) -> dict[str, Any]:

@@ -126,7 +126,8 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     def hello(**more: Any) -> m.TrainerHello:
         facts = {
             "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
-            "age_s": process.age_s(), "ranks": place.size, **asdict(derived), **notes,
+            "age_s": process.age_s(), "rank_pids": " ".join(map(str, part.pids)) if sharded else "",
+            **asdict(derived), **notes,
         }  # fmt: skip
         return m.TrainerHello(
             micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
@@ -151,11 +152,9 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     )  # fmt: skip
     # Rank 0 may use its module again as soon as its rows are copied.
     orders.add("publish", lambda n: publisher.publish(n, rank.weights(trainer.model), copied=host.release_module))
-    local = (
-        asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where))
-        if f.local and not sharded
-        else None
-    )
+    local = None
+    if f.local and not sharded:
+        local = asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where))
     try:
         return await _run_with_local_engine(host.run(), local)
     finally:

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from windfall import algorithms, config
 from windfall.engine.torch.attention import NAME
-from windfall.train.logprobs import Autograd
+from windfall.train.activation_memory import LEAST
 from windfall.train.sample import Sample
 from windfall.train.trainer import TorchTrainer
 from windfall.weights.publish import Publisher
@@ -131,9 +131,10 @@ def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) ->
 
     torch.cuda.reset_peak_memory_stats()
     step_s = timed(step, repeats)
-    if t.learner.has_graph:
+    body = t.learner.policy.body
+    if body is None:
         return line(name, t.model, lengths, step_s)
-    levels = t.learner.body._levels(min(t.micro_tokens, sum(lengths)))
+    levels = body.levels(min(t.micro_tokens, sum(lengths)), t.model.device)
     return line(name, t.model, lengths, step_s, f"layers keep {sorted(set(levels))}")
 
 
@@ -161,7 +162,7 @@ def train(layers: int, profiled: bool) -> None:
     if profiled:
         profile(t, even)
     many = ours(t, uneven, f"0.6B, 64 x 128..2048 ({sum(uneven):,} tokens): windfall", repeats=2)
-    t.learner.body = Autograd(t.model)
+    t.learner.policy.body = None
     ours(t, even, "0.6B, 8 x 1024: windfall on transformers' layers", repeats=2)
     del t
     free()
@@ -173,7 +174,7 @@ def train(layers: int, profiled: bool) -> None:
     ours(t, [1024] * 32, f"8B shape, {layers} layers, 32 x 1024: windfall", repeats=2)
     if profiled:
         profile(t, even)
-    t.learner.body.keep = 0
+    t.learner.use_own_layers(keep=LEAST)
     ours(t, even, f"8B shape, {layers} layers, 8 x 1024: everything computed again", repeats=1)
     del t
     free()

@@ -7,6 +7,7 @@ difference is at most 2 % of that of the gradient).
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,8 @@ from windfall.train import activation_memory, layers, llama
 from windfall.train.activation_memory import ALL, LEAST, LIGHT
 from windfall.train.gradients import Gradients
 from windfall.train.llama import LlamaBody, UnsupportedModel
-from windfall.train.logprobs import Autograd, Learner, compare, pack_rows
+from windfall.train.logprobs import Learner, compare, pack_rows
+from windfall.train.policy import Policy
 from windfall.train.sample import Sample, packs
 from windfall.train.trainer import TorchTrainer
 
@@ -86,13 +88,19 @@ def samples(count: int = 6, seed: int = 0, longest: int = 60, vocabulary: int = 
     return out
 
 
-def gradients_of(model: Any, body: Any, pack: list[Sample], sums: Gradients) -> dict[str, torch.Tensor]:
+def gradients_of(policy: Policy, pack: list[Sample]) -> dict[str, torch.Tensor]:
+    sums = policy.gradients
+    assert sums is not None
     sums.zero()
-    rows, _ = pack_rows(pack, model.device)
-    hidden, tape = body.forward(rows, learning=True)
-    grad = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
-    body.backward(tape, grad)
-    return {n: g.clone() for n, g in ((n, sums.of(p)) for n, p in model.named_parameters()) if g is not None}
+    hidden = policy(pack_rows(pack, policy.device)[0])
+    hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden))
+    return {n: g.clone() for n, g in ((n, sums.of(p)) for n, p in policy.model.named_parameters()) if g is not None}
+
+
+def policy_of(model: Any) -> Policy:
+    policy = Policy(model)
+    policy.gradients = Gradients(model)
+    return policy
 
 
 def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -101,19 +109,21 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_llama_body_has_the_gradients_of_the_module(name: str) -> None:
-    model, pack = model_of(name), samples()
-    sums = Gradients(model)
-    expected = gradients_of(model, Autograd(model), pack, sums)
-    hidden, _ = Autograd(model).forward(pack_rows(pack, model.device)[0], learning=False)
-    for keep in (ALL, LIGHT, LEAST):
-        ours = LlamaBody.of(model, sums, keep=keep)
-        assert relative_difference(ours.forward(pack_rows(pack, model.device)[0], learning=False)[0], hidden) < 1e-5
-        found = gradients_of(model, ours, pack, sums)
-        # The gradient of a tied head comes from the head, which is not part of this test.
-        assert {n for n in expected if n != "lm_head.weight"} <= set(found)
-        for n, g in expected.items():
-            if float(g.norm()) > 0:
-                assert relative_difference(found[n], g) < 2e-5, (n, keep)
+    policy, pack = policy_of(model_of(name)), samples()
+    expected = gradients_of(policy, pack)
+    rows, _ = pack_rows(pack, policy.device)
+    with torch.no_grad():
+        hidden = policy(rows)
+        for keep in (ALL, LIGHT, LEAST):
+            policy.body = LlamaBody.of(policy.model, policy.gradients, keep=keep)
+            assert relative_difference(policy(rows), hidden) < 1e-5
+            with torch.enable_grad():
+                found = gradients_of(policy, pack)
+            # The gradient of a tied head comes from the head, which is not part of this test.
+            assert {n for n in expected if n != "lm_head.weight"} <= set(found)
+            for n, g in expected.items():
+                if float(g.norm()) > 0:
+                    assert relative_difference(found[n], g) < 2e-5, (n, keep)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -127,7 +137,7 @@ def test_trainer_on_llama_body_has_the_gradient_of_one_on_the_module(name: str) 
             model, algorithms.make("grpo"), recipe, micro_tokens=micro_tokens, reference=model_of(name)
         )  # fmt: skip
         if on_llama_body:
-            t.learner.body = LlamaBody.of(model, t.optimizer.gradients, keep=LIGHT)
+            t.learner.use_own_layers(keep=LIGHT)
         t.learner.pads = padded
         t.accumulate(made)
         return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -138,21 +148,52 @@ def test_trainer_on_llama_body_has_the_gradient_of_one_on_the_module(name: str) 
 
 
 def test_out_of_memory_keeps_fewer_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pack, seen = model_of("llama"), samples(), list[int]()
-    sums = Gradients(model)
-    expected = gradients_of(model, Autograd(model), pack, sums)
-    ours, forward = LlamaBody.of(model, sums), llama.LlamaLayer.forward
+    policy, pack, seen = policy_of(model_of("llama")), samples(), list[int]()
+    expected = gradients_of(policy, pack)
+    policy.body, forward = LlamaBody.of(policy.model, policy.gradients), llama.LlamaLayer.forward
+    recomputed, recompute = list[bool](), llama.LlamaLayer._recompute
 
-    def scarce(self: Any, x: Any, tape: Any, level: int) -> Any:
+    def scarce(self: Any, x: Any, w: Any, tape: Any, level: int) -> Any:
         seen.append(level)
         if seen == [ALL, ALL]:
             raise torch.OutOfMemoryError("none left")
-        return forward(self, x, tape, level)
+        return forward(self, x, w, tape, level)
+
+    def recorded(self: Any, kept: Any, w: Any, tape: Any) -> None:
+        recomputed.append(kept.qkv is None)
+        recompute(self, kept, w, tape)
 
     monkeypatch.setattr(llama.LlamaLayer, "forward", scarce)
-    found = gradients_of(model, ours, pack, sums)
-    assert seen == [ALL, ALL, LEAST, LEAST, LEAST]
+    monkeypatch.setattr(llama.LlamaLayer, "_recompute", recorded)
+    found = gradients_of(policy, pack)
+    assert seen == [ALL, ALL, LEAST, LEAST], "the layer that failed runs again, and no other"
+    assert recomputed == [True] * 3
     assert all(relative_difference(found[n], g) < 2e-5 for n, g in expected.items() if float(g.norm()) > 0)
+
+
+def test_pack_without_gradient_leaves_no_activations() -> None:
+    """An autograd graph that refers to itself would keep them until the garbage collector runs."""
+    model = model_of("llama")
+    learner = Learner(model, Gradients(model))
+    learner.use_own_layers()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(x) is llama.Activations for x in gc.get_objects())
+        learner.learn(samples(2), 1.0, lambda a, b, logp, entropy: np.zeros(len(logp)))
+        assert sum(type(x) is llama.Activations for x in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_module_with_own_layers_still_serves_an_engine() -> None:
+    model = model_of("qwen3")
+    rows, _ = pack_rows(samples(2), model.device)
+    ask = {"input_ids": rows.ids[None], "position_ids": rows.positions[None], "use_cache": False, "batch": rows.batch}
+    with torch.no_grad():
+        before = model(**ask).logits
+        LlamaBody.of(model)
+        assert torch.equal(model(**ask).logits, before)
 
 
 def test_joined_weights_remain_the_same_parameters(tmp_path: Any) -> None:
@@ -163,7 +204,7 @@ def test_joined_weights_remain_the_same_parameters(tmp_path: Any) -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     attention = model.base_model.layers[1].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    joined = made.layers[1].qkv.tensor
+    joined = made.layers[1].weights().qkv
     assert joined.data_ptr() == parts[0].data_ptr()
     model.save_pretrained(tmp_path)
     again = Qwen3ForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -175,14 +216,14 @@ def test_joined_weights_remain_the_same_parameters(tmp_path: Any) -> None:
 
 def test_weights_moved_apart_are_joined_again() -> None:
     """An engine may join weights differently, and a load may replace them."""
-    model, pack = model_of("llama"), samples()
-    sums = Gradients(model)
-    expected = gradients_of(model, Autograd(model), pack, sums)
-    ours = LlamaBody.of(model, sums)
-    for p in model.parameters():
+    policy, pack = policy_of(model_of("llama")), samples()
+    expected = gradients_of(policy, pack)
+    policy.body = LlamaBody.of(policy.model, policy.gradients)
+    gradients_of(policy, pack)
+    for p in policy.model.parameters():
         p.data = p.data.clone()
-    assert adjacent(ours.layers[0].qkv.parts) is None
-    found = gradients_of(model, ours, pack, sums)
+    assert adjacent(policy.body.layers[0].weights().qkv_parts) is None
+    found = gradients_of(policy, pack)
     assert all(relative_difference(found[n], g) < 2e-5 for n, g in expected.items() if float(g.norm()) > 0)
 
 
@@ -199,14 +240,14 @@ def test_unsupported_models_are_refused() -> None:
 
 
 def test_comparison_detects_a_wrong_implementation() -> None:
-    model = model_of("qwen3")
-    sums = Gradients(model)
-    compare(LlamaBody.of(model, sums), Autograd(model))
-    assert all(float(p.grad.abs().sum()) == 0 for p in model.parameters() if p.grad is not None)
-    wrong = LlamaBody.of(model, sums)
-    wrong.layers[1].norms = [None, None]
+    policy = policy_of(model_of("qwen3"))
+    policy.body = LlamaBody.of(policy.model, policy.gradients)
+    compare(policy)
+    assert isinstance(policy.body, LlamaBody)
+    assert all(float(p.grad.abs().sum()) == 0 for p in policy.model.parameters() if p.grad is not None)
+    policy.body.layers[1].scale *= 3
     with pytest.raises(UnsupportedModel, match="hidden states differ"):
-        compare(wrong, Autograd(model))
+        compare(policy)
 
 
 def test_half_precision_gradients_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,14 +260,14 @@ def test_half_precision_gradients_are_summed_in_float32(monkeypatch: pytest.Monk
     rows = sum(len(p) for p in parts)
     grad, x = torch.randn(50, rows).bfloat16(), torch.randn(50, 64).bfloat16()
     for _ in range(3):
-        sums.add_product(parts, grad, x)
+        sums.product(parts, grad, x)
     expected = 3 * (grad.float().t() @ x.float())
     found = torch.cat([g for g in grads if g is not None])
     assert found.dtype == torch.float32
     assert relative_difference(found, expected) < 5e-3
     a.q_proj.weight.requires_grad_(False)
     sums.zero()
-    sums.add_product(parts, grad, x)
+    sums.product(parts, grad, x)
     assert float(grads[0].abs().sum()) == 0  # pyright: ignore
     assert relative_difference(torch.cat(grads[1:]), expected[len(parts[0]) :] / 3) < 5e-3  # pyright: ignore
 
@@ -349,9 +390,8 @@ def test_bfloat16_gradients_match_float32(name: str, keep: int | None, monkeypat
 
     expected = gradient(TorchTrainer(exact, algorithms.make("grpo"), recipe, micro_tokens=1), 100_000)
     ours = TorchTrainer(half, algorithms.make("grpo"), recipe, micro_tokens=1)
-    assert isinstance(ours.learner.body, LlamaBody), "the automatic choice"
-    sums = ours.optimizer.gradients
-    ours.learner.body = LlamaBody.of(half, sums, keep=keep) if keep is not None else Autograd(half)
+    assert not ours.learner.has_graph, "the automatic choice"
+    ours.learner.policy.body = LlamaBody.of(half, ours.optimizer.gradients, keep=keep) if keep is not None else None
     for micro_tokens in (100_000, 700):
         found = relative_difference(gradient(ours, micro_tokens), expected)
         print(f"{name} {keep} {micro_tokens}: {found:.4f}")
@@ -363,7 +403,7 @@ def test_failing_kernel_falls_back_to_autograd(monkeypatch: pytest.MonkeyPatch) 
     model, lines = model_of("llama").cuda().bfloat16(), list[str]()
     monkeypatch.setattr(llama.LlamaLayer, "forward", lambda *a: 1 / 0)
     learner = Learner(model, Gradients(model), say=lines.append)
-    assert isinstance(learner.body, Autograd)
+    assert learner.has_graph
     assert "ZeroDivisionError" in lines[0]
 
 

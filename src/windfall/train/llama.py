@@ -1,20 +1,24 @@
-"""Dense decoders of the Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3), forward and backward without autograd.
+"""Dense decoders of the Llama family (Llama, SmolLM, Mistral, Qwen2, Qwen3) with a hand-written backward pass.
 
-The weights are those of the transformers module, in place; matrices with the same input are moved next to each other in
-memory, so that they need one product. The backward pass is written by hand: it chooses which activations to keep (see
-activation_memory.py), recomputes what is cheaper to recompute (norms, rotary embedding, SwiGLU), and adds the gradient
-of every weight to its float32 sum at once. `LlamaBody.of` refuses modules that it does not support; the caller also
-compares the two implementations on real rows (see logprobs.py).
+A decoder layer is one autograd function. It chooses which activations to keep (see activation_memory.py), recomputes
+what is cheaper to recompute (norms, rotary embedding, SwiGLU), and adds the gradient of every weight to its sum at once
+(see gradients.py). It runs as the `forward` of the layer's module, which gets it as a keyword argument: the hooks of
+FSDP2 see the call, and without that argument the module computes what it always did, for an engine that shares it.
+
+Weights are read from the module in every pass. Matrices with the same input are moved next to each other in memory, so
+that they need one product; sharded ones are copied next to each other in every pass. `LlamaBody.of` refuses modules
+that it does not support; the caller also compares the two implementations on real rows (see logprobs.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from windfall.engine.joined_weights import adjacent, join
@@ -23,9 +27,12 @@ from windfall.free_memory import free_bytes
 from windfall.train import activation_memory
 from windfall.train import layers as plain
 from windfall.train.activation_memory import ALL, LEAST, LIGHT
-from windfall.train.gradients import Gradients
+from windfall.train.gradients import Gradients, accept_float32
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+SHARDED_WORKING = 20
+"""Bytes per weight of a layer that FSDP2 needs during a backward pass: two layers in half precision with their gather
+buffers (8), and in float32 the gradients of one layer and the input of two reductions (12)."""
 
 
 class UnsupportedModel(Exception):
@@ -55,211 +62,298 @@ class Activations:
     gate_up: Tensor | None = None
 
 
-@dataclass(kw_only=True, slots=True)
 class Tape:
-    """What the backward pass of a pack needs."""
+    """What the layers of one pack share. Not a dataclass, because FSDP2 copies those that are passed to a module."""
 
-    rows: PackedRows
-    cos: Tensor
-    sin: Tensor
-    layers: list[Activations] = field(default_factory=list)
-    last: Tensor | None = None
-    """The wanted rows before the final norm."""
+    def __init__(self, batch: Packed, cos: Tensor, sin: Tensor, levels: list[int]) -> None:
+        self.batch, self.cos, self.sin, self.levels = batch, cos, sin, levels
+        self.kept: list[Activations] = []
+        """Those of every layer so far, if there will be a backward pass. That pass consumes them."""
+
+    def keep_least(self) -> None:
+        """Free what all layers keep beyond their inputs, and keep no more for this pack."""
+        self.levels = [LEAST] * len(self.levels)
+        for a in self.kept:
+            a.residual = a.qkv = a.attention_out = a.logsumexp = a.gate_up = None
+        torch.cuda.empty_cache()
 
 
 class LlamaBody:
-    def __init__(self, model: Any, gradients: Gradients | None, keep: str | int, ops: Any) -> None:
-        self.base, self.gradients, self.keep = model.base_model, gradients, keep
+    def __init__(self, model: Any, gradients: Gradients | None, keep: str | int, ops: Any, dtype: torch.dtype) -> None:
+        self.base, self.gradients, self.keep, self.ops = model.base_model, gradients, keep, ops
         self.layers = [LlamaLayer(x, gradients, ops) for x in self.base.layers]
-        self.ops, self.eps = ops, self.base.norm.variance_epsilon
         one, mlp = self.layers[0], self.base.layers[0].mlp
         self.each = activation_memory.layer_bytes(
-            hidden=one.out.shape[0], intermediate=mlp.down_proj.in_features, heads=one.heads, kv_heads=one.kv_heads,
-            head=one.head, value_bytes=one.out.element_size(),
+            hidden=mlp.down_proj.out_features, intermediate=mlp.down_proj.in_features, heads=one.heads,
+            kv_heads=one.kv_heads, head=one.head, value_bytes=dtype.itemsize,
         )  # fmt: skip
+        self.reserved = 0
+        """Bytes that FSDP2 and the gradient of the head need during the backward pass."""
+        if gradients is not None and gradients.sharded:
+            layer = sum(p.numel() for p in self.base.layers[0].parameters())
+            self.reserved = SHARDED_WORKING * layer + 4 * model.get_output_embeddings().weight.numel()
+        for x in self.base.layers:
+            x.forward = MethodType(_forward, x)
 
     @staticmethod
-    def of(model: Any, gradients: Gradients | None = None, *, keep: str | int = "auto", ops: Any = None) -> LlamaBody:
-        """`keep`: a level of activation_memory.py for all layers, or "auto": by the free memory, for every pack."""
+    def of(
+        model: Any, gradients: Gradients | None = None, *, keep: str | int = "auto", ops: Any = None,
+        device: torch.device | None = None, dtype: torch.dtype | None = None,
+    ) -> LlamaBody:  # fmt: skip
+        """`keep`: a level of activation_memory.py for all layers, or "auto": by the free memory, for every pack.
+        `device` and `dtype` are those of the passes, if they differ from those of the stored weights."""
         _check(model)
-        return LlamaBody(model, gradients, keep, ops or plain.for_device(model.device))
+        return LlamaBody(model, gradients, keep, ops or plain.for_device(device or model.device), dtype or model.dtype)
 
-    def forward(self, rows: PackedRows, *, learning: bool) -> tuple[Tensor, Tape]:
-        """Hidden states of the wanted rows, and a tape for `backward`, which is complete only with `learning`."""
-        least = [LEAST] * len(self.layers)
-        levels = self._levels(len(rows.ids)) if learning else least
-        try:
-            return self._forward(rows, levels, learning)
-        except torch.OutOfMemoryError:  # the free memory is fragmented, or was taken meanwhile
-            if levels == least:
-                raise
-        torch.cuda.empty_cache()
-        return self._forward(rows, least, learning)
+    def __call__(self, rows: PackedRows) -> Tensor:
+        """Hidden states of the wanted rows."""
+        base, apply = self.base, cast(Any, _Embedding.apply)
+        x = apply(base.embed_tokens.weight, rows.ids, base.embed_tokens.padding_idx, self.gradients)
+        cos, sin = (a[0].contiguous() for a in base.rotary_emb(x[None], rows.positions[None]))
+        tape = Tape(rows.batch, cos, sin, self.levels(len(x), x.device))
+        for module, layer in zip(base.layers, self.layers, strict=True):
+            x = module(x, layer=layer, tape=tape)
+        apply = cast(Any, _FinalNorm.apply)
+        return apply(x, base.norm.weight, rows.wanted, base.norm.variance_epsilon, self.ops, self.gradients)
 
-    @torch.no_grad()
-    def _forward(self, rows: PackedRows, levels: list[int], learning: bool) -> tuple[Tensor, Tape]:
-        x = self.base.embed_tokens(rows.ids)
-        cos, sin = (a[0].contiguous() for a in self.base.rotary_emb(x[None], rows.positions[None]))
-        tape = Tape(rows=rows, cos=cos, sin=sin)
-        for layer, level in zip(self.layers, levels, strict=True):
-            y, kept = layer.forward(x, tape, level)
-            if learning:
-                tape.layers.append(kept)
-            x = y
-            del y, kept
-        last = x.index_select(0, rows.wanted)
-        tape.last = last if learning else None
-        return self.ops.rms_norm(last, self.base.norm.weight, self.eps)[0], tape
-
-    @torch.no_grad()
-    def backward(self, tape: Tape, grad: Tensor) -> None:
-        """Add the gradients of all weights, from the gradient of the hidden states. Consumes the tape."""
-        assert self.gradients is not None and tape.last is not None
-        rows, norm = tape.rows, self.base.norm.weight
-        back, _, norm_grad = self.ops.rms_norm_backward(grad, tape.last, norm, self.eps, None)
-        self.gradients.add(norm, norm_grad)
-        dx = grad.new_zeros(len(rows.ids), grad.shape[1]).index_copy_(0, rows.wanted, back)
-        for layer in reversed(self.layers):
-            dx = layer.backward(dx, tape.layers.pop(), tape)
-        embedding = self.base.embed_tokens
-        if embedding.padding_idx is not None:  # torch never trains that row of an embedding
-            dx.masked_fill_((rows.ids == embedding.padding_idx)[:, None], 0.0)
-        self.gradients.add_rows(embedding.weight, rows.ids, dx)
-
-    def discard(self, tape: Tape) -> None:
-        """Replaces `backward` if every gradient is zero."""
-        tape.layers.clear()
-
-    def _levels(self, tokens: int) -> list[int]:
+    def levels(self, tokens: int, device: torch.device) -> list[int]:
+        """What each layer keeps for a pack."""
         count = len(self.layers)
-        if isinstance(self.keep, int):
-            return [self.keep] * count
-        weight = self.base.embed_tokens.weight
-        if not weight.is_cuda:
+        if not torch.is_grad_enabled():
+            return [LEAST] * count
+        if self.keep != "auto":
+            return [cast(int, self.keep)] * count
+        if device.type != "cuda":
             return [ALL] * count
-        return activation_memory.levels(free_bytes(weight.device), tokens, count, self.each)
+        return activation_memory.levels(free_bytes(device) - self.reserved, tokens, count, self.each)
+
+
+def _forward(self: Any, *args: Any, layer: LlamaLayer | None = None, **kwargs: Any) -> Any:
+    """The forward of a decoder layer's module."""
+    return type(self).forward(self, *args, **kwargs) if layer is None else layer(*args, **kwargs)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, gradients: Gradients | None) -> Tensor:
+        ctx.save_for_backward(weight, ids)
+        ctx.rest = padding, gradients
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight, ids), (padding, gradients), dx = ctx.saved_tensors, ctx.rest, grads[0]
+        if padding is not None:  # torch never trains that row of an embedding
+            dx = dx.masked_fill((ids == padding)[:, None], 0.0)
+        return gradients.add_rows(weight, ids, dx), None, None, None
+
+
+class _FinalNorm(torch.autograd.Function):
+    """RMSNorm of some rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, wanted: Tensor, eps: float, ops: Any, gradients: Gradients | None
+    ) -> Tensor:
+        x, ctx.rest = x.index_select(0, wanted), (len(x), eps, ops, gradients)
+        ctx.save_for_backward(x, weight, wanted)
+        return ops.rms_norm(x, weight, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x, weight, wanted), (count, eps, ops, gradients), grad = ctx.saved_tensors, ctx.rest, grads[0]
+        back, _, norm_grad = ops.rms_norm_backward(grad, x, weight, eps, None)
+        dx = grad.new_zeros(count, grad.shape[1]).index_copy_(0, wanted, back)
+        return dx, gradients.add(weight, norm_grad), None, None, None, None
+
+
+class _Layer(torch.autograd.Function):
+    """A decoder layer. Its last inputs are all its weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: LlamaLayer, tape: Tape, now: LayerWeights, *weights: Tensor) -> Tensor:
+        del weights
+        y, kept = layer.forward_in_memory(x.detach(), now, tape)  # with its graph, the tape would refer to itself
+        if any(ctx.needs_input_grad):
+            tape.kept.append(kept)
+        ctx.rest = layer, tape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        layer, tape = ctx.rest
+        back, weights = layer.backward(grads[0], layer.weights(), tape.kept.pop(), tape)
+        return back, None, None, None, *weights
+
+
+class LayerWeights:
+    """The weights of a layer's module as they are now. Those with the same input are also joined: in a view if they are
+    adjacent in memory, otherwise in a copy."""
+
+    def __init__(self, module: Any) -> None:
+        a = module.self_attn
+        self.input_norm, self.mlp_norm = module.input_layernorm.weight, module.post_attention_layernorm.weight
+        self.norms = [a.q_norm.weight, a.k_norm.weight] if hasattr(a, "q_norm") else [None, None]
+        self.out, self.down = a.o_proj.weight, module.mlp.down_proj.weight
+        self.groups = same_input(module)
+        self.qkv_parts, self.gate_up_parts, self.bias_parts = self.groups
+        self.all = [
+            self.input_norm, *self.qkv_parts, *self.bias_parts, *(x for x in self.norms if x is not None), self.out,
+            self.mlp_norm, *self.gate_up_parts, self.down,
+        ]  # fmt: skip
+        self.copied = False
+        self.qkv, self.gate_up = self._joined(self.qkv_parts), self._joined(self.gate_up_parts)
+        self.bias = self._joined(self.bias_parts) if self.bias_parts else None
+        self._at = self._addresses()
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        view = adjacent(parts)
+        self.copied |= view is None
+        return torch.cat([p.detach() for p in parts]) if view is None else view
+
+    def valid(self) -> bool:
+        """Whether the joined weights are still those of the module."""
+        return not self.copied and self._at == self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [p.data_ptr() for parts in self.groups for p in parts]
+
+
+def same_input(module: Any) -> list[list[Tensor]]:
+    """The weights of a layer's module that have the same input: query, key and value; gate and up; biases, if any."""
+    qkv = (module.self_attn.q_proj, module.self_attn.k_proj, module.self_attn.v_proj)
+    biases = [x.bias for x in qkv if x.bias is not None]
+    return [[x.weight for x in qkv], [module.mlp.gate_proj.weight, module.mlp.up_proj.weight], biases]
 
 
 class LlamaLayer:
-    def __init__(self, layer: Any, gradients: Gradients | None, ops: Any) -> None:
-        a, mlp = layer.self_attn, layer.mlp
-        self.ops, self.gradients, self.head = ops, gradients, a.head_dim
+    def __init__(self, module: Any, gradients: Gradients | None, ops: Any) -> None:
+        a = module.self_attn
+        self.module, self.ops, self.gradients, self.head = module, ops, gradients, a.head_dim
         self.heads, self.kv_heads = (p.out_features // a.head_dim for p in (a.q_proj, a.k_proj))
         self.scale: float = a.scaling
-        self.eps: float = layer.input_layernorm.variance_epsilon
-        self.input_norm, self.mlp_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        self.norms = [a.q_norm.weight, a.k_norm.weight] if hasattr(a, "q_norm") else [None, None]
-        self.qkv = JoinedWeights([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
-        self.biases = JoinedWeights([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias] if a.q_proj.bias is not None else [])
-        self.out, self.down = a.o_proj.weight, mlp.down_proj.weight
-        self.gate_up = JoinedWeights([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.eps: float = module.input_layernorm.variance_epsilon
         window = getattr(a, "sliding_window", None)
-        self.window: int | None = a.config.sliding_window if type(layer).__name__.startswith("Mistral") else window
+        self.window: int | None = a.config.sliding_window if _family(module) == FAMILIES[1] else window
+        self._weights: LayerWeights | None = None
+        for parts in same_input(module):
+            if parts and not isinstance(parts[0], DTensor):
+                join(parts)
 
-    def forward(self, x: Tensor, tape: Tape, level: int) -> tuple[Tensor, Activations]:
+    def weights(self) -> LayerWeights:
+        """The weights as they are now. Only during a pass, because only then FSDP2 has gathered them."""
+        if self._weights is not None and self._weights.valid():
+            return self._weights
+        now = LayerWeights(self.module)
+        self._weights = None if now.copied else now
+        return now
+
+    def __call__(self, x: Tensor, tape: Tape) -> Tensor:
+        now = self.weights()
+        if self.gradients is not None and self.gradients.sharded:
+            accept_float32(now.all)
+        return cast(Tensor, _Layer.apply(x, self, tape, now, *now.all))
+
+    def forward_in_memory(self, x: Tensor, w: LayerWeights, tape: Tape) -> tuple[Tensor, Activations]:
+        """`forward` at the level of the tape; if memory runs out, all layers keep the least. The other ranks do not
+        notice: the layers before are not run again."""
+        try:
+            return self.forward(x, w, tape, tape.levels[len(tape.kept)])
+        except torch.OutOfMemoryError:  # the free memory is fragmented, or was taken meanwhile
+            if not any(tape.levels):
+                raise
+        tape.keep_least()
+        return self.forward(x, w, tape, LEAST)
+
+    def forward(self, x: Tensor, w: LayerWeights, tape: Tape, level: int) -> tuple[Tensor, Activations]:
         kept = Activations(x=x)
-        self._attention(kept, tape)
-        self._mlp_input(kept)
+        self._attention(kept, w, tape)
+        self._mlp_input(kept, w)
         assert kept.gate_up is not None and kept.residual is not None
-        y = linear(self.ops.apply_swiglu(kept.gate_up), self.down).add_(kept.residual)
+        y = linear(self.ops.apply_swiglu(kept.gate_up), w.down).add_(kept.residual)
         if level == LIGHT:
             kept.gate_up = None
         return y, kept if level > LEAST else Activations(x=x)
 
-    def _attention(self, kept: Activations, tape: Tape) -> None:
-        h, _ = self.ops.rms_norm(kept.x, self.input_norm, self.eps)
-        kept.qkv = linear(h, self.qkv.tensor, self.biases.tensor if self.biases.parts else None)
+    def _attention(self, kept: Activations, w: LayerWeights, tape: Tape) -> None:
+        h, _ = self.ops.rms_norm(kept.x, w.input_norm, self.eps)
+        kept.qkv = linear(h, w.qkv, w.bias)
         del h
-        q, k, v = self._rotated(kept.qkv, tape)
-        kept.attention_out, kept.logsumexp = tape.rows.batch.forward(q, k, v, self.scale, self.window)
-        kept.residual = linear(kept.attention_out.flatten(1), self.out)
+        q, k, v = self._rotated(kept.qkv, w, tape)
+        kept.attention_out, kept.logsumexp = tape.batch.forward(q, k, v, self.scale, self.window)
+        kept.residual = linear(kept.attention_out.flatten(1), w.out)
 
-    def _mlp_input(self, kept: Activations) -> None:
+    def _mlp_input(self, kept: Activations, w: LayerWeights) -> None:
         """Add the attention output to the residual, and compute the gate and up projections of the MLP from it."""
         assert kept.residual is not None
-        h, kept.residual = self.ops.rms_norm(kept.residual, self.mlp_norm, self.eps, kept.x)
-        kept.gate_up = linear(h, self.gate_up.tensor)
+        h, kept.residual = self.ops.rms_norm(kept.residual, w.mlp_norm, self.eps, kept.x)
+        kept.gate_up = linear(h, w.gate_up)
 
-    def _rotated(self, qkv: Tensor, tape: Tape) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated(self, qkv: Tensor, w: LayerWeights, tape: Tape) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their norms and rotary embedding, and values."""
-        q, k = self.ops.apply_rotary(qkv, tape.cos, tape.sin, self.heads, self.kv_heads, *self.norms, self.eps)
+        q, k = self.ops.apply_rotary(qkv, tape.cos, tape.sin, self.heads, self.kv_heads, *w.norms, self.eps)
         return q, k, qkv[:, (self.heads + self.kv_heads) * self.head :].unflatten(1, (self.kv_heads, self.head))
 
-    def backward(self, dy: Tensor, kept: Activations, tape: Tape) -> Tensor:
-        """Add the gradients of the weights, and return that of the layer's input."""
+    def backward(
+        self, dy: Tensor, w: LayerWeights, kept: Activations, tape: Tape
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradients of the layer's input and of all its weights. Consumes `kept`."""
         ops, sums = self.ops, self.gradients
         assert sums is not None
-        self._recompute(kept, tape)
+        self._recompute(kept, w, tape)
         gate_up, residual = kept.gate_up, kept.residual
-        d_gate_up, gated = ops.apply_swiglu_backward(dy @ self.down, gate_up)
-        sums.product([self.down], dy, gated)
+        d_gate_up, gated = ops.apply_swiglu_backward(dy @ w.down, gate_up)
+        down = sums.product([w.down], dy, gated)
         del gated, gate_up
-        dh = d_gate_up @ self.gate_up.tensor
-        dx, h, norm_grad = ops.rms_norm_backward(dh, residual, self.mlp_norm, self.eps, dy)
-        sums.add(self.mlp_norm, norm_grad)
-        sums.product(self.gate_up.parts, d_gate_up, h)
+        dh = d_gate_up @ w.gate_up
+        dx, h, norm_grad = ops.rms_norm_backward(dh, residual, w.mlp_norm, self.eps, dy)
+        mlp = [sums.add(w.mlp_norm, norm_grad), *sums.product(w.gate_up_parts, d_gate_up, h), *down]
         kept.gate_up = kept.residual = None
         del d_gate_up, dh, h, residual, dy
-        d_qkv = self._attention_backward(dx, kept, tape)
-        dh = d_qkv @ self.qkv.tensor
-        back, h, norm_grad = ops.rms_norm_backward(dh, kept.x, self.input_norm, self.eps, dx)
-        sums.add(self.input_norm, norm_grad)
-        sums.product(self.qkv.parts, d_qkv, h)
-        start = 0
-        for bias in self.biases.parts:
-            sums.add(bias, d_qkv[:, start : start + len(bias)].sum(0, dtype=torch.float32))
-            start += len(bias)
-        return back
+        d_qkv, norms_and_out = self._attention_backward(dx, w, kept, tape)
+        dh = d_qkv @ w.qkv
+        back, h, norm_grad = ops.rms_norm_backward(dh, kept.x, w.input_norm, self.eps, dx)
+        attention = [sums.add(w.input_norm, norm_grad), *sums.product(w.qkv_parts, d_qkv, h)]
+        if w.bias_parts:
+            parts = d_qkv.sum(0, dtype=torch.float32).split([len(x) for x in w.bias_parts])
+            attention += [sums.add(p, x) for p, x in zip(w.bias_parts, parts, strict=True)]
+        return back, [*attention, *norms_and_out, *mlp]
 
-    def _attention_backward(self, dx: Tensor, kept: Activations, tape: Tape) -> Tensor:
-        """Add the gradients of the attention weights, and return that of the joint projection."""
+    def _attention_backward(
+        self, dx: Tensor, w: LayerWeights, kept: Activations, tape: Tape
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradients of the joint projection, of the norms of queries and keys, and of the output projection."""
         sums, out, qkv = self.gradients, kept.attention_out, kept.qkv
         assert sums is not None and out is not None and qkv is not None and kept.logsumexp is not None
-        sums.product([self.out], dx, out.flatten(1))
-        grad = (dx @ self.out).view_as(out)
-        q, k, v = self._rotated(qkv, tape)
-        parts = tape.rows.batch.backward(grad, q, k, v, out, kept.logsumexp, self.scale, self.window)
+        out_grad = sums.product([w.out], dx, out.flatten(1))
+        grad = (dx @ w.out).view_as(out)
+        q, k, v = self._rotated(qkv, w, tape)
+        parts = tape.batch.backward(grad, q, k, v, out, kept.logsumexp, self.scale, self.window)
         kept.attention_out = kept.logsumexp = None
         back, *norm_grads = self.ops.apply_rotary_backward(
-            *parts, qkv, tape.cos, tape.sin, self.heads, self.kv_heads, *self.norms, self.eps
+            *parts, qkv, tape.cos, tape.sin, self.heads, self.kv_heads, *w.norms, self.eps
         )
-        for weight, norm_grad in zip(self.norms, norm_grads, strict=True):
-            if weight is not None:
-                sums.add(weight, norm_grad)
-        return back
+        norms = [sums.add(p, x) for p, x in zip(w.norms, norm_grads, strict=True) if p is not None]
+        return back, [*norms, *out_grad]
 
-    def _recompute(self, kept: Activations, tape: Tape) -> None:
+    def _recompute(self, kept: Activations, w: LayerWeights, tape: Tape) -> None:
         """Recompute the activations that were not kept."""
         if kept.qkv is None:
-            self._attention(kept, tape)
-            self._mlp_input(kept)
+            self._attention(kept, w, tape)
+            self._mlp_input(kept, w)
         elif kept.gate_up is None:
             assert kept.residual is not None
-            kept.gate_up = linear(self.ops.rms_norm(kept.residual, self.mlp_norm, self.eps)[0], self.gate_up.tensor)
+            kept.gate_up = linear(self.ops.rms_norm(kept.residual, w.mlp_norm, self.eps)[0], w.gate_up)
 
 
-class JoinedWeights:
-    """Weights with the same input, moved next to each other in memory. They remain the same parameter objects."""
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self.parts = parts
-        self._at: list[int] = []
-        self._tensor: Tensor | None = None
-        if len(parts) > 1:
-            join(parts)
-
-    @property
-    def tensor(self) -> Tensor:
-        """All parts as one tensor; a copy only if they have been moved apart since."""
-        at = [p.data_ptr() for p in self.parts]
-        if at != self._at:
-            self._at, self._tensor = at, adjacent(self.parts)
-        return torch.cat([p.detach() for p in self.parts]) if self._tensor is None else self._tensor
+def _family(module: Any) -> str | None:
+    """The supported class that a layer is of. FSDP2 makes it one of a subclass."""
+    return next((x.__name__ for x in type(module).__mro__ if x.__name__ in FAMILIES), None)
 
 
 def _check(model: Any) -> None:
     found = getattr(model.base_model, "layers", None)
-    if found is None or not all(type(x).__name__ in FAMILIES for x in found):
+    if found is None or not all(map(_family, found)):
         raise UnsupportedModel(f"{type(model).__name__} is not of the Llama family")
     if getattr(model.config, "hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"its activation is {model.config.hidden_act}")

@@ -1,4 +1,9 @@
-"""The training side of a model: samples in, log-probs out, gradients accumulated."""
+"""The training side of a model: samples in, log-probs out, gradients accumulated.
+
+There are two implementations of the model's layers: those of transformers with autograd (every decoder, any device),
+and windfall's own (`LlamaBody` in llama.py: dense decoders of the Llama family in half precision on a GPU). The choice
+is made at the start: windfall's are used if they support the module and give the same hidden states and gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +18,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
+from windfall.train.activation_memory import ALL, LEAST
 from windfall.train.gradients import Gradients
 from windfall.train.head import WeightsFn
-from windfall.train.llama import PackedRows
+from windfall.train.llama import LlamaBody, PackedRows, UnsupportedModel
 from windfall.train.policy import Policy
 from windfall.train.sample import Sample
+
+KEEP = {True: LEAST, False: ALL, "auto": "auto"}
+"""From a recipe's train.checkpoint_activations to what the layers keep."""
 
 
 class Learner:
@@ -26,18 +35,32 @@ class Learner:
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
         """`model`: a model of transformers, or a Policy. Without `gradients` it can only score."""
-        del checkpoint_activations, say
         self.policy = model if isinstance(model, Policy) else Policy(model)
         self.policy.gradients = gradients
         self.always_backward = gradients is not None and gradients.sharded
         """Whether the backward pass runs even if every weight is zero: all ranks must make the same passes."""
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
+        if not self.pads:
+            try:
+                self.use_own_layers(keep=KEEP[checkpoint_activations])
+                compare(self.policy)
+            except (
+                Exception
+            ) as e:  # fault boundary: this would fail in every step; transformers' layers are the fallback
+                self.policy.body = None
+                why = str(e) if isinstance(e, UnsupportedModel) else f"{type(e).__name__}: {e}"
+                say(f"training uses the layers of transformers: {why}")
+
+    def use_own_layers(self, *, keep: str | int = "auto") -> None:
+        """Raises UnsupportedModel. `keep`: see LlamaBody."""
+        policy = self.policy
+        policy.body = LlamaBody.of(policy.model, policy.gradients, keep=keep, device=policy.device, dtype=policy.dtype)
 
     @property
     def has_graph(self) -> bool:
         """Whether autograd keeps the activations, unless gradient checkpointing recomputes them."""
-        return True
+        return self.policy.body is None
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
@@ -72,3 +95,34 @@ def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRo
         on_device = on_device.pin_memory().to(device, non_blocking=True)
     ids, positions, rows = on_device.split((total, total, wanted))
     return PackedRows(ids=ids, positions=positions, wanted=rows, batch=Packed.of(lengths, device)), ids[rows + 1]
+
+
+def compare(policy: Policy) -> None:
+    """Compare both implementations of the layers on two short sequences, with gradients if there are any.
+    UnsupportedModel if they differ."""
+    model, gradients, own = policy.model, policy.gradients, policy.body
+    size = model.config.vocab_size
+    ids = [tuple((7 * i + 3) % size for i in range(n)) for n in (40, 25)]
+    samples = [Sample(ids=x, targets=tuple(range(1, len(x))), behavior=np.zeros(0), advantage=0, limit=0) for x in ids]
+    rows, _ = pack_rows(samples, policy.device)
+    found: list[tuple[Tensor, ...]] = []
+    for policy.body in (None, own):
+        with torch.set_grad_enabled(gradients is not None):
+            hidden = policy(rows)
+        found.append((hidden.detach(),))
+        if gradients is not None:
+            gradients.zero()
+            hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden))
+            base = model.base_model
+            matrices = [p for x in (base.layers[0], base.layers[-1]) for p in x.parameters() if p.dim() > 1]
+            grads = [g.flatten() for g in map(gradients.of, matrices) if g is not None]
+            found[-1] += (torch.cat(grads),)
+            gradients.zero()
+    for what, theirs, ours in zip(("hidden states", "gradients"), *found, strict=False):
+        _check_close(what, ours, theirs)
+
+
+def _check_close(what: str, ours: Tensor, theirs: Tensor) -> None:
+    difference = float((ours.float() - theirs.float()).norm() / theirs.float().norm().clamp(min=1e-20))
+    if not difference < 0.1:  # bfloat16 rounds by percents; a different computation is off by the size of the values
+        raise UnsupportedModel(f"{what} differ by {difference:.2g}")

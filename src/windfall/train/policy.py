@@ -18,7 +18,7 @@ from torch import Tensor
 
 from windfall.train.gradients import Gradients, accept_float32
 from windfall.train.head import Head, WeightsFn
-from windfall.train.llama import PackedRows
+from windfall.train.llama import LlamaBody, PackedRows
 
 
 class Policy(torch.nn.Module):
@@ -30,6 +30,8 @@ class Policy(torch.nn.Module):
         self.head = Head(model, self.device)
         self.gradients: Gradients | None = None
         """Where the gradients of the weights go. None: this policy only scores."""
+        self.body: LlamaBody | None = None
+        """windfall's own layers; None: those of transformers."""
         self._recomputing = [x for x in model.modules() if hasattr(x, "gradient_checkpointing")]
 
     def forward(
@@ -39,11 +41,11 @@ class Policy(torch.nn.Module):
         """Without `weights_fn`: log-probs and entropies (2, n), without a graph. With it: the negative sum of weight *
         log-prob, whose `backward()` adds its gradient to every trained weight. Without `targets`: hidden states."""
         learning = torch.is_grad_enabled() and (targets is None or weights_fn is not None)
-        self.set_training(learning)
+        self.set_training(learning and self.body is None)
         with torch.set_grad_enabled(learning):
             if learning and self.gradients is not None and self.gradients.sharded:
                 accept_float32(self.parameters())
-            hidden = self._hidden(rows)
+            hidden = self.transformers_body(rows) if self.body is None else self.body(rows)
             if targets is None:
                 return hidden
             if weights_fn is None:
@@ -57,7 +59,7 @@ class Policy(torch.nn.Module):
         for module in self._recomputing:
             module.training = training and module.gradient_checkpointing
 
-    def _hidden(self, rows: PackedRows) -> Tensor:
+    def transformers_body(self, rows: PackedRows) -> Tensor:
         """Hidden states of the wanted rows."""
         return self.model.base_model(
             input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, batch=rows.batch

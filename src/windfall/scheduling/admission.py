@@ -11,6 +11,9 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
   version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened only once the version
   that generates it is published: this is synchronous training.
+- The ramp: until the gate is reached, every version opens at most one batch more than is trained on. So a run starts
+  with two batches, not with eta + 1. Otherwise most of the first eta + 1 batches wait in the queue while they become
+  old, and the last of them is trained on without any slack for its longest responses.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
 - Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
@@ -88,6 +91,8 @@ class Admission:
         self._order: deque[int] = deque()
         """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are
         skipped."""
+        self._ramp = 2 * batch
+        """Groups that may be open, ready or taken at this version, if the gate allows as many."""
         self.taken: list[int] = []
         """Tasks in the batch of the current step, in the order in which they are trained on."""
         self._replaced = 0
@@ -117,19 +122,24 @@ class Admission:
         self._held.clear()
         self._restored = dict(oldest or {})
         self._replaced, self.dropped = 0, Dropped()
+        self._ramp = self._admitted + 2 * self.batch
+
+    @property
+    def _admitted(self) -> int:
+        """Number of groups that are admitted and neither trained on nor given up."""
+        return len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
 
     @property
     def capacity(self) -> int:
         """Number of new tasks that may be admitted now."""
-        held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
         gate = min(self.staleness + 1, self.steps - self.version) * self.batch
         draws = (self._max_draws + self.staleness) * self.batch - self._replaced
-        return max(0, min(gate, draws) - held)
+        return max(0, min(gate, self._ramp, draws) - self._admitted)
 
     @property
     def closed(self) -> bool:
-        """The gate admits nothing more, although more steps follow: generation is as far ahead as the bound allows."""
-        return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
+        """Nothing more is admitted, although more steps follow: generation is as far ahead as the rules allow."""
+        return self.capacity == 0 and self._admitted < (self.steps - self.version) * self.batch
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
@@ -241,6 +251,7 @@ class Admission:
         self.version += 1
         self._held = +self._held  # remove the versions that no group has any more
         self.taken, self._replaced, self.dropped = [], 0, Dropped()
+        self._ramp = self._admitted + 2 * self.batch
 
     @property
     def oldest_version(self) -> int:

@@ -1,5 +1,5 @@
-"""The trainer has moved on while all workers still hold an older version: no work is lost, nothing is generated that may
-not be, nothing hangs. A test sends the workers' messages."""
+"""The trainer has moved on while all workers still hold an older version: no work is lost, nothing is generated that
+may not be, nothing hangs. A test sends the workers' messages."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ class Worker:
         """Send `count` tokens of every response that it has."""
         handles = sorted(self.work)
         n = count * len(handles)
+        finished = dict.fromkeys(range(len(handles)), finish) if finish else {}
         frame = m.Tokens(
             version=self.version, handles=tuple(handles), positions=tuple(self.work[h] for h in handles),
             counts=(count,) * len(handles), tokens=array("I", [7] * n).tobytes(),
-            logprobs=array("f", [-1.0] * n).tobytes(), finished=dict.fromkeys(range(len(handles)), finish) if finish else {},
+            logprobs=array("f", [-1.0] * n).tobytes(), finished=finished,
         )  # fmt: skip
         await self.link.send(frame)
         self.work = {} if finish else {h: p + count for h, p in self.work.items()}

@@ -52,8 +52,8 @@ def of_step(step: Mapping[str, Any]) -> list[str]:
 
 
 def of_snapshot(fields: Mapping[str, Any], width: int) -> list[str]:
-    """The lines of `windfall top`, from `staleness` in fleet.json: the last step. A line has at most `width` columns if a
-    single part of it does.
+    """The lines of `windfall top`, from `staleness` in fleet.json: the last step. A part that does not fit into `width`
+    columns goes to the next line.
 
     >>> fields = {"bound": 2, "mean": 0.42, "max": 1, "counts": [36, 24], "too_old": 0, "held_s": 0.4}
     >>> of_snapshot(fields, 80)

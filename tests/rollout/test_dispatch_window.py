@@ -18,6 +18,7 @@ from windfall.link import messages as m
 from windfall.link.memory import MemoryLink, pair
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch, Listener
+from windfall.scheduling.members import WorkerState
 from windfall.types import Finish, Sampling
 
 MAX_TOKENS = 9
@@ -231,5 +232,28 @@ def test_worker_that_skips_a_version_while_it_runs_keeps_its_work(tmp_path: Path
             assert len(run.ended) == 2
             assert all(run.versions(id) == [(3, 2), (4, MAX_TOKENS - 2)] for id in run.ended)
             assert a.work == {}, "version 4 gets no new work"
+
+    asyncio.run(main())
+
+
+def test_worker_that_was_paused_while_it_loaded_stays_paused(tmp_path: Path) -> None:
+    """The trainer's engine is paused when its new weights arrive. Its time is not that of an idle worker."""
+
+    async def main() -> None:
+        async with started(tmp_path, "interrupt") as run:
+            a, _ = run.workers
+            await run.settle()
+            run.publish(4)
+            await run.settle()
+            assert a.loads == [4]
+            run.dispatch.pause("a")
+            await a.load()
+            await run.settle()
+            paused, now = run.dispatch.members.all["a"], asyncio.get_running_loop().time()
+            assert (paused.state, paused.version) == (WorkerState.PAUSED, 4)
+            before, after = (run.dispatch.accounts.of("a", s).seconds for s in (now, now + 5.0))
+            assert {k: round(s - before.get(k, 0.0), 6) for k, s in after.items() if s > before.get(k, 0.0)} == {
+                "paused": 5.0
+            }
 
     asyncio.run(main())

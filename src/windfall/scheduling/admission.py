@@ -11,16 +11,15 @@ version among its tokens. With the bound eta (`rollout.staleness`) and B groups 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
   version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened only once the version
   that generates it is published: this is synchronous training.
-- The ramp: until the gate is reached, every version opens at most one batch more than is trained on. So a run starts
-  with two batches, not with eta + 1. Otherwise most of the first eta + 1 batches wait in the queue while they become
-  old, and the last of them is trained on without any slack for its longest responses.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
 - Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
   places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
   them. Without this rule, short groups overtake long ones until those are too old, and training prefers short
   responses. With it, nothing is dropped as long as responses start at the version at which their task was admitted, or
-  later. With `in_order`, groups are taken in the order of their tasks.
+  later. A group ages only once it has begun: tasks that wait in the queue while versions are published (with a large
+  bound, most of those that a run opens at its start) do not hold the trainer back (`not_begun`). With `in_order`,
+  groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
@@ -77,12 +76,13 @@ class Admission:
         self.version = self.next_task = 0
         """Steps completed, and the index of the first task that was never admitted."""
         self.dropped = Dropped()
-        """Counted since the last publish()."""
+        self.too_new = 0
+        """Responses that were dropped as too old, and as newer than the trainer, since the last publish()."""
         self._again: deque[int] = deque()
         """Tasks to admit before new ones, because they were open when the run was interrupted."""
         self._open: dict[int, int] = {}
-        """Open tasks, and the version at which each was admitted, or that of its oldest token in the journal. Its
-        responses have no older tokens."""
+        """Open tasks. No token of a task is older than this version: at first the one at which it was admitted, or that
+        of its oldest token in the journal, then the newest version at which it had not begun."""
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
@@ -91,8 +91,6 @@ class Admission:
         self._order: deque[int] = deque()
         """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are
         skipped."""
-        self._ramp = 2 * batch
-        """Groups that may be open, ready or taken at this version, if the gate allows as many."""
         self.taken: list[int] = []
         """Tasks in the batch of the current step, in the order in which they are trained on."""
         self._replaced = 0
@@ -121,25 +119,20 @@ class Admission:
         self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
         self._held.clear()
         self._restored = dict(oldest or {})
-        self._replaced, self.dropped = 0, Dropped()
-        self._ramp = self._admitted + 2 * self.batch
-
-    @property
-    def _admitted(self) -> int:
-        """Number of groups that are admitted and neither trained on nor given up."""
-        return len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
+        self._replaced, self.dropped, self.too_new = 0, Dropped(), 0
 
     @property
     def capacity(self) -> int:
         """Number of new tasks that may be admitted now."""
+        held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)
         gate = min(self.staleness + 1, self.steps - self.version) * self.batch
         draws = (self._max_draws + self.staleness) * self.batch - self._replaced
-        return max(0, min(gate, self._ramp, draws) - self._admitted)
+        return max(0, min(gate, draws) - held)
 
     @property
     def closed(self) -> bool:
-        """Nothing more is admitted, although more steps follow: generation is as far ahead as the rules allow."""
-        return self.capacity == 0 and self._admitted < (self.steps - self.version) * self.batch
+        """The gate admits nothing more, although more steps follow: generation is as far ahead as the bound allows."""
+        return self.capacity == 0 and self.version + self.staleness + 1 < self.steps
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
@@ -168,6 +161,13 @@ class Admission:
     def drop(self, index: int) -> None:
         """Every response of this open task is too old."""
         self._held[self._open.pop(index)] -= 1
+
+    def not_begun(self, tasks: Iterable[int]) -> None:
+        """These open tasks have no token yet, and their first one will be of the current version or a newer one."""
+        for index in tasks:
+            self._held[self._open[index]] -= 1
+            self._open[index] = self.version
+            self._held[self.version] += 1
 
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
@@ -206,15 +206,20 @@ class Admission:
         while not self.complete and (index := self._next()) is not None:
             group = self._ready.pop(index)
             self._held[_oldest(group, self.version)] -= 1
-            fresh = tuple(r for r in group.responses if is_usable(r, self.version, self.staleness))
-            if len(fresh) < len(group.responses):
-                for response in group.responses:
-                    if not is_usable(response, self.version, self.staleness):
-                        self.dropped.add(response.sampled_count)
-            if fresh:
+            if fresh := tuple(r for r in group.responses if self._check_use(r)):
                 self.taken.append(index)
                 return replace(group, responses=fresh)
         return None
+
+    def _check_use(self, response: Response) -> bool:
+        """Whether the response may be trained on now. Counts it otherwise."""
+        if is_usable(response, self.version, self.staleness):
+            return True
+        if staleness(response, self.version) > self.staleness:
+            self.dropped.add(response.sampled_count)
+        else:
+            self.too_new += 1
+        return False
 
     def _next(self) -> int | None:
         """The ready task to take next."""
@@ -250,8 +255,7 @@ class Admission:
         self._planned.pop(self.version + 1, None)
         self.version += 1
         self._held = +self._held  # remove the versions that no group has any more
-        self.taken, self._replaced, self.dropped = [], 0, Dropped()
-        self._ramp = self._admitted + 2 * self.batch
+        self.taken, self._replaced, self.dropped, self.too_new = [], 0, Dropped(), 0
 
     @property
     def oldest_version(self) -> int:

@@ -34,14 +34,9 @@ class Worker:
         self.cancelled: list[int] = []
 
     async def receive(self) -> None:
-        """Take in what has been sent so far."""
+        """Take in what is sent, until canceled."""
         while True:
-            try:
-                async with asyncio.timeout(0.05):
-                    message = await self.link.receive()
-            except TimeoutError:
-                return
-            match message:
+            match message := await self.link.receive():
                 case m.Load():
                     self.loads.append(message.version)
                 case m.Assign():
@@ -92,10 +87,12 @@ class Run:
         hello = m.Hello(protocol=m.PROTOCOL, nonce=b"", proof=b"", name=name)
         self.attending.append(asyncio.create_task(self.dispatch.attend(ours, hello)))
         self.workers.append(Worker(theirs))
+        self.attending.append(asyncio.create_task(self.workers[-1].receive()))
 
     async def settle(self) -> None:
-        for worker in self.workers:
-            await worker.receive()
+        """Let everything happen that does not wait for time to pass."""
+        for _ in range(100):
+            await asyncio.sleep(0)
         self.dispatch.ledger.check()
         self.dispatch.members.check()
 

@@ -86,6 +86,7 @@ class LedgerEntry:
     state: EntryState = "queued"
     handle: int = -1
     worker: str = ""
+    last_worker: str = ""
     version: int = -1
     recorded: int = 0
     """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens are of `version`."""
@@ -159,6 +160,7 @@ class Ledger:
         self._by_worker.setdefault(worker, {})[entry.handle] = entry
         self._context[worker] = self.context(worker) + _context(entry)
         if entry.moved:
+            self.counts.moved += worker != entry.last_worker
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
 
@@ -345,7 +347,7 @@ class Ledger:
         self._ended[entry.handle] = how
         if len(self._ended) > MAX_ENDED_HANDLES:
             self._ended.popitem(last=False)
-        entry.handle, entry.worker = -1, ""
+        entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
 
     def _record_version(self, entry: LedgerEntry) -> None:
         episode = entry.episode
@@ -357,7 +359,6 @@ class Ledger:
         self._end_assignment(entry)
         entry.moves += 1
         entry.moved = True
-        self.counts.moved += 1
         self._enqueue(entry)
 
     def _enqueue(self, entry: LedgerEntry) -> None:

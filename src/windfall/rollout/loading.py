@@ -62,9 +62,9 @@ class Loading:
             member.version, member.digest, member.slots = message.version, message.digest, message.slots
             self.retry(member.id)
             return False
-        was_ready = member.state is WorkerState.READY
+        was_pulling = member.state is WorkerState.PULLING  # a paused worker stays paused
         self._members.loaded(member.id, message.version, message.digest, message.slots, message.s)
-        if not was_ready:
+        if was_pulling:
             self._accounts.ready(now_s, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,

@@ -167,7 +167,7 @@ class Journal:
             raise self._fail(path, e) from e
 
     def _fail(self, path: Path, e: OSError) -> WindfallError:
-        fix = "Free disk space or make it writable; then run `windfall resume`. No accepted token that matters is lost."
+        fix = "Free disk space or make it writable, then run `windfall resume`. Nothing the run depends on is lost."
         self._error = WindfallError(f"cannot write the journal: {e.strerror or e}", where=str(path), fix=fix)
         self.failed(self._error)
         return self._error

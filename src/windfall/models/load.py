@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str) -> Path | str:
-    """The model's folder, or its hub id. Raises WindfallError for a name that cannot be right. Uses no network."""
+    """The model's folder, or its hub id. Raises WindfallError for a name that cannot be either. Uses no network."""
     if name == "tiny":
         return TINY
     if name == "smollm2-135m":
@@ -84,7 +84,7 @@ def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
         for name, found, wanted in sorted(loaded["mismatched_keys"])
     ]
     for names, what in (
-        (wrong, "weights do not have the shape that the model needs"),
+        (wrong, "weights have the wrong shape for the model"),
         (sorted(loaded["missing_keys"]), "weights are missing from the model's files"),
     ):
         if names:

@@ -1,6 +1,6 @@
 """Which recipe keys may change when a run is resumed. The table below is the only place that decides it.
 
-    fixed      refused, because figures before and after the change would not belong to one run
+    fixed      refused, because figures before and after the change would not be comparable
     noted      accepted; the console states the consequence
     free       accepted and listed. No token of a response depends on the key, so the journal stays valid
 

@@ -53,7 +53,7 @@ class Loading:
             self.request(member)
 
     def done(self, member: Member, message: m.Loaded, now_s: float) -> bool:
-        """The worker has loaded a version. True if it is one of the window, so that work can be assigned."""
+        """The worker has loaded a version. True if it is in the window, so that work can be assigned."""
         if message.slots < 1 or message.version < 0 or message.longest < 0:
             capacity = f"{message.slots} slots and room for {message.longest} tokens"
             raise Malformed(f"loaded version {message.version} with {capacity}")

@@ -272,7 +272,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         out.append(f"  training reward            {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
     if steps:
         generated = sum(e["made"] - e.get("restored", 0) for e in steps)
-        speed = generated / max(1e-9, sum(e["s"] for e in steps))
+        speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
         asynchronous = "staleness_max" in steps[-1]  # generation and training overlap
         including = "" if asynchronous else " including training"
         out.append(f"  tokens                     {generated:,} generated, {speed:,.0f} tok/s{including}")

@@ -90,7 +90,7 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
     for row in rows:
         out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
-    stale = [staleness.of_snapshot(snapshot["staleness"])] if snapshot.get("staleness") else []
+    stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
     return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)
 
 

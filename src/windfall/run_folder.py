@@ -188,11 +188,8 @@ def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None
                 break
             except OSError:
                 if time.monotonic() >= deadline:
-                    what = (
-                        f"another process is already this run's {role}"
-                        if role
-                        else "another process is already running it"
-                    )
+                    doing = f"this run's {role}" if role else "running it"
+                    what = f"another process is already {doing}"
                     raise WindfallError(what, where=str(folder), fix="Stop it first.") from None
                 time.sleep(0.05)
         yield

@@ -187,7 +187,7 @@ def _match(
     queued: Sequence[str], loads: Sequence[WorkerLoad], new: list[int], fleet: _Fleet,
     prefix_holders: Mapping[str, Collection[str]], move_targets: Mapping[str, str],
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Chooses a worker for each response, about `new[n]` for worker n: groups together, where their prefix is cached."""
+    """Chooses a worker for each response, about `new[n]` for worker n. Groups go together, to their cached prefix."""
     names = [load.worker for load in loads]
     index = {name: n for n, name in enumerate(names)}
     steps = fleet.step_s()[: len(loads)][np.array(new) > 0]

@@ -1,4 +1,5 @@
-"""A simulated environment: tasks that are only numbers, rewards drawn by seed after a fixed time, and no tokenizer."""
+"""A simulated environment. Tasks are numbers, rewards are drawn by seed after a fixed time, and there is no
+tokenizer."""
 
 from __future__ import annotations
 

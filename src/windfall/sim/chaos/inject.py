@@ -165,7 +165,7 @@ class FlakyEnv:
 
 class FaultInjector:
     def __init__(self, simulation: Simulation, faults: Iterator[Fault], count: int) -> None:
-        """Inject the first `count` of these faults. With 0, nothing fails except the rewards that are always missing."""
+        """Inject the first `count` of these faults. With 0, nothing fails but the rewards that are always missing."""
         self.simulation, self.done = simulation, Counter[str]()
         self.on_send: Any = lambda link, message: None
         """Called with every message from the controller to a worker, before it is sent."""

@@ -1,5 +1,4 @@
-"""A simulated environment. Tasks are numbers, rewards are drawn by seed after a fixed time, and there is no
-tokenizer."""
+"""A simulated environment: tasks are numbers, rewards are drawn by seed after a fixed time; there is no tokenizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Spot markets: traces of machines that come and go, and prices that change over time. Pure, except for reading the
-price file.
+"""Spot markets: traces of machines that come and go, and prices that change over time. Pure except for the price file.
 
     machines   every machine comes and goes independently (fleet.trace.synthetic)
     poisson    machines arrive at `arrivals_per_h`, independent of departures, and stay `mean_up_s` on average

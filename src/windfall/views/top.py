@@ -19,14 +19,14 @@ from windfall.views import staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
-"""Columns of output that goes to a file or a pipe."""
+"""Width, in characters, of output that goes to a file or a pipe."""
 COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
 LEFT_OUT = ("moved", "version", "device", "tokens", "age", "lease")
-"""Columns that a narrow terminal does not show: as many as needed, in this order."""
+"""Columns left out on a narrow terminal, in this order, until the table fits."""
 REASON_WIDTH = 20
-"""The reason may be cut to this many characters before another column is left out."""
+"""The reason is shortened, at most to this many characters, before any column is left out."""
 GONE_SHOWN = 8
-"""Number of newest gone workers in the table."""
+"""Number of gone workers in the table: those that left last."""
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", True: "ended"}
 """Text for each value of `ended` in fleet.json. Earlier versions wrote True."""
 

@@ -32,6 +32,7 @@ from windfall.config import Recipe
 from windfall.errors import WindfallError
 from windfall.train.base import Report
 from windfall.train.logprobs import Learner
+from windfall.train.lora import Adapters, BaseLearner
 from windfall.train.optimizer import Optimizer
 from windfall.train.sample import Sample, packs
 
@@ -43,6 +44,7 @@ class TorchTrainer:
     def __init__(
         self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None
     ) -> None:
+        """`reference`: the model of the KL penalty, or the `Adapters` of `model`, for its base."""
         self.model, self.algorithm, self.micro_tokens = model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
         self.kl = recipe.algorithm.kl
@@ -52,7 +54,10 @@ class TorchTrainer:
         self.gap_limit = train.engine_gap_limit
         self.optimizer = Optimizer(model, train, recipe.run.steps * train.minibatches)
         self.learner = Learner(model, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
-        self.reference = Learner(reference) if reference is not None else None
+        self.reference: Any = None
+        if reference is not None:
+            adapted = isinstance(reference, Adapters)
+            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
         self.begin()
 
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -112,7 +117,7 @@ class TorchTrainer:
     def _packs(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         return packs(samples, self.micro_tokens, padded=self.learner.pads)
 
-    def _logprobs(self, learner: Learner, pack: Sequence[Sample]) -> list[Floats]:
+    def _logprobs(self, learner: Any, pack: Sequence[Sample]) -> list[Floats]:
         logp, _ = learner.score(pack, self.temperature)
         return np.split(logp.double().cpu().numpy(), np.cumsum([len(s.targets) for s in pack])[:-1])
 

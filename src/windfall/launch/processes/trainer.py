@@ -24,8 +24,9 @@ from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
-from windfall.launch import tls
+from windfall.launch import tls, trained_weights
 from windfall.launch.recipe_check import fit, prompt_lengths
+from windfall.launch.trained_weights import TrainedWeights
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.socket import Dialer
@@ -91,7 +92,7 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
-    model = load.load(source, dtype=dtype, device=device)
+    model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=device)
     if device == "cpu":
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
@@ -100,7 +101,8 @@ async def _main(recipe: Recipe, folder: Path) -> int:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
-    reference = load.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
+    weights = trained_weights.prepare(model, recipe, found, dtype=dtype)
+    reference = weights.reference(recipe, dtype=dtype, device=device) if recipe.algorithm.kl else None
     algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
     trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
     if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
@@ -116,15 +118,12 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
-    parameters = sum(p.numel() for p in model.parameters())
+    facts = weights.facts()
 
     def hello(**more: Any) -> m.TrainerHello:
-        facts = {
-            "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
-            "age_s": process.age_s(), **asdict(derived), **notes,
-        }  # fmt: skip
+        now = {"pid": os.getpid(), "machine": devices.describe(device), "age_s": process.age_s(), **asdict(derived)}
         return m.TrainerHello(
-            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
+            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts | now | notes,
             url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
         )  # fmt: skip
 
@@ -136,14 +135,15 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     )  # fmt: skip
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
-        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.release_module),
+        publish=lambda version: weights.publish(publisher, version, copied=host.release_module),
+        update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
-            folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
-            keep=recipe.checkpoint.keep,
+            folder / "checkpoints", now, model=weights.saved, tokenizer=tokenizer, optimizer=trainer.optimizer,
+            keep=recipe.checkpoint.keep, base=weights.base,
         ),
         address=where,
     )  # fmt: skip
-    local = asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where)) if f.local else None
+    local = asyncio.create_task(_run_local_engine(recipe, host, weights, device, secret, where)) if f.local else None
     try:
         return await _run_with_local_engine(host.run(), local)
     finally:
@@ -208,7 +208,7 @@ async def _run_with_local_engine(run: Coroutine[Any, Any, int], local: asyncio.T
 
 
 async def _run_local_engine(
-    recipe: Recipe, host: TrainerAgent, model: Any, device: str, secret: str, where: Callable[[], str]
+    recipe: Recipe, host: TrainerAgent, weights: TrainedWeights, device: str, secret: str, where: Callable[[], str]
 ) -> None:
     """Run the trainer's own engine as the worker named `local`. Raises the original error if it cannot be built."""
     f, address = recipe.fleet, where()
@@ -217,11 +217,15 @@ async def _run_local_engine(
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # the engine for GPUs changes the layout of the module's weights
+                merged = weights.merged()
+                model = weights.model if merged is None else merged.module
                 built, slots = build_engine(engine, device, model=model, share=0.3)
         except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = TrainerEngine(built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda")
+        shared = TrainerEngine(
+            built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda", merged=merged
+        )
         host.make_room, host.invalidate = shared.make_room, shared.invalidate
         return shared, slots
 
@@ -309,11 +313,15 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
 
 def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
     """Tokens per pack that fit into the GPU memory left by everything else."""
-    c, weights = model.config, sum(p.numel() for p in model.parameters())
+    from windfall.train.lora import trained_parameters
+
+    c, section = model.config, recipe.train.lora
+    weights, trained = sum(p.numel() for p in model.parameters()), trained_parameters(model, section)
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
-    # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
-    used = weights * (12 if model.dtype.itemsize == 4 else 16)
-    used += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    # the publisher's copy of the last version, the KL reference (with adapters there is none, but merged copies for the
+    # trainer's own engine), and the share of that engine.
+    used = trained * (12 if model.dtype.itemsize == 4 else 16) + trained * model.dtype.itemsize
+    used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
     free = (free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(

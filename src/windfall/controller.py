@@ -3,7 +3,7 @@
     run             for every trainer that connects: generate and train side by side
     generation      stream      tasks become graded groups                   waits for: workers, rewards
                     _admit      open as many tasks as the bound allows       when a group completes or a version appears
-    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: beside training)
+    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: alongside training)
     _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
                     _update     one or several optimizer updates             waits for: the trainer
@@ -21,10 +21,10 @@ With rollout.staleness = 0, the batch of a step is opened when the step begins, 
 next one: synchronous training. Otherwise generation goes on while the trainer trains (scheduling/admission.py).
 
 Nothing here blocks the event loop, and nothing here waits for one particular worker. If the trainer is lost,
-generation goes on until the next one connects; then the run continues from the step that the trainer has, with what the
-journal has of later steps. An error of the stream is raised when training next looks for groups, so that a request to
-the trainer is never abandoned halfway. A stop abandons the step under way, which has not changed the weights yet, and
-saves the last completed step.
+generation goes on until the next one connects; then the run continues from the trainer's step, and responses of later
+steps are restored from the journal. An error of the stream is raised when training next looks for groups, so that a
+request to the trainer is never abandoned halfway. A stop abandons the current step, which has not changed the weights
+yet, and saves the last completed step.
 
 The state of a run is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them.
 """
@@ -55,7 +55,7 @@ from windfall.types import Group
 
 WHY_SKIPPED = {
     NOT_FINITE: "the gradient was not finite",
-    NOTHING: "the gradient was zero: in no group did rewards differ, or no token had any weight",
+    NOTHING: "the gradient was zero: rewards did not differ within any group, or no token had any weight",
 }
 
 
@@ -93,8 +93,8 @@ class Controller:
     connected: Callable[[], Awaitable[None]]
     """Waits until a trainer is connected."""
     restore: Callable[[Admission], Awaitable[CheckpointState]]
-    """Prepares the run, and the admission of tasks, to continue from the trainer's state, which it returns. Nothing may
-    be open."""
+    """Prepares the run and its admission to continue from the trainer's state, and returns that state. No task may be
+    open."""
     offer: Callable[[Any], None]
     """Called when the trainer has published: work is assigned with this version from now on."""
     saved: Callable[[CheckpointState], None]
@@ -130,11 +130,11 @@ class Controller:
         self._generating: asyncio.Task[None] | None = None
         """Runs the stream."""
         self._replaced: list[Group] = []
-        """Groups that were replaced since the last look, for the log."""
+        """Replaced groups that the step's statistics do not contain yet."""
         self._changed = asyncio.Event()
         """Set when a group has completed, or the stream has ended."""
         self._held_s = 0.0
-        """Seconds in this step in which admission held generation back."""
+        """Seconds of this step during which admission held generation back."""
         self.evaluation = Evaluation(
             self.recipe, self.rollout, self.events, self.held_out, evaluated=self.evaluated,
             lost=self.evaluation_lost, on_change=self._changed.set,
@@ -171,12 +171,12 @@ class Controller:
         self._generating = asyncio.create_task(self._stream.run(), name="generation")
         self._generating.add_done_callback(lambda _: self._changed.set())
         self._replaced = []
-        self.rollout.reset_counters()  # what the journal has of open responses is counted as restored
+        self.rollout.reset_counters()  # tokens that open responses get from the journal count as restored
         if self._asynchronous:
             self._admit()
 
     async def _stop_generating(self) -> list[int]:
-        """Withdraw everything that is open. What was generated of it stays in the journal. Returns the steps whose
+        """Withdraw everything that is open. The tokens generated so far stay in the journal. Returns the steps whose
         evaluation is interrupted."""
         evaluations = await self.evaluation.interrupt()
         generating, self._generating, self._stream = self._generating, None, None
@@ -191,7 +191,7 @@ class Controller:
         while self._stream is not None and (tasks := self.admission.admit()):
             restoring = bool(self.rollout.history)
             self._stream.open(tasks)
-            if restoring and self._asynchronous:  # what the journal has of a response may be too old already
+            if restoring and self._asynchronous:  # tokens from the journal may already be too old
                 self._stream.expire(self.admission.oldest_version)
 
     def _group_arrived(self, group: Group) -> None:

@@ -64,8 +64,8 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """An environment's answer to a turn: a reward, which ends the episode, or the next observation. A reward beside an
-    observation counts only if the response has no tokens left for another turn."""
+    """An environment's answer to a turn: a reward, which ends the episode, or the next observation. A reward given
+    together with an observation counts only if the response has no tokens left for another turn."""
 
     reward: float | None = None
     observation: str | None = None

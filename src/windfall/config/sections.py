@@ -152,7 +152,7 @@ class RolloutSection(Section):
     reward_tries: Count = 3
     """Attempts at computing one reward. After that many failures the reward counts as missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
-    """Timeout for one call of the environment (`feedback` or `task`), in seconds from when the call starts to run."""
+    """Timeout for one call to the environment (`feedback` or `task`), in seconds from when the call starts to run."""
     staleness: int = Field(default=0, ge=0)
     """Upper limit for the staleness of a response: the trainer's version minus the oldest version among the tokens of
     the response, when it is trained on. 0 is synchronous, on-policy training. Above 0, workers generate for later steps

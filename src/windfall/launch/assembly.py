@@ -122,7 +122,7 @@ class ControllerLife:
         await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
 
     async def restore(self, admission: Admission) -> CheckpointState:
-        """Continue from the step of the connected trainer, with what the journal has of later steps."""
+        """Continue from the step of the connected trainer, with the journal's tokens of later steps."""
         hello = self.trainer.hello
         if hello is None:
             raise TrainerLost("it disconnected")

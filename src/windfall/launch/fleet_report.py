@@ -41,7 +41,7 @@ class LogHistory:
     evaluated: set[int] = field(default_factory=set)
     """Steps with a valid evaluation."""
     evaluating: set[int] = field(default_factory=set)
-    """Steps whose evaluation beside training has started and not ended."""
+    """Steps whose evaluation alongside training has started and not ended."""
     step: int = 0
     """The last step in the log."""
 

@@ -28,14 +28,14 @@ from windfall.models.text import Text
 from windfall.types import Task
 from windfall.weights import adapter_folder
 
-CHECKED = "all keys, that the model is known or its folder exists, two calls of the environment, trace, certificates"
+CHECKED = "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates"
 NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
 
 
 def check(recipe: Recipe) -> str:
-    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call of the environment."""
+    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment."""
     check_adapter(recipe)
     if recipe.run.device == "cuda":
         from windfall import devices

@@ -110,7 +110,7 @@ def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) 
 
 
 def oldest_versions(history: History) -> dict[int, int]:
-    """By task of training: the oldest version among the tokens that the journal has of its responses."""
+    """By training task: the oldest version among the tokens of its responses in the journal."""
     out: dict[int, int] = {}
     for id, past in history.items():
         versions = [e.version for e in past if isinstance(e, TokenRun)]
@@ -121,7 +121,7 @@ def oldest_versions(history: History) -> dict[int, int]:
 
 
 def count_tokens(history: History) -> dict[str, int]:
-    """Number of tokens that the journal has of each response."""
+    """Number of tokens of each response in the journal."""
     return {id: sum(len(e.tokens) for e in past if isinstance(e, TokenRun)) for id, past in history.items()}
 
 

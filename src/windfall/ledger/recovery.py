@@ -2,7 +2,7 @@
 
 The journal is compared with what it must hold according to the event log, so a lost part is always noticed: a step that
 was completed after the checkpoint has every response in the journal, with all its tokens, and the step's event has the
-length of each. For the step under way there is only the journal itself.
+length of each. For the current step there is nothing to compare the journal with.
 """
 
 from __future__ import annotations

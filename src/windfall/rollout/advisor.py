@@ -46,8 +46,8 @@ class Advisor:
         asynchronous: bool = False, by_wait_share: bool = False,
     ) -> None:  # fmt: skip
         """`responses`: number of responses in a step. `trainer_usd_per_h`: 0: the price of the trainer's device, if its
-        engine reports one. `max_count`: workers of one kind that could be had. `overlap`: groups are trained on while
-        others are generated. `by_wait_share`: use AstraFlow's rule."""
+        engine reports one. `max_count`: largest number of workers of one kind that is available. `overlap`: groups are
+        trained on while others are generated. `by_wait_share`: use AstraFlow's rule."""
         self.advice: dict[str, Advice] = {}
         """The newest advice, by kind."""
         self._dispatch, self._responses, self._max_count, self._overlap = dispatch, responses, max_count, overlap

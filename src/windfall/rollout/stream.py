@@ -1,21 +1,21 @@
 """How a task becomes a graded group:
 
     1. draw       open            ask the environment for the tasks
-    2. open       _open_group     open one episode per response; restore what the journal has of it
+    2. open       _open_group     open one episode per response; restore its tokens from the journal
     3. generate   (dispatch)      workers generate until a turn ends
     4. grade      _grade_turn     ask the environment about the turn
     5. settle     _settle_turn    an observation opens the next turn (back to 3); a reward finishes the response
     6. hand out   _hand_out       pass on every group whose responses are all finished
 
 A Stream lives as long as its owner wants groups: tasks are opened at any time, and groups are handed out as they
-complete. Whatever happens arrives in one inbox, so that all of this runs in one place, one thing at a time:
+complete. Every event arrives in one inbox, so that all of this runs in one place, one event at a time:
 
     Stream.run()   waits for: its inbox   filled by: the environment (tasks, grades), dispatch (ended turns), a stop,
                                                      an error
 
-Rules: every episode that is opened comes out exactly once, in its group, or is dropped because it is too old. A group
-comes out when all its responses are finished or dropped. A reward that could not be determined is missing (None), never
-zero. What the journal has of a response is not generated again. A task that the environment cannot produce, or whose
+Rules: every episode that is opened is handed out exactly once, in its group, or dropped because it is too old. A group
+is handed out when all its responses are finished or dropped. A reward that could not be determined is missing (None),
+never zero. Tokens that are in the journal are not generated again. A task that the environment cannot produce, or whose
 prompt leaves no room for a response, is skipped and counts as drawn.
 """
 
@@ -106,7 +106,7 @@ class Rollout:
         self.context: int | None = None
         """The model's context length in tokens: the limit for a prompt and its response together."""
         self.history: History = {}
-        """What the journal has of responses that have not been opened yet."""
+        """The journal's history of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
         """Counters since the last reset: tokens sampled in finished responses, how many of them came from the journal,
         turns graded."""
@@ -176,12 +176,12 @@ class Stream:
         task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
         task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
         the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
-        from any version of the window."""
+        from any version in the version window."""
         self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
         self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
         self._scope, self._version = scope, version
         self._counted = version is None
-        """Tokens count in the totals of a step. Those of an evaluation beside training do not."""
+        """Whether tokens count toward the totals of a step. Those of an evaluation alongside training do not."""
         self.inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._listener = Listener(
             turn_ended=lambda id: self.inbox.put_nowait(_TurnEnded(id)),
@@ -189,13 +189,13 @@ class Stream:
             version_gone=lambda id: self.inbox.put_nowait(VersionGone(f"no worker holds version {version} any more")),
         )
         self._drawing: dict[int, asyncio.Future[Task]] = {}
-        """Tasks that the environment was asked for and that are not open yet."""
+        """Tasks that were requested from the environment and are not open yet."""
         self._live: dict[str, tuple[Episode, _OpenGroup]] = {}
         """Open episodes, by response id."""
         self._restored: dict[str, int] = {}
         """By open episode: number of its tokens that came from the journal."""
         self._background: set[asyncio.Task[None]] = set()
-        """Calls of the environment."""
+        """Calls to the environment that are in progress."""
         self._completed: list[_OpenGroup] = []
         """Groups that were completed since groups were last handed out."""
         self._ended = False
@@ -343,7 +343,7 @@ class Stream:
             )
 
     def _open_episode(self, episode: Episode, group: _OpenGroup) -> None:
-        """Restore what the journal has of the response, then continue from there."""
+        """Restore the response from the journal, then continue from there."""
         finished = self._restore(episode)
         self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
         if finished is not None:

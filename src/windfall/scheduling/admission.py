@@ -5,23 +5,23 @@
                  ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
                  └── finish(informative=False): nothing can be learned from it (dynamic sampling)
 
-The batch of step s + 1 is trained by the trainer at version s. The staleness of a response is s minus the oldest
-version among its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
+In step s + 1, the trainer is at version s. The staleness of a response in that step is s minus the oldest version among
+its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
-  version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened only once the version
-  that generates it is published: this is synchronous training.
+  version s is therefore normally trained on at version s + eta or before. With eta = 0, a batch is opened only once the
+  version that generates it is published: this is synchronous training.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
-- Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
-  places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
-  them. Without this rule, short groups overtake long ones until those are too old, and training prefers short
-  responses. With it, nothing is dropped as long as responses start at the version at which their task was admitted, or
-  later. With `in_order`, groups are taken in the order of their tasks.
+- The oldest ready group is taken first. A group may overtake older groups that are still open only if the batches that
+  are left before those become too old still have places for them; otherwise the trainer waits for them. Without this
+  rule, short groups overtake long ones until those are too old, and training is biased toward short responses. With it,
+  nothing is dropped as long as responses start at the version at which their task was admitted, or later. With
+  `in_order`, groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
-- A step that was trained before and is trained again (`planned`) gets the groups that it had, in the same order.
+- A step that is trained again after a restart (`planned`) gets the same groups as the first time, in the same order.
 
 The gate cannot deadlock: a version is published only after a batch was taken, so while the trainer waits, nothing that
 is open becomes too old. Whatever is dropped frees its place for a task that starts at the current version.
@@ -78,13 +78,13 @@ class Admission:
         self._again: deque[int] = deque()
         """Tasks to admit before new ones, because they were open when the run was interrupted."""
         self._open: dict[int, int] = {}
-        """Open tasks, and the version at which each was admitted, or that of its oldest token in the journal. Its
-        responses have no older tokens."""
+        """By open task: the version at which it was admitted, or that of its oldest token in the journal if that is
+        older. No token of its responses is older than this."""
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
         self._held: Counter[int] = Counter()
-        """Number of open and ready groups by their oldest version, as far as known."""
+        """Number of open and ready groups by their oldest version (for an open group, its version in `_open`)."""
         self._order: deque[int] = deque()
         """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are
         skipped."""
@@ -93,19 +93,19 @@ class Admission:
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
-        """By step: the tasks that it took when it was trained the first time, and has not taken again yet."""
+        """By step that is trained again: the tasks that it took the first time and has not taken again yet."""
         self._restored: dict[int, int] = {}
-        """By task that the journal has tokens of: the oldest version among them."""
+        """By task with tokens in the journal: the oldest version among them."""
         self._planned_tasks: set[int] = set()
-        """The same tasks, of all steps."""
+        """All tasks that restore() put into `_planned`, including those taken again since."""
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
         planned: Mapping[int, Sequence[int]] | None = None, oldest: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of each
-        later step that was trained before. The plans after the first step without one are ignored, because part of the
-        journal was lost. `oldest`: the oldest version among the tokens that the journal has of a task."""
+        later step that was trained before. If a step has no plan, the plans of later steps are ignored, because part of
+        the journal was lost. `oldest`: by task, the oldest version among its tokens in the journal."""
         self._planned = {}
         while planned and (step := version + 1 + len(self._planned)) in planned:
             self._planned[step] = deque(planned[step])
@@ -133,7 +133,7 @@ class Admission:
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
-        """Tasks that were admitted and are neither trained on nor given up."""
+        """Tasks that were admitted and have been neither taken nor given up."""
         return tuple(sorted({*self._again, *self._open, *self._ready}))
 
     def admit(self) -> list[int]:
@@ -183,7 +183,7 @@ class Admission:
         plan and chooses its own."""
         planned = self._planned.get(self.version + 1)
         while planned and not self._is_held(planned[0]):
-            planned.popleft()  # it cannot be had any more, for example because the journal was damaged
+            planned.popleft()  # it is no longer available, for example because the journal was damaged
         if planned is not None and not planned and not self.taken:
             return None  # nothing is left of the plan
         return planned
@@ -225,8 +225,8 @@ class Admission:
         return None
 
     def _must_wait(self, oldest: int) -> bool:
-        """Whether a ready group with this oldest version would take the place of an older group, which could then not
-        be trained on before it is too old."""
+        """Whether a ready group with this oldest version would take the place of an older group that would then become
+        too old before it can be trained on."""
         older = 0
         for version in sorted(v for v in self._held if self.oldest_version <= v < oldest):
             older += self._held[version]
@@ -244,7 +244,7 @@ class Admission:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that a token may have and still be of use."""
+        """The oldest version whose tokens may still be trained on."""
         return self.version - self.staleness
 
     def check(self) -> None:

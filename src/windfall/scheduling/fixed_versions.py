@@ -61,7 +61,7 @@ class FixedVersions:
         return [m for m in (self._members.all[id] for id in sorted(workers)) if not m.suspect]
 
     def wanted(self, newest: int) -> KeptVersion | None:
-        """A version that no worker holds or loads, although the trainer still serves it beside the newest."""
+        """A version that no worker holds or loads, although the trainer still serves it alongside the newest."""
         previous = self._kept.get(newest - 1)
         return previous if previous is not None and not previous.workers and not self._coming(previous) else None
 

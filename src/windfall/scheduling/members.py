@@ -100,7 +100,7 @@ class Member:
     drain_sent_s: float = math.inf
     """When it was asked to drain (loop time, seconds)."""
     longest: float = math.inf
-    """Maximum number of tokens, prompt and response together, for which it has room, as far as known."""
+    """Upper limit for the tokens, prompt and response together, that it has room for; infinite if unknown."""
     generated: int = 0
     """Tokens that the ledger accepted from it."""
     frame_version: int = -1

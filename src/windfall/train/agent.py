@@ -3,11 +3,12 @@
     dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again
                                        └───▶ Refused: end                              when the link ends
 
-The agent accepts requests only from a controller that has proved to be the run's own, and keeps dialing until it finds
-that one. When the link ends, the gradient accumulated for the current step is dropped; the controller sends the samples
-again from its journal. If the link ends between two updates of one step, the weights belong to no version: the process
-exits, and the next one starts from the last checkpoint. Work that raises (out of memory, a defect) is reported to the
-controller and ends the process, too. The supervisor restarts it a limited number of times (launch/liveness.py).
+The agent accepts requests only from a controller that has proved that it belongs to the run, and keeps dialing until it
+finds that controller. When the link ends, the gradient accumulated for the current step is dropped; the controller
+sends the samples again from its journal. If the link ends between two updates of one step, the weights belong to no
+version: the process exits, and the next one starts from the last checkpoint. An exception during work (out of memory, a
+defect) is reported to the controller and also ends the process. The supervisor restarts it a limited number of times
+(launch/liveness.py).
 
 From a step's first update until the controller sends a Load for the new version, the trainer's own engine generates
 nothing (`invalidate`).
@@ -38,8 +39,8 @@ from windfall.train.checkpoint import CheckpointState
 from windfall.train.remote import unpack
 
 MAX_REFUSALS = 3
-"""Final refusals in a row after which the process exits. A single one may come from another run, if its controller has
-just taken over the port of a dead one."""
+"""Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
+has just taken over the port of a dead controller."""
 
 
 @dataclass(kw_only=True)
@@ -64,7 +65,7 @@ class TrainerAgent:
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
     invalidate: Callable[[], None] = lambda: None
     """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
-    belong to no version, or under the number of the last version."""
+    belong to no version, nor label their tokens with the last version."""
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the controller has accepted this trainer."""
     patience_s: float = 120.0

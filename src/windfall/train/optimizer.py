@@ -48,11 +48,12 @@ class Optimizer:
 
     @torch.no_grad()
     def update(self, divisor: float) -> tuple[float, Skipped]:
-        """Divide the accumulated gradient, clip it, and make a step. Returns the norm of the divided gradient before
+        """Divide the accumulated gradient, clip it, and take a step. Returns the norm of the divided gradient before
         clipping, and the reason if there was no step. Sets the gradient to zero.
 
         Without a step, the weights, the moments and Adam's own step count do not change: neither momentum nor weight
-        decay may move the weights if the gradient carries no information. The learning rate schedule counts it, too."""
+        decay may move the weights if the gradient carries no information. The learning rate schedule still counts the
+        update."""
         rate = self.rate()
         self.updates += 1
         grads = self.gradients.all()

@@ -7,9 +7,9 @@
 The gradient of any algorithm is one weight per token (see algorithms/base.py), so the loss differentiated here is
 always the same: the negative sum of weight * log-prob.
 
-The proximal policy (algorithms/base.py) is the one at the start of the step. A step of one update needs no pass of its
-own for it: until the update, the log-probs computed in the gradient are the proximal ones. A step of several updates
-calls `prepare` on all its samples before the first.
+The proximal policy (algorithms/base.py) is the one at the start of the step. A step with one update needs no separate
+pass for it: until the update, the log-probs computed for the gradient are those of the proximal policy. A step with
+several updates calls `prepare` on all its samples before the first update.
 
 Tokens of older versions differ from the proximal policy because the policy has moved (`drift`). Only fresh tokens tell
 whether engine and trainer compute the same model (`engine_gap`), so only they can end the run. An update with few fresh
@@ -37,7 +37,7 @@ from windfall.train.optimizer import Optimizer
 from windfall.train.sample import Sample, packs
 
 MIN_FRESH = 64
-"""Fresh tokens that an update with older ones needs before its gap between engine and trainer can end the run."""
+"""If an update also has older tokens, its engine gap can end the run only if it has at least this many fresh tokens."""
 
 
 class TorchTrainer:
@@ -78,7 +78,7 @@ class TorchTrainer:
         """Six rows per token: entropy, distance between proximal and behavior log-prob, clipped, k3, capped, older."""
 
     def accumulate(self, samples: Sequence[Sample]) -> None:
-        # Samples without an advantage get their own packs, which need no backward pass: they only count in the report.
+        # Samples without an advantage get their own packs, which need no backward pass: they count only in the report.
         credited = [s for s in samples if s.targets and s.advantage]
         others = [s for s in samples if s.targets and not s.advantage]
         for pack in [*self._packs(credited), *self._packs(others)]:
@@ -147,9 +147,9 @@ def gap_error(gap: float, gap_max: float, limit: float) -> WindfallError:
     if not np.isfinite(gap):
         how = f"cannot be compared, because some are not finite (their mean difference is {gap})"
     return WindfallError(
-        f"engine and trainer disagree on this model: their log-probs of the same tokens {how}; the update was skipped",
+        f"engine and trainer disagree on this model: their log-probs for the same tokens {how}; the update was skipped",
         where="train.engine_gap_limit",
-        fix="Likely causes: the engine does not compute this architecture as transformers does, another version of "
+        fix="Likely causes: the engine does not compute this architecture as transformers does, a different version of "
         "transformers or torch on a worker, damaged weights, or a dtype too narrow for this model. Try model.dtype = "
         "'float32', or workers on a CPU, to find which. `windfall resume` continues from the last checkpoint. Raise "
         "the limit only if you know the cause of the gap.",

@@ -13,14 +13,14 @@ from typing import Any
 SHOWN_S = 0.05
 """Shorter times are left out of a line: they would be shown as 0.0 s."""
 ROWS = 6
-"""Upper limit for the rows of a histogram. The last row has all higher values."""
+"""Upper limit for the rows of a histogram. The last row includes all higher values."""
 BAR = 30
 """Width of the longest bar of a histogram, in characters."""
 
 
 def losses(fields: Mapping[str, Any]) -> list[str]:
-    """What the bound on staleness cost in one step: dropped responses, the trainer's wait, generation held back. What
-    is 0 is left out.
+    """What the bound on staleness cost in one step: dropped responses, the trainer's wait, generation held back. Values
+    of 0 are left out.
 
     >>> losses({"too_old": 3, "too_old_tokens": 1204, "train_wait_s": 1.2, "held_s": 0.0})
     ['too old 3 (1,204 tok)', 'waited 1.2 s']
@@ -50,7 +50,7 @@ def of_step(step: Mapping[str, Any]) -> list[str]:
 
 
 def of_snapshot(fields: Mapping[str, Any]) -> str:
-    """The line of `windfall top`, from `staleness` in fleet.json: the last step.
+    """The line that `windfall top` shows for the last step, from `staleness` in fleet.json.
 
     >>> of_snapshot({"bound": 2, "mean": 0.42, "max": 1, "too_old": 0, "too_old_tokens": 0, "held_s": 0.4})
     'staleness of the last step: mean 0.4, max 1, bound 2; held 0.4 s'

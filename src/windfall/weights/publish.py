@@ -21,7 +21,7 @@ are still on the bus. Meanwhile the delta is computed on the device, if it has r
 (device_delta.py); otherwise the two buffers are compared on the host. The tensors may change again once the last byte
 has been copied; hashing continues.
 
-`publish` may run in a thread beside the event loop that serves: copying, hashing and comparing release the GIL.
+`publish` may run in a thread alongside the event loop that serves: copying, hashing and comparing release the GIL.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_failing_variant_does_not_stop_the_others(tmp_path: Path) -> None:
     out = run_sim(*words, "colocated,disaggregated,windfall")
     rows = [line.split()[0] for line in out.splitlines() if line.count("%") == 4]
     assert rows == ["colocated", "windfall"]
-    assert "no figures of disaggregated: sim: only 0 steps were completed, and 1 are skipped. Raise run.steps" in out
+    assert "no figures for disaggregated: sim: only 0 steps were completed, and 1 are skipped. Raise run.steps" in out
     assert list(json.loads((tmp_path / "figures.json").read_text())) == ["colocated", "windfall"]
     with pytest.raises(WindfallError, match="0 steps were completed"):
         run_sim(*words, "disaggregated")

@@ -109,7 +109,7 @@ class ChildProcess:
         return self._stack()
 
     async def kill(self) -> None:
-        """Kill the child, without a call of `on_end`."""
+        """Kill the child, without calling `on_end`."""
         if self._ending is not None:
             await self._ending
             return

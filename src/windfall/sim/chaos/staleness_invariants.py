@@ -99,7 +99,7 @@ class StalenessInvariants:
         return id_token_of(seed_of(self._recipe.run.seed, task, sibling))
 
     def is_too_old(self, id_token: int, version: int) -> bool:
-        """Whether a trainer at this version cannot train on the response, as far as it is generated."""
+        """Whether a trainer at this version cannot train on the tokens that the response has so far."""
         versions = self._versions.get(id_token)
         return bool(versions) and not version - self.bound <= min(versions) <= max(versions) <= version
 

@@ -149,7 +149,7 @@ class _ChaosRun:
             )  # fmt: skip
         except InvariantBroken as e:
             return e
-        except Exception as e:  # fault boundary: any error of the product is reported together with its seed
+        except Exception as e:  # fault boundary: any error in windfall is reported together with its seed
             where = "\n".join(traceback.format_tb(e.__traceback__)[-6:])
             return InvariantBroken("no error", f"{type(e).__name__}: {e}\n{where}")
         return None

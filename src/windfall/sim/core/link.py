@@ -1,4 +1,4 @@
-"""The controller's end of a link to a simulated worker or trainer: the Link seam, without a task per message.
+"""The controller's end of a link to a simulated worker or trainer: the Link interface, without a task per message.
 
 It follows the rules of any link. Messages arrive in the order in which they were sent. What was sent before the link
 closed still arrives, unless the link breaks; after that, `LinkClosed` is raised. Every message takes `latency_s` in

@@ -297,6 +297,22 @@ def evaluate(
     offline.evaluate(path, config.load(source, set), tasks=tasks, temperature=temperature, show=show)
 
 
+@app.command(epilog="Example: windfall export runs/demo models/demo")
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run (its newest checkpoint), checkpoint or adapter.")],
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Folder to create. Default: exports/STEP in the run's folder.")
+    ] = None,
+) -> None:
+    """Write the model of a run as a folder in Hugging Face format, with its adapter merged if it trains one."""
+    from windfall.commands import export as exports
+
+    made = exports.export(run, out)
+    for skipped in made.damaged:
+        print(f"warning: skipped a damaged checkpoint: {skipped}", file=sys.stderr)
+    print(made)
+
+
 @app.command(epilog="Example: windfall generate tiny --prompt '12+34-5=' --n 4")
 def generate(
     model: Annotated[

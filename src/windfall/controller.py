@@ -375,6 +375,7 @@ class Controller:
             report, published = await self.trainer.update(state if n == len(samples) else None)
             batch.update_s += _now() - began
             reports.append(report)
+        batch.weights_bytes = getattr(published, "weights_bytes", 0)
         self.state = state
         self.offer(published)
         return reports
@@ -422,6 +423,7 @@ class Controller:
             restored=rollout.restored_tokens,
             s=took_s,
             train_s=train_s,
+            weights_bytes=batch.weights_bytes,
             tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
             **batch.describe(),
             **tasks,

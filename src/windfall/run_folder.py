@@ -166,6 +166,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
     env, trace = resolved(recipe.env, "path", "eval_path"), resolved(recipe.trace, "file")
     changes = {"env": env, "trace": trace, "fleet": resolved(recipe.fleet, "tls_cert", "tls_key")}
+    if recipe.train.lora is not None:
+        changes["train"] = recipe.train.model_copy(update={"lora": resolved(recipe.train.lora, "path")})
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
     return recipe.model_copy(update=changes)

@@ -33,6 +33,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "rollout.reward_tries": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
+    "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),
     "train.micro_tokens": ("free", ""),
     "train.checkpoint_activations": ("free", ""),
     "train.ranks": ("free", ""),
@@ -70,14 +71,21 @@ def changes(old: Recipe, new: Recipe) -> list[KeyChange]:
     found = []
     for section in after:
         for key in {**before[section], **after[section]}:  # each environment has its own keys
-            was, now = before[section].get(key), after[section].get(key)
-            if was != now:
-                name = f"{section}.{key}"
-                verdict, why = _rule(section, key)
-                if name == "run.steps" and new.train.schedule == "constant":
-                    verdict, why = "free", ""
+            verdict, why = _rule(section, key)
+            if (section, key) == ("run", "steps") and new.train.schedule == "constant":
+                verdict, why = "free", ""
+            for name, was, now in _differences(f"{section}.{key}", before[section].get(key), after[section].get(key)):
                 found.append(KeyChange(key=name, old=was, new=now, verdict=verdict, why=why))
     return found
+
+
+def _differences(name: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of what differs. A section within a section is compared key by key."""
+    if was == now:
+        return []
+    if name == "train.lora" and was is not None and now is not None:
+        return [(f"{name}.{key}", was[key], now[key]) for key in now if was[key] != now[key]]
+    return [(name, was, now)]
 
 
 def token_settings(recipe: Recipe) -> dict[str, Any]:

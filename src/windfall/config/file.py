@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from windfall.config.lora import Lora
 from windfall.config.sections import ENVS, Recipe, SimKind
 from windfall.errors import WindfallError, nearest
 
@@ -144,6 +145,8 @@ def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
         return Recipe.model_fields
     if sections[:2] == ["sim", "kinds"]:
         return SimKind.model_fields
+    if sections[:2] == ["train", "lora"]:
+        return Lora.model_fields
     section: Any = ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
     return section.model_fields
 

@@ -10,21 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from windfall.config.lora import Lora
+from windfall.config.section import Beta, Count, FilePath, Section, Share
 from windfall.errors import WindfallError
 from windfall.types import Sampling
-
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-FilePath = Annotated[Path, Field(strict=False)]
-"""Not strict, because TOML has only strings, no paths."""
-
-
-class Section(BaseModel):
-    # Strict: a number in quotes, or `true` where a number belongs, is a mistake in the recipe.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
@@ -205,6 +196,8 @@ class Train(Section):
     rank_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds after which a rank that does not take part in an exchange of weights or gradients counts as lost. The
     trainer then restarts from its last checkpoint."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights: the keys of [train.lora] below."""
     engine_gap_alarm: float = Field(default=0.05, gt=0)
     """Warn if the mean gap between the log-probs of engine and trainer in one step is above this (nats)."""
     engine_gap_limit: float = Field(default=0.3, gt=0)

@@ -297,6 +297,7 @@ class Updated(Message, frozen=True, tag=24):
     version: int  # version of the published weights
     digest: str  # digest of the published weights
     s: float  # seconds that it took
+    weights_bytes: int = 0  # bytes that a worker with the previous version must pull for this one
 
 
 class Save(Message, frozen=True, tag=25):

@@ -50,6 +50,8 @@ class TrainerAgent:
     publish: Callable[[int], Any]
     """Publishes the trainer's weights as this version; returns their manifest. May call `release_module`."""
     save: Callable[[CheckpointState], Any]
+    update_bytes: Callable[[], int] = lambda: 0
+    """Returns the bytes that a worker with the previous version must pull for the one published last."""
     hello: Callable[..., m.TrainerHello]
     """Builds the TrainerHello from protocol, nonce, proof, step, next_task, version and digest."""
     secret: str
@@ -169,7 +171,10 @@ class TrainerAgent:
                     )
                     self._updates = 0
                 now, took_s = self._manifest, time.monotonic() - started
-                return m.Updated(report=asdict(report), version=now.version, digest=now.digest, s=took_s)
+                return m.Updated(
+                    report=asdict(report), version=now.version, digest=now.digest, s=took_s,
+                    weights_bytes=self.update_bytes(),
+                )  # fmt: skip
             case m.Save():
                 return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
         raise LinkClosed(f"unexpected message: {type(request).__name__}")

@@ -76,6 +76,11 @@ class Ranks:
         )  # fmt: skip
 
     @property
+    def distributed(self) -> bool:
+        """Whether the model is split over ranks, even if there is only one."""
+        return self.tensors is not None
+
+    @property
     def first(self) -> bool:
         return self.rank == 0
 

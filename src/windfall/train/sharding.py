@@ -15,7 +15,7 @@ tensor is one shard with all rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +42,20 @@ class Shard:
 
 def sharded_policy(
     config: Any, source: Mapping[str, Tensor] | None, ranks: Ranks, *, dtype: torch.dtype, offload: bool = False,
-    trained: bool = True,
+    trained: bool = True, prepare: Callable[[Any], None] = lambda model: None,
 ) -> Policy:  # fmt: skip
-    """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. A model that
-    is not trained is stored in the compute dtype, too."""
+    """The model of a configuration, split over the ranks, computing in `dtype`. Rank 0 passes its tensors. `prepare`
+    may change the module before it is split, for example add adapters. Weights that are not trained are stored in the
+    compute dtype, too."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32 if trained else dtype, attn_implementation=attention.NAME
         )
-    policy = Policy(model.eval().requires_grad_(trained), dtype=dtype, device=torch.device(ranks.device))
+    prepare(model.eval().requires_grad_(trained))
+    for p in model.parameters():
+        if not p.requires_grad and p.is_floating_point():
+            p.data = p.to(dtype)
+    policy = Policy(model, dtype=dtype, device=torch.device(ranks.device))
     _split(policy, decoder_layers(model), ranks, dtype=dtype, offload=offload)
     fill(model, source, ranks)
     return policy

@@ -40,6 +40,7 @@ from windfall.errors import WindfallError
 from windfall.train import sharded_file
 from windfall.train.base import Report
 from windfall.train.logprobs import Learner
+from windfall.train.lora import Adapters, BaseLearner
 from windfall.train.optimizer import Optimizer
 from windfall.train.policy import Policy
 from windfall.train.ranks import Orders, Ranks
@@ -96,7 +97,8 @@ class TorchTrainer:
         self, model: Any, algorithm: Algorithm, recipe: Recipe, *, micro_tokens: int, reference: Any = None,
         orders: Orders | None = None,
     ) -> None:  # fmt: skip
-        """`model` and `reference`: models of transformers, or sharded policies (sharding.py). `orders` reach all."""
+        """`model`: a model of transformers or a sharded policy (sharding.py). `reference`: the model of the KL penalty,
+        or the `Adapters` of `model`, for its base. `orders` reach all ranks."""
         policy = model if isinstance(model, Policy) else Policy(model)
         self.model, self.algorithm, self.micro_tokens = policy.model, algorithm, micro_tokens
         self.temperature = recipe.rollout.temperature
@@ -110,7 +112,10 @@ class TorchTrainer:
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
         self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
-        self.reference = Learner(reference) if reference is not None else None
+        self.reference: Any = None
+        if reference is not None:
+            adapted = isinstance(reference, Adapters)
+            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
         for action in (self._score, self._begin, self._learn, self._finish, self._write_optimizer):
             self.orders.add(action.__name__.strip("_"), action)
         self._begin()
@@ -209,7 +214,7 @@ class TorchTrainer:
             self._totals.responses += 1
         return np.concatenate(out)
 
-    def _logprobs(self, learner: Learner, pack: Sequence[Sample]) -> list[Floats]:
+    def _logprobs(self, learner: Any, pack: Sequence[Sample]) -> list[Floats]:
         logp, _ = learner.score(pack or [FILLER], self.temperature)
         return np.split(_floats(logp), np.cumsum([len(s.targets) for s in pack])[:-1]) if pack else []
 

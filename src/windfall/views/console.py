@@ -66,10 +66,13 @@ class Console:
     def show(self, event: Event) -> None:
         match event["name"]:
             case "start":
-                r = self._recipe
+                r, adapters = self._recipe, ""
+                if "adapter_rank" in event:
+                    trained = f"{event['adapter_parameters'] / 1e6:.2f} M"
+                    adapters = f"{trained} in adapters of rank {event['adapter_rank']}, "
                 self._out.print(
                     f"[bold]{r.run.name}[/]: {escape(r.model.path)} ({event['parameters'] / 1e6:.1f} M parameters, "
-                    f"{event['dtype']} on {event['device']}) trains on {escape(_tasks(r.env))} with "
+                    f"{adapters}{event['dtype']} on {event['device']}) trains on {escape(_tasks(r.env))} with "
                     f"{r.algorithm.name}, {r.rollout.groups} x {r.rollout.group_size} responses per step; files in "
                     f"{escape(str(self._folder))}"
                 )
@@ -282,6 +285,10 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         if not asynchronous:
             alone = generated / max(1e-9, rollout - early)
             out.append(f"                             {alone:,.0f} tok/s while generating")
+        if updates := [e["weights_bytes"] for e in steps if e.get("weights_bytes")]:
+            out.append(
+                f"  weights per update         {sum(updates) / len(updates) / 1e6:,.2f} MB to pull for each worker"
+            )
         not_finite = sum(e.get("updates_not_finite", 0) for e in steps)
         skipped = sum(e.get("updates_skipped", 0) for e in steps) - not_finite
         if skipped:

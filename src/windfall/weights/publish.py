@@ -22,7 +22,7 @@ are still on the bus. Meanwhile the delta is computed on the device, if it has r
 (device_delta.py); otherwise the two buffers are compared on the host. The tensors may change again once the last byte
 has been copied; hashing continues.
 
-`publish` may run in a thread beside the event loop that serves: copying, hashing and comparing release the GIL.
+`publish` may run in a thread alongside the event loop that serves: copying, hashing and comparing release the GIL.
 
 Several ranks, each with some rows of every tensor, publish together. All call `publish` at the same time, and no rank
 ever has the whole model (plan.py says who does what, meeting.py what happens if a rank fails):

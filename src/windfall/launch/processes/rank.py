@@ -21,7 +21,10 @@ from windfall import algorithms, config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.errors import WindfallError
+from windfall.launch import trained_weights
 from windfall.launch.rank_group import RANK_LOST, log_name
+from windfall.launch.trained_weights import TrainedWeights
+from windfall.train import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +45,8 @@ class Setup:
     dtype: str
     micro_tokens: int
     checkpoint_activations: bool
-    optimizer: Path | None
-    """State of the optimizer to restore."""
+    checkpoint: Path | None
+    """The checkpoint to continue from."""
     onednn: bool
 
 
@@ -70,65 +73,71 @@ class TrainerPart:
 
     trainer: Any
     publisher: Any
+    weights: TrainedWeights
     pids: list[int]
     """Processes of all ranks, in order."""
 
 
 def build_part(
-    recipe: Recipe, folder: Path, setup: Setup, orders: Any, *, model: Any = None, reference: Any = None,
-    sharded: bool = True,
+    recipe: Recipe, folder: Path, setup: Setup, orders: Any, *, loaded: TrainedWeights | None = None,
+    reference: Any = None,
 ) -> TrainerPart:  # fmt: skip
-    """This rank's part of the trainer. Rank 0 passes the models that it has loaded."""
+    """This rank's part of the trainer. Rank 0 passes what it has loaded."""
     import torch
 
-    from windfall.train.sharding import sharded_policy
     from windfall.train.trainer import TorchTrainer
     from windfall.weights.publish import Publisher
 
     torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
-    dtype, kl, ranks = getattr(torch, setup.dtype), recipe.algorithm.kl, orders.ranks
+    ranks, sharded = orders.ranks, orders.ranks.distributed
     if sharded:
-        options = {"dtype": dtype, "offload": recipe.train.offload}
-        model = sharded_policy(setup.model_config, _tensors(model), ranks, **options)
-        if kl:
-            reference = sharded_policy(setup.model_config, _tensors(reference), ranks, trained=False, **options)
-    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
+        model, weights, reference = _shard(recipe, setup, ranks, loaded, reference)
+    else:
+        assert loaded is not None
+        model, weights = loaded.model, loaded
     trainer = TorchTrainer(
-        model, algorithm, recipe, micro_tokens=setup.micro_tokens, reference=reference, orders=orders
-    )
+        model, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), recipe,
+        micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
+    )  # fmt: skip
     publisher = Publisher(folder, ranks=ranks, dtype=setup.dtype if sharded else None)
-    orders.add("publish", lambda version: publisher.publish(version, weights(trainer.model)))
+    orders.add("publish", lambda version: weights.publish(publisher, version))
     if setup.checkpoint_activations and trainer.learner.has_graph:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
-    if setup.optimizer is not None:
-        trainer.restore_optimizer(setup.optimizer)
-    return TrainerPart(trainer=trainer, publisher=publisher, pids=ranks.all_gather(os.getpid()))
+    if setup.checkpoint is not None:
+        trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
+    pids = ranks.all_gather(os.getpid())
+    return TrainerPart(trainer=trainer, publisher=publisher, weights=weights, pids=pids)
 
 
-def weights(model: Any) -> dict[str, Any]:
-    """This rank's part of all weights, by name."""
-    from windfall.train.sharding import as_shard, is_sharded
+def _shard(
+    recipe: Recipe, setup: Setup, ranks: Any, loaded: TrainedWeights | None, reference: Any
+) -> tuple[Any, TrainedWeights, Any]:
+    """The policy of all ranks, what of it is trained, and the reference of the KL penalty, if there is one."""
+    import torch
 
-    return {name: as_shard(t) if is_sharded(t) else t for name, t in model.state_dict().items()}
+    from windfall.train.sharding import sharded_policy
+
+    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": recipe.train.offload}
+    weights: list[TrainedWeights] = []
+
+    def attach(model: Any) -> None:
+        adapters = trained_weights.attach(model, recipe, setup.checkpoint) if recipe.train.lora else None
+        weights.append(TrainedWeights(model=model, adapters=adapters))
+
+    source = None if loaded is None else _tensors(loaded.model)
+    policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
+    if recipe.algorithm.kl and weights[0].adapters is not None:
+        reference = weights[0].adapters
+    elif recipe.algorithm.kl:
+        source = None if reference is None else _tensors(reference)
+        reference = sharded_policy(setup.model_config, source, ranks, trained=False, **options)
+    return policy, weights[0], reference
 
 
-def write_published(model: Any, publisher: Any, folder: Path) -> None:
-    """Write the model of a checkpoint: no rank has all of it, but the last version that was published is complete.
-    `model` gives the configuration and the names; its tensors need no memory."""
-    from windfall.weights.local_copy import views
-
-    version = publisher.readable[0]
-    model.load_state_dict(views(version.buffer.mapped, version.manifest), assign=True)
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.to("meta")
-
-
-def _tensors(model: Any) -> Mapping[str, Any] | None:
-    """All parameters and buffers of a model, by name; None on ranks that have not loaded it."""
-    return None if model is None else dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+def _tensors(model: Any) -> Mapping[str, Any]:
+    """All parameters and buffers of a model, by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
 def main(folder: Path, place: RankPlace) -> int:

@@ -25,11 +25,12 @@ from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
-from windfall.launch import tls
+from windfall.launch import tls, trained_weights
 from windfall.launch.processes import rank
 from windfall.launch.processes.rank import RankPlace, Setup, crashed
 from windfall.launch.rank_group import RANK_LOST
 from windfall.launch.recipe_check import fit, prompt_lengths
+from windfall.launch.trained_weights import TrainedWeights
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.socket import Dialer
@@ -94,7 +95,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
     where_loaded = "cpu" if sharded else device
-    model = load.load(source, dtype=dtype, device=where_loaded)
+    model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=where_loaded)
     if device == "cpu":
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
@@ -103,18 +104,20 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
-    reference = load.load(recipe.model.path, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
+    loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
+    reference = loaded.reference(recipe, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
     setup = Setup(
         model_config=model.config, dtype=dtype, micro_tokens=derived.micro_tokens,
-        checkpoint_activations=derived.checkpoint_activations, onednn=torch.backends.mkldnn.enabled,
-        optimizer=found.path / checkpoint.OPTIMIZER if found else None,
+        checkpoint_activations=derived.checkpoint_activations, onednn=bool(torch.backends.mkldnn.enabled),
+        checkpoint=found.path if found else None,
     )  # fmt: skip
-    loaded = {"model": model, "reference": reference, "sharded": sharded}
-    orders.add("build", lambda setup: rank.build_part(recipe, folder, setup, orders, **loaded))
+    orders.add(
+        "build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded, reference=reference)
+    )
     part = orders.call("build", setup)
-    trainer, publisher, parameters = part.trainer, part.publisher, sum(p.numel() for p in model.parameters())
+    trainer, publisher, weights = part.trainer, part.publisher, part.weights
     if sharded:
-        model.to("meta")  # the ranks have the weights
+        model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
     if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
         derived = replace(derived, checkpoint_activations=False)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
@@ -122,15 +125,12 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
+    facts = weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if sharded else ""}
 
     def hello(**more: Any) -> m.TrainerHello:
-        facts = {
-            "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
-            "age_s": process.age_s(), "rank_pids": " ".join(map(str, part.pids)) if sharded else "",
-            **asdict(derived), **notes,
-        }  # fmt: skip
+        now = {"pid": os.getpid(), "machine": devices.describe(device), "age_s": process.age_s(), **asdict(derived)}
         return m.TrainerHello(
-            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
+            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts | now | notes,
             url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
         )  # fmt: skip
 
@@ -143,18 +143,19 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
         publish=lambda version: orders.call("publish", version),
+        update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
-            write_model=partial(rank.write_published, model, publisher) if sharded else model.save_pretrained,
-            keep=recipe.checkpoint.keep,
+            write_model=partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained,
+            keep=recipe.checkpoint.keep, base=loaded.base,
         ),
         address=where,
     )  # fmt: skip
     # Rank 0 may use its module again as soon as its rows are copied.
-    orders.add("publish", lambda n: publisher.publish(n, rank.weights(trainer.model), copied=host.release_module))
+    orders.add("publish", lambda version: weights.publish(publisher, version, copied=host.release_module))
     local = None
     if f.local and not sharded:
-        local = asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where))
+        local = asyncio.create_task(_run_local_engine(recipe, host, weights, device, secret, where))
     try:
         return await _run_with_local_engine(host.run(), local)
     finally:
@@ -219,7 +220,7 @@ async def _run_with_local_engine(run: Coroutine[Any, Any, int], local: asyncio.T
 
 
 async def _run_local_engine(
-    recipe: Recipe, host: TrainerAgent, model: Any, device: str, secret: str, where: Callable[[], str]
+    recipe: Recipe, host: TrainerAgent, weights: TrainedWeights, device: str, secret: str, where: Callable[[], str]
 ) -> None:
     """Run the trainer's own engine as the worker named `local`. Raises the original error if it cannot be built."""
     f, address = recipe.fleet, where()
@@ -228,11 +229,15 @@ async def _run_local_engine(
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # the engine for GPUs changes the layout of the module's weights
+                merged = weights.merged()
+                model = weights.model if merged is None else merged.module
                 built, slots = build_engine(engine, device, model=model, share=0.3)
         except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = TrainerEngine(built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda")
+        shared = TrainerEngine(
+            built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda", merged=merged
+        )
         host.make_room, host.invalidate = shared.make_room, shared.invalidate
         return shared, slots
 
@@ -320,11 +325,15 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
 
 def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
     """Tokens per pack that fit into the GPU memory left by everything else."""
-    c, weights = model.config, sum(p.numel() for p in model.parameters()) / ranks
+    from windfall.train.lora import trained_parameters
+
+    c, section = model.config, recipe.train.lora
+    weights, trained = sum(p.numel() for p in model.parameters()) / ranks, trained_parameters(model, section) / ranks
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
-    # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
-    used = weights * (12 if model.dtype.itemsize == 4 else 16)
-    used += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    # the publisher's copy of the last version, the KL reference (with adapters there is none, but merged copies for the
+    # trainer's own engine), and the share of that engine.
+    used = trained * (12 if model.dtype.itemsize == 4 else 16) + trained * model.dtype.itemsize
+    used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
     free = (free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(

@@ -26,7 +26,8 @@ class Gradients:
     def __init__(self, model: Any) -> None:
         self.weights: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.sharded = any(isinstance(p, DTensor) for p in self.weights.values())
-        half = sorted((p for p in self.weights.values() if p.dtype != torch.float32), key=lambda p: p.dim() < 2)
+        half = [p for p in self.weights.values() if p.dtype != torch.float32 and not self.sharded]
+        half.sort(key=lambda p: p.dim() < 2)
         lengths = [_aligned(p.numel()) for p in half]
         self._flat = torch.zeros(sum(lengths), device=half[0].device) if half else None
         self._joined: dict[tuple[int, ...], Tensor | None] = {}

@@ -7,8 +7,8 @@
 Every worker holds RESPONSES responses and generates a token of each every STEP_S. It reports tokens when a response
 ends and at least once a second, and sends a heartbeat once a second. Workers do this at different moments. The queue is
 never empty. Every FLAP_S seconds, one worker in a hundred loses its link and dials again, so its responses move. The
-controller is the product's. The cost of the simulated workers and of the network is measured around their callbacks and
-subtracted. The event loop's own work counts as the controller's. Each number of workers runs in its own process.
+controller is windfall's own. The cost of the simulated workers and of the network is measured around their callbacks
+and subtracted. The event loop's own work counts as the controller's. Each number of workers runs in its own process.
 """
 
 from __future__ import annotations

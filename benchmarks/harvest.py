@@ -4,7 +4,7 @@
     python benchmarks/harvest.py --variants colocated,windfall --steps 12 --seed 3
     python benchmarks/harvest.py --trace FILE --speedup 60    a spot trace (docs/fleet-traces.md), 60 times as fast
 
-Controller, links, ledger, journal, policies, weight pulls and kills are the product's own, in separate processes. Two
+Controller, links, ledger, journal, policies, weight pulls and kills are windfall's own, in separate processes. Two
 cores cannot show a parallel speed-up, so engines and the trainer sleep by a service-time model instead of computing
 (windfall.sim): a decode step takes a fixed time plus a time per response; prefill and training take a time per token.
 The trainer's machine stands for 8 GPUs and a worker for 2, at RLBoost's prices ($83.79 and $5.32 per hour). Workers

@@ -4,8 +4,8 @@ once undisturbed and once with two of the four killed at random throughout.
     python benchmarks/loop_gpu.py                       two runs, one after the other, a few minutes (first: make
     smollm2) python benchmarks/loop_gpu.py --steps 20 --out FOLDER
 
-All processes are those of the product. Each of the five costs a fifth of the price of the GPU ($3.29 per hour, an H200
-on spot; src/windfall/cost/prices.py has the table). A killed worker is not billed until another one replaces it.
+All processes are windfall's own. Each of the five costs a fifth of the price of the GPU ($3.29 per hour, an H200 on
+spot; src/windfall/cost/prices.py has the table). A killed worker is not billed until another one replaces it.
 
     python scripts/plot_run.py FOLDER/left-alone FOLDER/two-of-four-killed docs/loop-gpu.svg       plots both rewards
 """

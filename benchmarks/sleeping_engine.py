@@ -1,5 +1,5 @@
-"""An engine that sleeps instead of computing. It keeps to the Engine seam, so everything around it is the product:
-worker, link, ledger, policies.
+"""An engine that sleeps instead of computing. It implements the Engine interface, so everything around it is windfall's
+own: worker, link, ledger, policies.
 
 A new request costs a prefill of its prompt. Siblings share one prefill, as they would share KV pages. After a weight
 swap, every running request is prefilled again.

@@ -1,4 +1,4 @@
-"""A trainer that sleeps instead of computing. It keeps to the Trainer seam."""
+"""A trainer that sleeps instead of computing. It implements the Trainer interface."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python benchmarks/staleness.py processes [--steps 10] [--rounds 1] [--slow 1.5] [--out FILE]
 
-The processes are those of harvest.py: controller, links, ledger, journal, weight pulls and kills are the product's own;
+The processes are those of harvest.py: controller, links, ledger, journal, weight pulls and kills are windfall's own;
 engines and the trainer sleep by a service-time model instead of computing, because two cores cannot show a parallel
 speed-up. Workers only generate and the trainer's machine only trains (fleet.local = false). `killed`: workers are
 killed with SIGKILL at random and replaced by new ones. The bounds run one after another in every round.

@@ -192,9 +192,9 @@ def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> No
             for piece in flat.split(1 << 27):
                 piece.mul_(1 - 2 * (torch.rand(len(piece), device="cuda") < 0.03))
         torch.cuda.synchronize()
-        if p._device_delta is not None and p.current is not None and version > 2:
-            sources = {e: tensors[e.name] for e in p.current.entries}
-            encode_s = timed(lambda s=sources: p._device_delta.encode(s, p.current), 2, 1)  # pyright: ignore
+        if p._writer.device_delta is not None and version > 2:
+            sources = {piece: tensors[piece.entry.name] for piece in p.readable[0].plan.shares[0].pieces}
+            encode_s = timed(lambda s=sources: p._writer.device_delta.encode(s), 2, 1)  # pyright: ignore
         started, free_s = time.perf_counter(), []
         p.publish(version, tensors, copied=lambda s=started, out=free_s: out.append(time.perf_counter() - s))
         whole_s = time.perf_counter() - started
@@ -202,7 +202,9 @@ def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> No
         rows.append((whole_s, free_s[0]))
     whole_s, free_s = (min(x) for x in zip(*rows[3:], strict=True))
     delta = p.readable[0].delta
-    where = f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._device_delta is not None else "on the host"
+    where = (
+        f"on the device, {encode_s * 1e3:.0f} ms of it alone" if p._writer.device_delta is not None else "on the host"
+    )
     size = f"{delta.nbytes / nbytes:.1%}" if delta else "none"
     print(
         f"{name:<28}{whole_s * 1e3:>9.0f} ms{nbytes / whole_s / 1e9:>7.1f} GB/s{free_s * 1e3:>9.0f} ms{first_s:>8.1f} s"

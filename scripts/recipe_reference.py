@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import RULES, SimKind, file, sections
+from windfall.config import RULES, Lora, SimKind, file, sections
 
 HEAD = """# Recipes
 
@@ -64,6 +64,8 @@ def page() -> str:
             section: Any = field.annotation
             intro = [" ".join(section.__doc__.split()), ""] if section.__doc__ else []
             parts.append("\n".join([f"## [{name}]", "", *intro, *rows(section), ""]))
+        if name == "train":
+            parts.append("\n".join(["## [train.lora]", "", " ".join(str(Lora.__doc__).split()), "", *rows(Lora), ""]))
         if name == "sim":
             parts.append("\n".join(["## [[sim.kinds]]", "", str(SimKind.__doc__), "", *rows(SimKind), ""]))
     rules = [f"| `{key}` | {VERDICTS[verdict]} | {why} |" for key, (verdict, why) in RULES.items()]

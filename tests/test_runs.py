@@ -150,7 +150,7 @@ def test_ctrl_c_saves_and_resume_continues(windfall: Windfall, here: Path) -> No
                 time.sleep(0.05)
             code, _, err = windfall("resume", "runs/small")
             assert code == 2
-            assert "runs/small: another process is running this" in err
+            assert "runs/small: another process is already running it" in err
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
         finally:

@@ -3,7 +3,7 @@
     run             for every trainer that connects: generate and train side by side
     generation      stream      tasks become graded groups                   waits for: workers, rewards
                     _admit      open as many tasks as the bound allows       when a group completes or a version appears
-    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: beside training)
+    training        for every step: _step; a checkpoint and an evaluation when due (asynchronous: alongside training)
     _step           begin       the trainer's own engine may generate too    (rollout/seeding.py, idle_generation.py)
                     _collect    take groups; train on full micro-batches     waits for: ready groups
                     _update     one or several optimizer updates             waits for: the trainer
@@ -21,10 +21,10 @@ With rollout.staleness = 0, the batch of a step is opened when the step begins, 
 next one: synchronous training. Otherwise generation goes on while the trainer trains (scheduling/admission.py).
 
 Nothing here blocks the event loop, and nothing here waits for one particular worker. If the trainer is lost,
-generation goes on until the next one connects; then the run continues from the step that the trainer has, with what the
-journal has of later steps. An error of the stream is raised when training next looks for groups, so that a request to
-the trainer is never abandoned halfway. A stop abandons the step under way, which has not changed the weights yet, and
-saves the last completed step.
+generation goes on until the next one connects; then the run continues from the trainer's step, and responses of later
+steps are restored from the journal. An error of the stream is raised when training next looks for groups, so that a
+request to the trainer is never abandoned halfway. A stop abandons the current step, which has not changed the weights
+yet, and saves the last completed step.
 
 The state of a run is (step, next_task, open_tasks) and the weights. Tasks and seeds follow from them.
 """
@@ -55,7 +55,7 @@ from windfall.types import Group
 
 WHY_SKIPPED = {
     NOT_FINITE: "the gradient was not finite",
-    NOTHING: "the gradient was zero: in no group did rewards differ, or no token had any weight",
+    NOTHING: "the gradient was zero: rewards did not differ within any group, or no token had any weight",
 }
 
 
@@ -93,8 +93,8 @@ class Controller:
     connected: Callable[[], Awaitable[None]]
     """Waits until a trainer is connected."""
     restore: Callable[[Admission], Awaitable[CheckpointState]]
-    """Prepares the run, and the admission of tasks, to continue from the trainer's state, which it returns. Nothing may
-    be open."""
+    """Prepares the run and its admission to continue from the trainer's state, and returns that state. No task may be
+    open."""
     offer: Callable[[Any], None]
     """Called when the trainer has published: work is assigned with this version from now on."""
     saved: Callable[[CheckpointState], None]
@@ -130,11 +130,13 @@ class Controller:
         self._generating: asyncio.Task[None] | None = None
         """Runs the stream."""
         self._replaced: list[Group] = []
-        """Groups that were replaced since the last look, for the log."""
+        """Replaced groups that the step's statistics do not contain yet."""
         self._changed = asyncio.Event()
         """Set when a group has completed, or the stream has ended."""
         self._held_s = 0.0
-        """Seconds in this step in which admission held generation back."""
+        """Seconds since the counters were reset in which admission held generation back."""
+        self._counted_from_s = 0.0
+        """When the counters of an asynchronous run were reset (loop time, seconds)."""
         self.evaluation = Evaluation(
             self.recipe, self.rollout, self.events, self.held_out, evaluated=self.evaluated,
             lost=self.evaluation_lost, on_change=self._changed.set,
@@ -171,12 +173,13 @@ class Controller:
         self._generating = asyncio.create_task(self._stream.run(), name="generation")
         self._generating.add_done_callback(lambda _: self._changed.set())
         self._replaced = []
-        self.rollout.reset_counters()  # what the journal has of open responses is counted as restored
+        self._reset_counters()  # what the journal has of open responses is counted as restored
         if self._asynchronous:
+            self._stream.expire(self.admission.oldest_version)
             self._admit()
 
     async def _stop_generating(self) -> list[int]:
-        """Withdraw everything that is open. What was generated of it stays in the journal. Returns the steps whose
+        """Withdraw everything that is open. The tokens generated so far stay in the journal. Returns the steps whose
         evaluation is interrupted."""
         evaluations = await self.evaluation.interrupt()
         generating, self._generating, self._stream = self._generating, None, None
@@ -189,10 +192,7 @@ class Controller:
     def _admit(self) -> None:
         """Open the tasks that may be opened now."""
         while self._stream is not None and (tasks := self.admission.admit()):
-            restoring = bool(self.rollout.history)
             self._stream.open(tasks)
-            if restoring and self._asynchronous:  # what the journal has of a response may be too old already
-                self._stream.expire(self.admission.oldest_version)
 
     def _group_arrived(self, group: Group) -> None:
         self.pace.arrived(sum(r.sampled_count for r in group.responses))
@@ -208,6 +208,10 @@ class Controller:
     def _task_skipped(self, index: int) -> None:
         self.admission.dismiss(index)
         self._after_change()
+
+    def _reset_counters(self) -> None:
+        self.rollout.reset_counters()
+        self._held_s, self._counted_from_s = 0.0, _now()
 
     def _too_old(self, index: int, tokens: int) -> None:
         del index
@@ -272,15 +276,16 @@ class Controller:
         self.pace.end(tokens=tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, _now() - started)
         if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
-            self.rollout.reset_counters()
+            self._reset_counters()
         self._publish()
 
     def _publish(self) -> None:
         """The next version exists: what has become too old is dropped, and more tasks may be opened."""
         self.admission.publish()
-        self._held_s = 0.0
         if self._asynchronous and self._stream is not None:
             self._stream.expire(self.admission.oldest_version)
+            # The new version is offered already, so queued responses begin with it or with a newer one.
+            self.admission.not_begun(self._stream.not_begun())
             self._admit()
 
     async def _collect(self) -> StepBatch:
@@ -370,6 +375,7 @@ class Controller:
             report, published = await self.trainer.update(state if n == len(samples) else None)
             batch.update_s += _now() - began
             reports.append(report)
+        batch.weights_bytes = getattr(published, "weights_bytes", 0)
         self.state = state
         self.offer(published)
         return reports
@@ -397,13 +403,14 @@ class Controller:
     ) -> None:
         step, rollout, dropped = self.state.step, self.rollout, self.admission.dropped
         self._log_updates(step, reports)
-        drawn = range(before.next_task, self.state.next_task)
+        drawn, counted_s = range(before.next_task, self.state.next_task), took_s
         tasks: dict[str, Any] = {"lengths": [batch.lengths.get(index, []) for index in drawn]}
         if self._asynchronous:
-            used = sorted(batch.lengths)
+            used, counted_s = sorted(batch.lengths), _now() - self._counted_from_s
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step)
-            tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens, "held_s": self._held_s}
+            tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens}
+            tasks |= {"too_new": self.admission.too_new, "held_s": self._held_s, "counted_s": counted_s}
             self.note_staleness({**tasks, "train_wait_s": batch.wait_s})
         self.events.scalar(
             "step",
@@ -416,7 +423,8 @@ class Controller:
             restored=rollout.restored_tokens,
             s=took_s,
             train_s=train_s,
-            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / took_s,
+            weights_bytes=batch.weights_bytes,
+            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
             **batch.describe(),
             **tasks,
             **describe_updates(reports),

@@ -1,9 +1,9 @@
 """How much memory this process can still allocate, on a GPU or in main memory.
 
 For main memory it is the available memory of the machine, or what the process's control groups (cgroups) allow if that
-is less. A container is limited by its control group or by one of the group's ancestors; /proc/meminfo knows only the
-machine. The kernel kills a process that allocates more than its group allows. All files are read on every call, because
-a limit may change.
+is less. A container is limited by its control group or by one of the group's ancestors; /proc/meminfo describes only
+the machine. The kernel kills a process that allocates more than its group allows. All files are read on every call,
+because a limit may change.
 
     /proc/self/cgroup     the groups of this process, by hierarchy: version 2 has one, version 1 has one for memory
     /proc/self/mountinfo  where the groups are mounted, and which group is the root (a container sees only its own part)
@@ -90,7 +90,7 @@ def _groups(root: Path) -> Iterator[tuple[_Files, Path]]:
                 own = PurePosixPath(path)
                 below = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
                 folder = root / mounted.lstrip("/") / below
-                if not folder.is_dir():  # the path is of another namespace: the mounted folder is our own group
+                if not folder.is_dir():  # the path belongs to another namespace: the mounted folder is our own group
                     folder, below = root / mounted.lstrip("/"), PurePosixPath()
                 yield files, folder
                 yield from ((files, above) for above in list(folder.parents)[: len(below.parts)])
@@ -124,6 +124,6 @@ def _number(path: Path) -> int | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers of a file of lines "name number", by name."""
+    """The numbers in a file whose lines have the form "name number", by name."""
     rows = (line.split() for line in _lines(path))
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

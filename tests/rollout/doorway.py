@@ -60,14 +60,14 @@ class Pulling:
     def __init__(self) -> None:
         self.bytes_received = 0
         self.urls: list[str] = []
-        self._held = SimpleNamespace(digest="")
+        self._held = SimpleNamespace(digest="", base="")
 
     def pull(self, url: str, version: int, digest: str, *, stop: threading.Event) -> Any:
         del version, stop
         self.urls.append(url)
         if self._held.digest != digest:
             self.bytes_received += 100
-            self._held = SimpleNamespace(digest=digest)
+            self._held = SimpleNamespace(digest=digest, base="")
         return self._held
 
     def tensors(self) -> dict[str, Any]:

@@ -55,9 +55,9 @@ def test_advice_is_given_once_known_and_repeated_only_when_it_changes(tmp_path: 
     run.join("a", SPOT, 4000)
     run.join(LOCAL, Lease(kind="reserved", device="big"), 10_000)
     kind = prices.kind(SPOT)
-    assert run.step() == {kind: (1, 1, "not enough measured yet")}
+    assert run.step() == {kind: (1, 1, "not enough measurements yet")}
     (now, count, why) = run.step()[kind]
-    assert (now, why) == (1, f"generation is the bottleneck: {count - 1} more pay")
+    assert (now, why) == (1, f"generation is the bottleneck: {count - 1} more would pay off")
     assert 3 <= count <= 8
     assert run.step() == {}
     assert kind in run.advisor.advice
@@ -153,7 +153,7 @@ def test_wait_share_rule_counts_the_workers_of_all_kinds(tmp_path: Path) -> None
     )
     run.join("a", SPOT, 4000)
     run.join("b", Lease(kind="spot", device="abacus"), 4000)  # the rule needs no prices
-    assert {why for _, _, why in run.step().values()} == {"not enough measured yet"}
+    assert {why for _, _, why in run.step().values()} == {"not enough measurements yet"}
     waited = run.step(replace(STEP, train_wait_s=5.0))  # half of the ten seconds of a step
     assert waited[prices.kind(SPOT)] == (1, 3, "the trainer waited for 50% of the step, and the gate was closed for 0%")
     assert run.advisor.step(STEP, run.now_s + 10.0, held_s=9.0)[prices.kind(SPOT)].count == 0

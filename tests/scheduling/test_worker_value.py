@@ -97,8 +97,8 @@ def test_reasons_of_the_advice() -> None:
     def why(now: int, **changes: float) -> str:
         return advise(RUN, replace(SPOT, now=now, **changes)).why  # pyright: ignore
 
-    assert why(2) == "generation is the bottleneck: 3 more pay"
-    assert why(4) == "generation is the bottleneck: 1 more pays"
+    assert why(2) == "generation is the bottleneck: 3 more would pay off"
+    assert why(4) == "generation is the bottleneck: 1 more would pay off"
     assert why(5) == "training is the bottleneck: a 6th worker would wait"
     assert why(8) == "training is the bottleneck: 3 of 8 only wait"
     assert why(4, usd_per_h=20.0).startswith("not worth it: spot price too near on-demand (pays below $15.78")
@@ -221,4 +221,4 @@ def test_asynchronous_training_needs_no_pipelining_to_overlap() -> None:
     assert (advice.count, advice.why) == (5, "training is the bottleneck: 3 of 8 only wait")
     assert advise(run, replace(SPOT, now=5)).count == 5
     assert advise(replace(run, asynchronous=False), replace(SPOT, now=5)).count > 5
-    assert advise(run, replace(SPOT, now=2)).why == "generation is the bottleneck: 3 more pay"
+    assert advise(run, replace(SPOT, now=2)).why == "generation is the bottleneck: 3 more would pay off"

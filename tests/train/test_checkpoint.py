@@ -25,9 +25,10 @@ from windfall.errors import WindfallError
 from windfall.events.log import read
 from windfall.launch.processes import trainer
 from windfall.models import load
-from windfall.train import checkpoint
+from windfall.train import checkpoint, sharded_file
 from windfall.train.checkpoint import CheckpointState
 from windfall.train.optimizer import Optimizer
+from windfall.train.ranks import Ranks
 
 RECIPE = """
 [run]
@@ -53,14 +54,25 @@ every = 1
 """
 
 
-def training_objects() -> dict[str, Any]:
+def training_objects() -> Objects:
     torch.manual_seed(1)
     model = load.load("tiny", dtype="float32", device="cpu")
     optimizer = Optimizer(model, config.Train(), total_updates=10)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.update(1.0)
-    return {"model": model, "tokenizer": load.load_tokenizer("tiny"), "optimizer": optimizer}
+    return Objects(model, optimizer)
+
+
+class Objects(dict[str, Any]):
+    """What `checkpoint.save` needs of a model and its optimizer."""
+
+    def __init__(self, model: Any, optimizer: Optimizer) -> None:
+        super().__init__(
+            write_model=model.save_pretrained, tokenizer=load.load_tokenizer("tiny"),
+            write_optimizer=lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
+        )  # fmt: skip
+        self.model, self.optimizer = model, optimizer
 
 
 def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
@@ -71,7 +83,7 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(path)
     ids = AutoTokenizer.from_pretrained(path)("12+3=", return_tensors="pt").input_ids
     for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, objects["model"].state_dict()[name]), name
+        assert torch.equal(tensor, objects.model.state_dict()[name]), name
     assert loaded.generate(ids, max_new_tokens=5, do_sample=False).shape[1] == ids.shape[1] + 5
     assert not any(p.suffix in (".bin", ".pt", ".pkl") for p in path.rglob("*"))
 
@@ -81,13 +93,14 @@ def test_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, CheckpointState(step=1, next_task=2), keep=1, **one)
     model = load.load(str(path), dtype="float32", device="cpu")
     other = Optimizer(model, config.Train(), total_updates=10)
-    assert checkpoint.restore(path, optimizer=other, device="cpu") == CheckpointState(step=1, next_task=2)
-    for m, o in ((one["model"], one["optimizer"]), (model, other)):
+    other.restore(path / checkpoint.OPTIMIZER)
+    assert checkpoint.read_state(path) == CheckpointState(step=1, next_task=2)
+    for m, o in ((one.model, one.optimizer), (model, other)):
         generator = torch.Generator().manual_seed(4)
         for p in m.parameters():
             p.grad = torch.randn(p.shape, generator=generator)
         o.update(1.0)
-    for a, b in zip(one["model"].parameters(), model.parameters(), strict=True):
+    for a, b in zip(one.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

@@ -13,29 +13,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.weights import copy_out, delta, manifest
+from windfall.weights import copy_out, delta, manifest, plan
 from windfall.weights import device_delta as device
 from windfall.weights.buffers import Buffer
+from windfall.weights.delta_share import DeltaShare
 from windfall.weights.device_delta import DeviceDelta
-from windfall.weights.manifest import Manifest, TensorEntry
+from windfall.weights.plan import Piece, Plan
 from windfall.weights.publish import Publisher
+from windfall.weights.shards import describe
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = ["float32", "bfloat16", "int8", "int64"]
 
 
-def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Manifest, np.ndarray, dict[TensorEntry, torch.Tensor]]:
-    """Manifest, bytes and sources, laid out as by a Publisher."""
-    rows = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape), i) for i, (n, t) in enumerate(tensors.items())]
-    entries, nbytes = manifest.layout(rows)
-    data = np.zeros(nbytes, np.uint8)
-    for e in entries:
-        if not e.nbytes:
-            continue
-        data[e.offset : e.offset + e.nbytes] = tensors[e.name].reshape(-1).view(torch.uint8).cpu().numpy()
-    chunks = tuple(range(-(-nbytes // (1 << 20))))
-    made = manifest.make(version=0, entries=entries, nbytes=nbytes, chunk_bytes=1 << 20, chunks=chunks)
-    return made, data, {e: tensors[e.name] for e in entries}
+def planned(tensors: dict[str, torch.Tensor], chunk_bytes: int = 1 << 20) -> tuple[Plan, dict[Piece, torch.Tensor]]:
+    """What a Publisher would do with these tensors."""
+    rows, values = describe(tensors, None)
+    made = plan.make([plan.Offer(machine="", address="", chunk_bytes=chunk_bytes, tensors=rows)])
+    return made, {p: values[p.entry.name] for p in made.shares[0].pieces}
+
+
+def version_of(tensors: dict[str, torch.Tensor]) -> tuple[Plan, np.ndarray, dict[Piece, torch.Tensor]]:
+    """Plan, bytes and sources, laid out as by a Publisher."""
+    made, sources = planned(tensors)
+    data = np.zeros(made.nbytes, np.uint8)
+    for p, t in sources.items():
+        data[p.start : p.stop] = t.reshape(-1).view(torch.uint8).cpu().numpy()
+    return made, data, sources
 
 
 def random_tensors(
@@ -69,10 +73,20 @@ def both(
     """The delta computed by numpy, and by torch."""
     made, before, sources = version_of(old)
     _, after, new_sources = version_of(new)
-    encoder = DeviceDelta(made.entries, made.nbytes, next(iter(old.values())).device)
+    encoder = DeviceDelta(made, 0, next(iter(old.values())).device)
     encoder.store(sources, 0)
-    pieces = encoder.encode({e: new_sources[e] for e in sources}, made, max_ratio)
-    return delta.encode(before, after, made, max_ratio=max_ratio), None if pieces is None else b"".join(pieces)
+    share = DeltaShare(made, 0, map, max_ratio)
+    share.on_device(encoder, new_sources)
+    samples = [share.sample(before, after)]
+    tables = [share.encode(before, after, samples)]
+    found = None
+    if sizes := share.sizes(samples, tables):
+        with closing(Buffer(sizes[0])) as target:
+            share.write(target, tables)
+            found = target.data.tobytes()
+    chunks = tuple(range(-(-made.nbytes // (1 << 20))))
+    described = manifest.make(version=0, entries=made.entries, nbytes=made.nbytes, chunk_bytes=1 << 20, chunks=chunks)
+    return delta.encode(before, after, described, max_ratio=max_ratio), found
 
 
 @settings(max_examples=60, deadline=None)
@@ -167,7 +181,7 @@ def test_publisher_with_device_delta_publishes_the_same(where: str) -> None:
             assert b.delta_buffer is not None
             assert (a.delta_buffer.data == b.delta_buffer.data).all()
     assert ours.readable[0].delta is not None or plain.readable[0].delta is None
-    assert ours._device_delta is not None
+    assert ours._writer.device_delta is not None
     plain.close()
     ours.close()
 
@@ -182,7 +196,7 @@ def test_no_memory_for_a_device_delta_falls_back_to_the_host(monkeypatch: pytest
     with closing(Publisher(chunk_bytes=1 << 12, device_delta=True)) as publisher:
         for version in range(2):
             assert publisher.publish(version, {"w": torch.full((64,), float(version))}).version == version
-        assert publisher._use_device_delta is False
+        assert publisher._writer.use_device_delta is False
 
 
 def test_failed_publish_is_not_the_base_of_the_next_delta() -> None:
@@ -209,7 +223,7 @@ def test_hashing_continues_after_the_tensors_are_free() -> None:
     """`copied` is called while checksums are still computed; the checksums are those of the copied bytes."""
     p, w, seen = Publisher(chunk_bytes=1 << 12, threads=1), {"a": torch.zeros(100_000)}, []
     held = threading.Event()
-    p._pool.submit(held.wait, 10)  # the only thread that hashes
+    p._writer.pool.submit(held.wait, 10)  # the only thread that hashes
 
     def copied() -> None:
         seen.append(p.current)
@@ -242,19 +256,23 @@ def test_chunk_is_hashed_only_after_its_bytes_are_copied(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(copy_out, "PIECE_BYTES", 3000)
     p, tensors = Publisher(chunk_bytes=1 << 10), {**weights(0), "none": torch.empty(0), "last": torch.ones(11)}
-    monkeypatch.setattr(p, "_pin", lambda buffer: None)
-    entries, nbytes, sources = p._layout(tensors)
-    buffer = Buffer(nbytes)
+    monkeypatch.setattr(copy_out.LockedPages, "lock", lambda *_: None)
+    made, sources = planned(tensors, 1 << 10)
+    buffer, nbytes = Buffer(made.nbytes), made.nbytes
     hashed: list[tuple[int, Any]] = []
-    monkeypatch.setattr(p, "_hash", lambda data, at, copied: hashed.append((at, copied)))
-    hashes, last = p._copy(buffer, sources, object())
+
+    def hash_chunk(chunk: np.ndarray, copied: Any) -> None:
+        hashed.append((chunk.ctypes.data - buffer.data.ctypes.data, copied))
+
+    monkeypatch.setattr(p._writer, "hash", hash_chunk)
+    hashes, last = p._writer.copy(buffer, made, sources, object())
     for h in hashes:
         h.result()
     assert sorted(at for at, _ in hashed) == list(range(0, nbytes, 1 << 10))
     assert len({id(copied) for _, copied in hashed}) > 5, "hashing must start before the last byte is copied"
     assert all((copied.seen[at : at + 1024] == buffer.data[at : at + 1024]).all() for at, copied in hashed)
     assert (last.seen == buffer.data).all()
-    for e in entries:
+    for e in made.entries:
         expected = tensors[e.name].contiguous().view(-1).view(torch.uint8).numpy() if e.nbytes else []
         assert (buffer.data[e.offset : e.offset + e.nbytes] == expected).all()
     buffer.close()

@@ -148,8 +148,9 @@ def test_delta_with_a_wrong_result_is_corrected(serving: Callable[..., Any]) -> 
     m = s.publisher.publish(1, new)
     found = s.publisher.readable[0]
     found.delta_buffer.data[-1] ^= 1
-    hashes = s.publisher._hashes(found.delta_buffer.data)
-    wrong = msgspec.structs.replace(found.delta, chunks=hashes)
+    bounds = found.delta.bounds()
+    hashes = s.publisher._writer.hashes(found.delta_buffer.data, bounds, range(len(bounds) - 1))
+    wrong = msgspec.structs.replace(found.delta, chunks=tuple(hashes))
     object.__setattr__(found, "delta_encoded", wrong.encode())
     before = p.bytes_received
     p.pull(s.url, 1, m.digest)

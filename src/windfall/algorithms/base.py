@@ -1,4 +1,4 @@
-"""Credit: the weight of every sampled token. Plain numbers in and out, no torch.
+"""Credit assignment: the weight of every sampled token. Plain numbers in and out, no torch.
 
 Three policies give a sampled token a log-prob (decoupled PPO: "Batch size-invariance for policy optimization", arXiv
 2110.00641, and AReaL, arXiv 2505.24298):

@@ -13,10 +13,10 @@ upper one. The default, c_t <= 5, is from "The Art of Scaling Reinforcement Lear
 
 Off-policy tokens: c_t is an importance weight already, not a trust region, and so is the factor v_t = pi_prox /
 pi_behavior (importance.py). Both are constants, and where neither is bounded, v_t c_t = pi / pi_behavior: the weight
-that REINFORCE needs on such tokens. So the product is right as it stands, with a bound for each cause: `importance_cap`
-for what earlier steps moved the policy, clip_high for what this step moves it. A single clip of the product would make
-`importance_cap` and the reported share of capped tokens meaningless. `importance = "mask"` drops tokens, which CISPO
-is meant to avoid; "truncate" is in its spirit.
+that REINFORCE needs on such tokens. So the product is right as it stands, and each factor has its own bound:
+`importance_cap` limits the effect of earlier steps on the policy, clip_high that of the current step. A single clip of
+the product would make `importance_cap` and the reported share of capped tokens meaningless. `importance = "mask"` drops
+tokens, which CISPO is meant to avoid; "truncate" is in its spirit.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     w_t   = A_i r_t / |y_i|, or 0 where clipped
 
 The mean over a group becomes the mean over all responses of the mini-batch, which is the same if all groups have the
-same size. The paper's KL term is `kl.kl_weights`, with beta / |y_i| for its beta of 0.04, because the term is inside
-the mean. Missing rewards are not part of any mean: a group may have fewer than G responses.
+same size. The paper's KL term is `kl.kl_weights` with beta / |y_i|, because the term is inside the mean over tokens;
+the paper uses beta = 0.04. Responses without a reward are left out of every mean, so a group may have fewer than G
+responses.
 
 Masked off-policy tokens still count in |y_i|: a response does not gain weight by losing tokens.
 """

@@ -2,9 +2,10 @@
 
 from windfall.config.changes import RULES, KeyChange, changes, token_settings
 from windfall.config.file import dump, load, parse
+from windfall.config.lora import Lora
 from windfall.config.sections import Fleet, JsonLinesEnv, Recipe, RolloutSection, RunSection, SimKind, Techniques, Train
 
 __all__ = [
-    "RULES", "Fleet", "JsonLinesEnv", "KeyChange", "Recipe", "RolloutSection", "RunSection", "SimKind", "Techniques",
-    "Train", "changes", "dump", "load", "parse", "token_settings",
+    "RULES", "Fleet", "JsonLinesEnv", "KeyChange", "Lora", "Recipe", "RolloutSection", "RunSection", "SimKind",
+    "Techniques", "Train", "changes", "dump", "load", "parse", "token_settings",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Which recipe keys may change when a run is resumed. The table below is the only place that decides it.
 
-    fixed      refused, because figures before and after the change would not belong to one run
+    fixed      refused, because figures before and after the change would not be comparable
     noted      accepted; the console states the consequence
     free       accepted and listed. No token of a response depends on the key, so the journal stays valid
 
@@ -28,11 +28,17 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "env.path": ("free", "The contents of the file are compared with those at the start of the run."),
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),
+    "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
+    "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
+    "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),
     "train.micro_tokens": ("free", ""),
     "train.checkpoint_activations": ("free", ""),
+    "train.ranks": ("free", ""),
+    "train.offload": ("free", ""),
+    "train.rank_timeout_s": ("free", ""),
     "train.engine_gap_alarm": ("free", ""),
     "train.engine_gap_limit": ("free", ""),
     "eval": ("noted", "Rewards on held-out tasks before and after are not comparable."),
@@ -65,25 +71,34 @@ def changes(old: Recipe, new: Recipe) -> list[KeyChange]:
     found = []
     for section in after:
         for key in {**before[section], **after[section]}:  # each environment has its own keys
-            was, now = before[section].get(key), after[section].get(key)
-            if was != now:
-                name = f"{section}.{key}"
-                verdict, why = _rule(section, key)
-                if name == "run.steps" and new.train.schedule == "constant":
-                    verdict, why = "free", ""
+            verdict, why = _rule(section, key)
+            if (section, key) == ("run", "steps") and new.train.schedule == "constant":
+                verdict, why = "free", ""
+            for name, was, now in _differences(f"{section}.{key}", before[section].get(key), after[section].get(key)):
                 found.append(KeyChange(key=name, old=was, new=now, verdict=verdict, why=why))
     return found
+
+
+def _differences(name: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """(key, old, new) of what differs. A section within a section is compared key by key."""
+    if was == now:
+        return []
+    if name == "train.lora" and was is not None and now is not None:
+        return [(f"{name}.{key}", was[key], now[key]) for key in now if was[key] != now[key]]
+    return [(name, was, now)]
 
 
 def token_settings(recipe: Recipe) -> dict[str, Any]:
     """All keys that can affect the tokens of a training response, with their values.
 
     `run.steps` is not among them, so a run that is extended keeps the responses of the current step. [eval]
-    is not among them either, because evaluation generates its own responses.
+    is not among them either, because evaluation generates its own responses. `rollout.staleness` and
+    `rollout.on_new_weights` decide when a token is generated and whether it is used, not what it is: every token in the
+    journal has its version, which is compared with the bound when the response is opened again and when it is used.
     """
     values = recipe.model_dump(mode="json")
     sections = ("run", "model", "env", "algorithm", "rollout", "train")
-    excluded = {"run.name", "run.folder", "run.steps"}
+    excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}
     return {
         f"{section}.{key}": value
         for section in sections

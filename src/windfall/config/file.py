@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from windfall.config.lora import Lora
 from windfall.config.sections import ENVS, Recipe, SimKind
 from windfall.errors import WindfallError, nearest
 
@@ -54,8 +55,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _recipes_in(folder: Path) -> list[str]:
-    """Names of the recipes in a folder. Other tools have TOML files, too: a recipe has a [model] table, or only tables
-    of a recipe, or is in a folder named `recipes`."""
+    """Names of the recipes in a folder. Other tools also use TOML files: a recipe has a [model] table, or has only
+    tables that recipes have, or is in a folder named `recipes`."""
     return [p.name for p in folder.glob("*.toml") if folder.name == "recipes" or _is_recipe(p)]
 
 
@@ -144,6 +145,8 @@ def _keys(sections: list[str], data: dict[str, Any]) -> Iterable[str]:
         return Recipe.model_fields
     if sections[:2] == ["sim", "kinds"]:
         return SimKind.model_fields
+    if sections[:2] == ["train", "lora"]:
+        return Lora.model_fields
     section: Any = ENVS[data["env"]["name"]] if sections == ["env"] else Recipe.model_fields[sections[0]].annotation
     return section.model_fields
 

@@ -3,7 +3,7 @@
 Every second of a worker goes into one bucket:
 
     booting         from the start of its process, if known, otherwise from joining, until it is first READY (this
-                    includes the first pull, of all the weights while the engine is built)
+                    includes the first pull, of all the weights, while the engine is built)
     pulling         later pulls
     generating      READY with work
     prefill_again   READY with work, prefilling what another worker had prefilled. An estimate: tokens moved in /
@@ -32,7 +32,7 @@ Example: a worker is ready from 0 s, has work from 5 s, sends its last frame at 
 
 Rules:
 - Every second from the start of a worker until it is gone is in exactly one bucket of exactly one step.
-- A worker that reconnects before its last link is given up is billed once: from then on under its new id.
+- A worker that reconnects before its old link is given up is not billed twice: from then on its new id is billed.
 - A closed step is not changed: `lost` reaches back to the last `step()` at most.
 """
 
@@ -46,7 +46,7 @@ from windfall.cost.bill import Account, Bucket, Holder, Totals, add, priced
 from windfall.types import LeaseKind
 
 SAME_START_S = 1.0
-"""Two workers of one name whose start times differ by less than this are one process that reported its age twice."""
+"""Workers of the same name whose start times differ by less than this are one process that reported its age twice."""
 MAX_NAMES = 1000
 """Number of gone workers that are remembered."""
 PREFILL_OVER_DECODE = 10.0
@@ -69,7 +69,7 @@ class _OpenAccount:
     counted_s: float
     """The time until which all seconds are in `provisional` or `settled` (loop time, seconds)."""
     replaced: bool = False
-    """The same process is here under a newer id, which is billed from then on."""
+    """The same process has joined again under a newer id, which is billed from then on."""
     phase: Literal["booting", "pulling", "ready", "paused", "draining"] = "booting"
     was_ready: bool = False
     busy: bool = False
@@ -145,7 +145,7 @@ class Accounts:
         self._newest: dict[str, str] = {}
         """Id of the newest worker that is here, by name."""
         self._ended: dict[str, float] = {}
-        """The time until which the last gone worker of a name was billed, by name."""
+        """By name: the time at which the last worker of that name was gone and its bill ended."""
 
     def join(
         self, now_s: float, worker: str, *, kind: LeaseKind, usd_per_h: float | None, trainer: bool = False,
@@ -206,12 +206,12 @@ class Accounts:
         self._enter(now_s, worker, "paused")
 
     def trainer_waited(self, now_s: float, s: float) -> None:
-        """The trainer had nothing to train on for `s` seconds since the last `step()`: not paused, but waiting."""
+        """The trainer had nothing to train on for `s` seconds since the last `step()`: it was waiting, not paused."""
         self._correct_trainer(now_s, s, "paused", "waiting")
 
     def trainer_trained(self, now_s: float, s: float) -> float:
-        """The trainer trained for `s` seconds since the last `step()` while its engine had work: the engine did not
-        generate meanwhile, but stood still. Returns the seconds that were counted as generating until now."""
+        """The trainer trained for `s` seconds since the last `step()` while its engine had work: the engine stood still
+        meanwhile. Returns how many of these seconds had been counted as generating."""
         return self._correct_trainer(now_s, s, "generating", "paused")
 
     def _correct_trainer(self, now_s: float, s: float, counted: Bucket, correct: Bucket) -> float:

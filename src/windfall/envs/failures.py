@@ -1,4 +1,4 @@
-"""Failed calls of an environment: a message for each, and a cause that is the same for repeats."""
+"""Failed calls to an environment: a message for each, and a cause that is the same for repeats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_REWARD = 1e9
 
 @dataclass(eq=False)
 class EnvFailed(Exception):
-    """One call of an environment failed."""
+    """One call to an environment failed."""
 
     error: str
     cause: str

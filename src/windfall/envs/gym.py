@@ -1,7 +1,7 @@
-"""Every task of reasoning-gym, by name. The tasks are generated, so there is no end of them.
+"""Every task of reasoning-gym, by name. The tasks are generated, so their number is unlimited.
 
-reasoning-gym is heavy, some of its tasks depend on the hash seed, and some of its scorers evaluate text of the policy.
-So it is imported only where a Gym is built, which is a child process of process_pool.
+reasoning-gym is heavy, some of its tasks depend on the hash seed, and some of its scorers evaluate the policy's text as
+code. So it is imported only where a Gym is built: in a child process of process_pool.
 
 A reasoning-gym dataset is finite, and some datasets build all their items when opened. So the endless sequence of tasks
 is split into datasets of `size` items. Dataset k is opened with seed `start + k * size` and generates its item i from
@@ -39,7 +39,7 @@ NEVER_RIGHT = {
     "spiral_matrix": "(",
     "string_insertion": "(",
 }
-"""Text that no right answer contains and that the scorer must not get."""
+"""Text that no right answer contains and that must not reach the scorer."""
 
 
 class Gym:
@@ -104,7 +104,7 @@ class Gym:
             return 0.0
         dataset = self._dataset(index // self._size)
         try:
-            # Generating the entry is not limited: it may be slow, which the answer did not cause.
+            # The limit does not cover generating the entry: if that is slow, the answer is not the cause.
             with cpu_limit(self._cpu_s, Feedback(reward=0.0)):
                 return float(dataset.score_answer(answer, entry))
         except MemoryError:
@@ -147,6 +147,6 @@ def _check(task: str, options: dict[str, Any]) -> None:
 
 
 def _start(seed: int) -> int:
-    """The first seed for reasoning-gym, which generates item i from seed + i. Seeds 0 and 1 would share their tasks, so
-    they are spread far apart."""
+    """The first seed for reasoning-gym, which generates item i from seed + i. Unchanged, seeds 0 and 1 would share
+    almost all tasks, so seeds are spread far apart."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big") >> 34

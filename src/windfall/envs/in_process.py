@@ -1,5 +1,5 @@
-"""Runs an environment in this process: in virtual time, in tests, or if its calls take microseconds. A call that blocks
-blocks the whole process."""
+"""Runs an environment in this process: in virtual time, in tests, or if its calls take microseconds. A blocking call
+stops the whole process."""
 
 from __future__ import annotations
 

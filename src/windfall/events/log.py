@@ -81,7 +81,7 @@ class EventLog:
 
     @contextmanager
     def span(self, name: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Time a block, which may add fields to the dict that it gets. The event is written also after an error."""
+        """Time a block, which may add fields to the dict that it gets. The event is written even after an error."""
         start = self.clock.monotonic()
         try:
             yield fields

@@ -2,10 +2,10 @@
 
     python -I -S parent_death.py PARENT_PID SIGNAL COMMAND ...
 
-The kernel sends SIGNAL to the process as soon as the thread that started it is gone, no matter how that thread ended,
-even by SIGKILL, when no code of ours runs. The setting survives exec. A fork clears it, so grandchildren do not inherit
-it. It must be set in the child process, so this small program runs before the real one (20 ms). The alternative, a
-`preexec_fn`, would run Python between fork and exec of a process with threads. Linux only.
+The kernel sends SIGNAL to the process as soon as the thread that started it is gone, no matter how that thread ended:
+even after SIGKILL, when none of our code can run. The setting survives exec. A fork clears it, so grandchildren do not
+inherit it. It must be set in the child process, so this small program runs before the real one, which takes 20 ms. The
+alternative, a `preexec_fn`, would run Python between fork and exec of a process with threads. Linux only.
 """
 
 from __future__ import annotations

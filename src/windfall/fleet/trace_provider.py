@@ -1,8 +1,8 @@
-"""Workers that come and go as an availability trace says. The processes are really started and really killed.
+"""Workers that come and go according to an availability trace. The processes are really started and really killed.
 
 - When a node comes up in the trace, a worker is started: `n3.1`, then `n3.2` the next time. When the node goes down,
   the worker's process group gets SIGKILL, after SIGTERM and `notice_s` seconds if `notice_s` is not 0. Times are those
-  of the trace divided by `speedup`, counted from the call of `run`.
+  of the trace divided by `speedup`, counted from the call to `run`.
 - A worker that dies by itself while its node is up is restarted (restart.py says when).
 - After the last change, the nodes that are up stay up.
 """

@@ -122,7 +122,7 @@ class ControllerLife:
         await self.unless_stopped(self.trainer.connected(TRAINER_START_S))
 
     async def restore(self, admission: Admission) -> CheckpointState:
-        """Continue from the step of the connected trainer, with what the journal has of later steps."""
+        """Continue from the step of the connected trainer, with the journal's tokens of later steps."""
         hello = self.trainer.hello
         if hello is None:
             raise TrainerLost("it disconnected")
@@ -133,7 +133,9 @@ class ControllerLife:
         if hello.step > self._last_logged:
             self.events.instant("log_gap", first=self._last_logged + 1, last=hello.step)
         self._resumed, self._last_logged = True, math.inf
-        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest)
+        pids = [int(pid) for pid in str(hello.facts.get("rank_pids", "")).split()]
+        ranks = {"rank_pids": pids} if pids else {}
+        self.events.instant("trainer_ready", step=hello.step, pid=hello.facts["pid"], digest=hello.digest, **ranks)
         self._recovery.report_checkpoints(hello.step, hello.facts)
         assert self.rollout is not None, "restore() was called before steps()"
         trained: dict[int, tuple[int, ...]] = {}

@@ -17,7 +17,8 @@ ALL_INTERFACES = ("0.0.0.0", "::", "")
 
 
 def url(address: dict[str, Any], fleet: Fleet) -> str:
-    """The URL for workers: this machine's own address if the controller listens on all. `address`: of address.json."""
+    """The URL for workers. If the controller listens on all interfaces, it contains this machine's own address.
+    `address`: the contents of address.json."""
     if fleet.host not in ALL_INTERFACES:
         return address["url"]
     host = own_address()
@@ -25,7 +26,7 @@ def url(address: dict[str, Any], fleet: Fleet) -> str:
 
 
 def own_address() -> str:
-    """The address by which other machines may reach this one. Sends nothing and looks up no name."""
+    """The address at which other machines may reach this one. Sends no packets and looks up no names."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         try:
             s.connect(("192.0.2.1", 9))  # reserved for documentation: only the route to it matters

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from windfall import algorithms
 from windfall import run_folder as folders
 from windfall.config import JsonLinesEnv, Recipe
+from windfall.config.lora import choose_layers
 from windfall.envs.base import EnvHost
 from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
@@ -24,16 +26,17 @@ from windfall.launch import tls
 from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task
+from windfall.weights import adapter_folder
 
-CHECKED = "all keys, that the model is known or its folder exists, two calls of the environment, trace, certificates"
+CHECKED = "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates"
 NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
 
 
 def check(recipe: Recipe) -> str:
-    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call of the environment."""
-    load.resolve(recipe.model.path)
+    """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment."""
+    check_adapter(recipe)
     if recipe.run.device == "cuda":
         from windfall import devices
 
@@ -50,6 +53,37 @@ def check(recipe: Recipe) -> str:
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = check_context(recipe, task)
     return f"{report}; {unchecked}" if unchecked else report
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Refuse a model that is not there, and a section [train.lora] that does not fit it, as far as files show it."""
+    where, lora = load.resolve(recipe.model.path), recipe.train.lora
+    if lora is None:
+        return
+    if isinstance(where, Path) and adapter_folder.is_adapter(where):
+        what = "this model is an adapter itself, and [train.lora] would train another one on top of it"
+        fix = "Set train.lora.path to this folder and model.path to its base, or merge it first: windfall export"
+        raise WindfallError(what, where=f"model.path = {recipe.model.path}", fix=fix)
+    if lora.path is not None:
+        adapter_folder.check_asked(lora.path, adapter_folder.read_config(lora.path), rank=lora.rank, alpha=lora.alpha)
+    names = _layer_names(where) if isinstance(where, Path) else []
+    if names:  # otherwise the trainer finds out
+        choose_layers(names, lora.targets)
+
+
+def _layer_names(folder: Path) -> list[str]:
+    """The names of the matrices within the decoder layers of a model, from the headers of its files."""
+    from safetensors import SafetensorError, safe_open
+
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="np") as file:
+                matrices = [n for n in file.keys() if len(file.get_slice(n).get_shape()) == 2]  # noqa: SIM118
+        except (OSError, SafetensorError):  # the trainer reports it when it loads the model
+            return []
+        names += [n.removesuffix(".weight") for n in matrices if re.search(r"\.\d+\..*\.weight$", n)]
+    return names
 
 
 def _check_group_size(recipe: Recipe) -> None:

@@ -19,7 +19,7 @@ from windfall.views.console import Console
 
 
 def train(recipe: Recipe, folder: Path, *, token: str | None = None) -> None:
-    """Run a new run in `folder` until it ends or is stopped. `token`: what workers join with; None creates one."""
+    """Run training in `folder` until it ends or is stopped. `token`: what workers join with; None creates one."""
     with folders.owned(folder):
         try:
             auth.make_token(folder / "token", token)
@@ -50,7 +50,8 @@ def resume(recipe: Recipe, folder: Path) -> None:
 
 
 def _record(recipe: Recipe, folder: Path, changes: list[KeyChange]) -> None:
-    """Save the recipe and log its changes. With the original recipe, the log then shows the recipe of every resume."""
+    """Save the recipe and log its changes. Together with the original recipe, the log then shows which recipe each
+    resume used."""
     began = folders.initial_recipe(folder)
     try:
         folders.write_recipe(recipe, folder)  # changes by --set also apply to the next resume

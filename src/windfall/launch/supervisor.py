@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from windfall import backoff
+from windfall import backoff, devices
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.errors import WindfallError, describe_exit, report_failure
@@ -34,6 +34,7 @@ from windfall.fleet.local import LocalProvider
 from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import invitation, liveness
 from windfall.launch.autoscale import Autoscaler
+from windfall.launch.rank_group import RankGroup, log_name, rank_places
 from windfall.launch.recipe_check import trace_changes
 from windfall.link import auth
 from windfall.types import Lease
@@ -93,10 +94,7 @@ class Supervisor:
             return self._controller
 
         async def trainer() -> Handle:
-            self._trainer = await fork_client.start(
-                name="trainer", argv=["windfall", "_trainer", str(self.folder)], env=environment,
-                log=self.folder / "trainer.log",
-            )  # fmt: skip
+            self._trainer = await self._start_trainer(fork_client, environment)
             return self._trainer
 
         tasks = [
@@ -117,6 +115,27 @@ class Supervisor:
             for task in (main, *tasks):
                 task.cancel()
             await asyncio.gather(main, *tasks, return_exceptions=True)
+
+    async def _start_trainer(self, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
+        """Start all ranks of the trainer. They meet at a file whose name was never used before."""
+        places = rank_places(self.recipe, devices.gpu_places(self.recipe.run.device))
+        (self.folder / ".trainer.failure").unlink(missing_ok=True)
+        for met in self.folder.glob(".ranks-*"):
+            met.unlink(missing_ok=True)
+        meeting = f"file://{self.folder.resolve()}/.ranks-{os.urandom(8).hex()}"
+        sharded = ["--rendezvous", meeting] if len(places) > 1 or self.recipe.train.offload else []
+        started: list[Handle] = []
+        try:
+            for rank, place in enumerate(places):
+                argv = ["windfall", "_trainer", str(self.folder), "--rank", str(rank), "--ranks", str(len(places))]
+                name, log = f"rank-{rank}" if rank else "trainer", self.folder / log_name(rank)
+                env = place.environment(environment)
+                started.append(await fork_client.start(name=name, argv=[*argv, *sharded], env=env, log=log))
+        except BaseException:
+            for handle in started:
+                handle.kill()
+            raise
+        return started[0] if len(started) == 1 else RankGroup(started)
 
     async def _keep_running(self, role: str, start: Callable[[], Any]) -> None:
         """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The

@@ -1,4 +1,4 @@
-"""One response while it is generated: its tokens, each position once and in order, over one or several turns. Pure.
+"""One response during its generation: its tokens, each position once and in order, over one or several turns. Pure.
 
     Episode.take(...)              append new tokens; a gap, a repeat or a token after the end is an error
     Episode.observe(tokens)        append the environment's observation: tokens that the policy did not sample
@@ -21,7 +21,7 @@ from windfall.types import Finish, Response, Sampling, Turn
 
 
 class Malformed(ValueError):
-    """A worker sent a frame that a correct worker never sends. Nothing of that frame was accepted."""
+    """A worker sent a frame that a correct worker never sends. No part of that frame was accepted."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Episode:
     version_runs: list[tuple[int, int]] = field(default_factory=list)
     """(version, number of tokens) of consecutive stretches; version -1 marks an observation."""
     version: int | None = None
-    """Every token must come from this version; None: from any version of the window."""
+    """Every token must come from this version; None: from any version in the version window."""
     turns: list[Turn] = field(default_factory=list)
     turn_start: int = 0
     """Position of the first token of the current turn."""
@@ -99,7 +99,7 @@ class Episode:
 
 
 def check_end(episode: Episode, frame: Tokens, row: int, tokens: array[int], row_end: int) -> None:
-    """Raise Malformed unless this row says that the response ends exactly if it does.
+    """Raise Malformed unless this row marks the end of the response if and only if the response ends with it.
 
     A response ends with a stop token or with its last allowed token. `row_end` is the index in `tokens` after the
     last token of this row.

@@ -1,4 +1,4 @@
-"""The Link seam: one connection between two processes. `tests/link/test_link_contract.py` is its contract."""
+"""The Link interface: one connection between two processes. `tests/link/test_link_contract.py` is its contract."""
 
 from __future__ import annotations
 

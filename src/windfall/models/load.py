@@ -5,7 +5,10 @@
     a folder         used as it is
     "owner/name"     from the Hugging Face hub, if it can be reached
 
-`resolve` does not import torch; the other functions do.
+A folder may also hold a LoRA adapter in PEFT format (a checkpoint of a run with [train.lora], for example). It is
+loaded as its base model with the adapter merged into it, so everything that takes a model takes an adapter.
+
+`resolve` does not import torch; the functions that load do.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError, nearest
+from windfall.weights import adapter_folder, merged
+from windfall.weights.adapter_folder import AdapterBase
 
 TINY = Path(__file__).parent / "base_models" / "tiny"
 NAMED = ("tiny", "smollm2-135m")
@@ -29,7 +34,7 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str) -> Path | str:
-    """The model's folder, or its hub id. Raises WindfallError for names that are wrong without asking the network."""
+    """The model's folder, or its hub id. Raises WindfallError for a name that cannot be either. Uses no network."""
     if name == "tiny":
         return TINY
     if name == "smollm2-135m":
@@ -39,7 +44,7 @@ def resolve(name: str) -> Path | str:
         return converted
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / "config.json").is_file() and not adapter_folder.is_adapter(path):
             raise WindfallError("no config.json in this folder", where=name, fix="It must be in Hugging Face format.")
         return path
     if name.count("/") == 1 and not path.is_absolute() and not name.startswith((".", "~")):
@@ -61,6 +66,8 @@ def load(name: str, *, dtype: str, device: str) -> Any:
 
     logging.disable_progress_bar()
     where = fetch(name)
+    if isinstance(where, Path) and adapter_folder.is_adapter(where):
+        return _load_merged(where, dtype=dtype, device=device)
     try:
         read: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=getattr(torch, dtype), attn_implementation=attention.NAME,
@@ -68,23 +75,61 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as e:
         raise _unreadable("model", where, e) from e
-    except Exception as e:  # fault boundary: model code of any kind; some supports only its own attention
+    except Exception as e:  # fault boundary: foreign model code; some models support only their own attention
         raise unsupported(e, str(where)) from e
     model, loaded = read
     _refuse_incomplete(loaded, where)
     return model.to(device).eval()
 
 
+def _load_merged(folder: Path, *, dtype: str, device: str) -> Any:
+    """The base model of an adapter, with the adapter merged into it."""
+    import torch
+
+    config, tensors, path = (
+        adapter_folder.read_config(folder),
+        adapter_folder.read_tensors(folder),
+        adapter_base(folder),
+    )
+    model = load(path, dtype=dtype, device=device)
+    weights = model.state_dict()
+    found = merged.pairs(tensors, {name: t.shape for name, t in weights.items()}, str(folder))
+    if adapter_folder.read_base(folder) is not None:
+        digest = adapter_folder.base_digest(weights)
+        adapter_folder.check_base(folder, AdapterBase(path=path, dtype=dtype, digest=digest))
+    with torch.no_grad():
+        for name, pair in found.items():
+            weights[name].copy_(merged.merge(weights[name], pair, config.scale))
+    return model
+
+
+def adapter_base(folder: Path) -> str:
+    """The name of the base model of the adapter in this folder: as in the recipe of its run, or as PEFT wrote it."""
+    base = adapter_folder.read_base(folder)
+    named = adapter_folder.read_config(folder).base if base is None else base.path
+    fix = f"Set base_model_name_or_path in {adapter_folder.CONFIG} to a folder or a hub id."
+    if not named:
+        raise WindfallError("the adapter does not name its base model", where=str(folder), fix=fix)
+    try:
+        where = resolve(named)
+    except WindfallError as e:
+        raise WindfallError(f"the base model of this adapter: {e.what}: {named}", where=str(folder), fix=e.fix) from e
+    if isinstance(where, Path) and adapter_folder.is_adapter(where):
+        what = f"the base model of this adapter is an adapter itself: {named}"
+        raise WindfallError(what, where=str(folder), fix="Export that adapter first: windfall export")
+    return named
+
+
 def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
-    """Raise WindfallError for weights that are missing from the files or have another shape: transformers would give
-    them random values. It does not count tied weights and computed buffers as missing."""
+    """Raise WindfallError for weights that are missing from the files or have the wrong shape: transformers would
+    initialize them randomly. It does not count tied weights and computed buffers as missing."""
     fix = "Does config.json belong to these weights? Download the folder again, or repeat save_pretrained."
     wrong = [
         f"{name} ({list(found)} in the file, {list(wanted)} by config.json)"
         for name, found, wanted in sorted(loaded["mismatched_keys"])
     ]
     for names, what in (
-        (wrong, "weights have another shape than the model's"),
+        (wrong, "weights have the wrong shape for the model"),
         (sorted(loaded["missing_keys"]), "weights are missing from the model's files"),
     ):
         if names:
@@ -102,6 +147,8 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     where = fetch(name)
+    if isinstance(where, Path) and adapter_folder.is_adapter(where) and not (where / "tokenizer_config.json").is_file():
+        return load_tokenizer(adapter_base(where))
     try:
         return AutoTokenizer.from_pretrained(where)
     except Exception as e:  # fault boundary: tokenizer code of any kind
@@ -115,7 +162,7 @@ def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError
 
 
 def fetch(name: str) -> Path | str:
-    """Like `resolve`, but also converts a model that is not converted yet, so that the folder is complete."""
+    """Like `resolve`, but also converts the model if necessary, so that the folder is complete."""
     where = resolve(name)
     if name == "smollm2-135m" and not (Path(where) / "config.json").is_file():
         _convert(_smollm2_gguf(), Path(where))
@@ -131,7 +178,8 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """Convert to Hugging Face format, with a new model: transformers does not save one that was loaded from a GGUF."""
+    """Convert to Hugging Face format. This builds a new model, because transformers cannot save one loaded from a
+    GGUF."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -149,7 +197,7 @@ def _convert(gguf: Path, out: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(work)
         try:
             work.rename(out)
-        except OSError:  # another process was faster
+        except OSError:  # another process has already created the folder
             if not (out / "config.json").is_file():
                 raise
     finally:

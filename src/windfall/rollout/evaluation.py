@@ -1,13 +1,13 @@
 """Evaluation on held-out tasks: one response per task, all from one version of the weights.
 
 In synchronous training the run waits for an evaluation. In asynchronous training it goes on: some workers keep the
-version until its evaluation is over (scheduling/fixed_versions.py). The first and the last evaluation, and one for
-which there is no worker but the trainer's own engine, are waited for.
+version until its evaluation is over (scheduling/fixed_versions.py). The run still waits for the first and the last
+evaluation, and for one that only the trainer's own engine can run.
 
     due ──▶ evaluate            the run waits
-        └─▶ start ──▶ [ runs beside training ] ──▶ logged
+        └─▶ start ──▶ [ runs alongside training ] ──▶ logged
                           │ no worker holds the version any more: abandoned, and the next version is evaluated instead
-                          └ the trainer is lost: interrupted, and started again with what the journal has of it
+                          └ the trainer is lost: interrupted, and started again with its tokens from the journal
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Evaluation:
         self, recipe: Recipe, rollout: Rollout, events: EventLog, held_out: HeldOut | None = None, *,
         evaluated: Iterable[int] = (), lost: bool = False, on_change: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`held_out`: None: the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose evaluation
-        is in the log. `lost`: an evaluation was not completed before the controller was restarted. `on_change`: called
-        when an evaluation beside training ends."""
+        """`held_out`: by default, the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose
+        evaluation is in the log. `lost`: an evaluation was not completed before the controller was restarted.
+        `on_change`: called when an evaluation alongside training ends."""
         tasks = recipe.eval.tasks
         self._recipe, self._rollout, self._events, self._on_change = recipe, rollout, events, on_change
         self._held_out = held_out or HeldOut(tasks=tasks, description=f"{tasks} held-out tasks")
         self._asynchronous = recipe.rollout.staleness > 0
         self._evaluated, self._lost = set(evaluated), lost
         self._running: dict[int, asyncio.Task[None]] = {}
-        """Evaluations beside training, by step."""
+        """Evaluations alongside training, by step."""
 
     @property
     def evaluated(self) -> frozenset[int]:
@@ -54,7 +54,7 @@ class Evaluation:
         return bool(due and self._held_out.tasks) and step not in self._evaluated and step not in self._running
 
     def start(self, step: int) -> bool:
-        """Evaluate this step beside training. False if the run must wait for the evaluation instead."""
+        """Evaluate this step alongside training. False if the run must wait for the evaluation instead."""
         if not self._asynchronous or step == 0 or step >= self._recipe.run.steps:
             return False
         if not self._rollout.dispatch.keep_version(self._held_out.tasks):
@@ -83,13 +83,13 @@ class Evaluation:
                 task.result()
 
     async def finish(self) -> None:
-        """Wait for the evaluations beside training."""
+        """Wait for the evaluations alongside training."""
         while self._running:
             await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
             self.check()
 
     async def interrupt(self) -> list[int]:
-        """Stop the evaluations beside training. Returns their steps. Workers keep the versions."""
+        """Stop the evaluations alongside training. Returns their steps. Workers keep the versions."""
         running, self._running = self._running, {}
         for task in running.values():
             task.cancel()
@@ -97,7 +97,7 @@ class Evaluation:
         return list(running)
 
     def resume(self, steps: Iterable[int], *, reached: int) -> None:
-        """Start interrupted evaluations again, if the run has still `reached` their step."""
+        """Start interrupted evaluations again, except those of steps after `reached`, which are trained again."""
         for step in steps:
             if step <= reached:
                 self._run_beside_training(step)

@@ -1,21 +1,21 @@
 """How a task becomes a graded group:
 
     1. draw       open            ask the environment for the tasks
-    2. open       _open_group     open one episode per response; restore what the journal has of it
+    2. open       _open_group     open one episode per response; restore its tokens from the journal
     3. generate   (dispatch)      workers generate until a turn ends
     4. grade      _grade_turn     ask the environment about the turn
     5. settle     _settle_turn    an observation opens the next turn (back to 3); a reward finishes the response
     6. hand out   _hand_out       pass on every group whose responses are all finished
 
 A Stream lives as long as its owner wants groups: tasks are opened at any time, and groups are handed out as they
-complete. Whatever happens arrives in one inbox, so that all of this runs in one place, one thing at a time:
+complete. Every event arrives in one inbox, so that all of this runs in one place, one event at a time:
 
     Stream.run()   waits for: its inbox   filled by: the environment (tasks, grades), dispatch (ended turns), a stop,
                                                      an error
 
-Rules: every episode that is opened comes out exactly once, in its group, or is dropped because it is too old. A group
-comes out when all its responses are finished or dropped. A reward that could not be determined is missing (None), never
-zero. What the journal has of a response is not generated again. A task that the environment cannot produce, or whose
+Rules: every episode that is opened is handed out exactly once, in its group, or dropped because it is too old. A group
+is handed out when all its responses are finished or dropped. A reward that could not be determined is missing (None),
+never zero. Tokens that are in the journal are not generated again. A task that the environment cannot produce, or whose
 prompt leaves no room for a response, is skipped and counts as drawn.
 """
 
@@ -106,7 +106,7 @@ class Rollout:
         self.context: int | None = None
         """The model's context length in tokens: the limit for a prompt and its response together."""
         self.history: History = {}
-        """What the journal has of responses that have not been opened yet."""
+        """The journal's history of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
         """Counters since the last reset: tokens sampled in finished responses, how many of them came from the journal,
         turns graded."""
@@ -176,12 +176,14 @@ class Stream:
         task that the environment cannot produce. `on_too_old`: called for every response that `expire` drops, with its
         task and its number of sampled tokens. `scope`: a prefix of the response ids that ends with a colon, needed if
         the same task is rolled out more than once in a run. `version`: every token must come from this version; None:
-        from any version of the window."""
+        from any version in the version window."""
         self._rollout, self._dispatch, self._size, self._sampling = rollout, rollout.dispatch, size, sampling
         self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
         self._scope, self._version = scope, version
         self._counted = version is None
-        """Tokens count in the totals of a step. Those of an evaluation beside training do not."""
+        """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
+        self._oldest = -1
+        """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._listener = Listener(
             turn_ended=lambda id: self.inbox.put_nowait(_TurnEnded(id)),
@@ -189,13 +191,13 @@ class Stream:
             version_gone=lambda id: self.inbox.put_nowait(VersionGone(f"no worker holds version {version} any more")),
         )
         self._drawing: dict[int, asyncio.Future[Task]] = {}
-        """Tasks that the environment was asked for and that are not open yet."""
+        """Tasks that were requested from the environment and are not open yet."""
         self._live: dict[str, tuple[Episode, _OpenGroup]] = {}
         """Open episodes, by response id."""
         self._restored: dict[str, int] = {}
         """By open episode: number of its tokens that came from the journal."""
         self._background: set[asyncio.Task[None]] = set()
-        """Calls of the environment."""
+        """Calls to the environment that are in progress."""
         self._completed: list[_OpenGroup] = []
         """Groups that were completed since groups were last handed out."""
         self._ended = False
@@ -252,10 +254,24 @@ class Stream:
     # Responses that became too old.
 
     def expire(self, oldest: int) -> None:
-        """Drop the open responses that have a token of an older version: they can no longer be trained on."""
-        self.drop(
-            [id for id in self._live if (v := self._dispatch.ledger.oldest_version(id)) is not None and v < oldest]
-        )
+        """Drop the open responses that have a token of an older version: they can no longer be trained on. This also
+        holds for what the journal has of responses that are opened later."""
+        self._oldest = oldest
+        self._drop_too_old(list(self._live))
+
+    def _drop_too_old(self, ids: Sequence[str]) -> None:
+        oldest_version = self._dispatch.ledger.oldest_version
+        self.drop([id for id in ids if (v := oldest_version(id)) is not None and v < self._oldest])
+
+    def not_begun(self) -> list[int]:
+        """The open tasks of which nothing was generated or assigned to a worker yet."""
+        begun = {id.rpartition("/")[0] for id in self._rollout.history}  # the journal has a part of it
+        open_groups = {group.index: group for _, group in self._live.values()}
+        for id, (episode, group) in self._live.items():
+            queued = self._dispatch.ledger.entries[id].state == "queued"
+            if episode.tokens or group.responses or group.dropped or not queued:
+                begun.add(f"{self._scope}{group.index}")
+        return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
 
     def drop(self, ids: Sequence[str]) -> None:
         sampled = {id: self._dispatch.ledger.sampled(id) for id in ids}
@@ -330,6 +346,7 @@ class Stream:
             )  # fmt: skip
             self._live[episode.id] = (episode, group)
             self._open_episode(episode, group)
+        self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
 
     def _check_prompt(self, task: Task, prompt: tuple[int, ...]) -> None:
         context, max_tokens = self._rollout.context, self._rollout.options.max_tokens
@@ -343,7 +360,7 @@ class Stream:
             )
 
     def _open_episode(self, episode: Episode, group: _OpenGroup) -> None:
-        """Restore what the journal has of the response, then continue from there."""
+        """Restore the response from the journal, then continue from there."""
         finished = self._restore(episode)
         self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
         if finished is not None:
@@ -389,7 +406,8 @@ class Stream:
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
                 return
-            r.graded_turns, r.grading_s = r.graded_turns + 1, r.grading_s + loop.time() - began_s
+            if self._counted:
+                r.graded_turns, r.grading_s = r.graded_turns + 1, r.grading_s + loop.time() - began_s
             self.inbox.put_nowait(_TurnAnswered(episode, graded))
 
         self._in_background(ask_environment())

@@ -5,23 +5,25 @@
                  ├── dismiss(): the environment cannot produce it;  drop(): every response is too old
                  └── finish(informative=False): nothing can be learned from it (dynamic sampling)
 
-The batch of step s + 1 is trained by the trainer at version s. The staleness of a response is s minus the oldest
-version among its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
+In step s + 1, the trainer is at version s. The staleness of a response in that step is s minus the oldest version among
+its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`rollout.groups`):
 
 - The gate (AReaL, arXiv 2505.24298): at most (eta + 1) * B groups are open, ready or taken. A group that starts at
-  version s is therefore normally trained on by version s + eta. With eta = 0, a batch is opened only once the version
-  that generates it is published: this is synchronous training.
+  version s is therefore normally trained on at version s + eta or before. With eta = 0, a batch is opened only once the
+  version that generates it is published: this is synchronous training.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
 - Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
   places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
   them. Without this rule, short groups overtake long ones until those are too old, and training prefers short
   responses. With it, nothing is dropped as long as responses start at the version at which their task was admitted, or
-  later. With `in_order`, groups are taken in the order of their tasks.
+  later. A group ages only once it has begun: tasks that wait in the queue while versions are published (with a large
+  bound, most of those that a run opens at its start) do not hold the trainer back (`not_begun`). With `in_order`,
+  groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
-- A step that was trained before and is trained again (`planned`) gets the groups that it had, in the same order.
+- A step that is trained again after a restart (`planned`) gets the same groups as the first time, in the same order.
 
 The gate cannot deadlock: a version is published only after a batch was taken, so while the trainer waits, nothing that
 is open becomes too old. Whatever is dropped frees its place for a task that starts at the current version.
@@ -74,17 +76,18 @@ class Admission:
         self.version = self.next_task = 0
         """Steps completed, and the index of the first task that was never admitted."""
         self.dropped = Dropped()
-        """Counted since the last publish()."""
+        self.too_new = 0
+        """Responses that were dropped as too old, and as newer than the trainer, since the last publish()."""
         self._again: deque[int] = deque()
         """Tasks to admit before new ones, because they were open when the run was interrupted."""
         self._open: dict[int, int] = {}
-        """Open tasks, and the version at which each was admitted, or that of its oldest token in the journal. Its
-        responses have no older tokens."""
+        """Open tasks. No token of a task is older than this version: at first the one at which it was admitted, or that
+        of its oldest token in the journal, then the newest version at which it had not begun."""
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
         self._held: Counter[int] = Counter()
-        """Number of open and ready groups by their oldest version, as far as known."""
+        """Number of open and ready groups by their oldest version (for an open group, its version in `_open`)."""
         self._order: deque[int] = deque()
         """Used only with `in_order`: admitted tasks that were not taken yet. Those that are neither open nor ready are
         skipped."""
@@ -93,19 +96,19 @@ class Admission:
         self._replaced = 0
         """Tasks of this step that were dismissed or replaced."""
         self._planned: dict[int, deque[int]] = {}
-        """By step: the tasks that it took when it was trained the first time, and has not taken again yet."""
+        """By step that is trained again: the tasks that it took the first time and has not taken again yet."""
         self._restored: dict[int, int] = {}
-        """By task that the journal has tokens of: the oldest version among them."""
+        """By task with tokens in the journal: the oldest version among them."""
         self._planned_tasks: set[int] = set()
-        """The same tasks, of all steps."""
+        """All tasks that restore() put into `_planned`, including those taken again since."""
 
     def restore(
         self, *, version: int, next_task: int, open_tasks: Iterable[int] = (),
         planned: Mapping[int, Sequence[int]] | None = None, oldest: Mapping[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Continue after step `version`. `open_tasks` were admitted and not trained on. `planned`: the tasks of each
-        later step that was trained before. The plans after the first step without one are ignored, because part of the
-        journal was lost. `oldest`: the oldest version among the tokens that the journal has of a task."""
+        later step that was trained before. If a step has no plan, the plans of later steps are ignored, because part of
+        the journal was lost. `oldest`: by task, the oldest version among its tokens in the journal."""
         self._planned = {}
         while planned and (step := version + 1 + len(self._planned)) in planned:
             self._planned[step] = deque(planned[step])
@@ -116,7 +119,7 @@ class Admission:
         self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
         self._held.clear()
         self._restored = dict(oldest or {})
-        self._replaced, self.dropped = 0, Dropped()
+        self._replaced, self.dropped, self.too_new = 0, Dropped(), 0
 
     @property
     def capacity(self) -> int:
@@ -133,7 +136,7 @@ class Admission:
 
     @property
     def open_tasks(self) -> tuple[int, ...]:
-        """Tasks that were admitted and are neither trained on nor given up."""
+        """Tasks that were admitted and have been neither taken nor given up."""
         return tuple(sorted({*self._again, *self._open, *self._ready}))
 
     def admit(self) -> list[int]:
@@ -159,6 +162,13 @@ class Admission:
         """Every response of this open task is too old."""
         self._held[self._open.pop(index)] -= 1
 
+    def not_begun(self, tasks: Iterable[int]) -> None:
+        """These open tasks have no token yet, and their first one will be of the current version or a newer one."""
+        for index in tasks:
+            self._held[self._open[index]] -= 1
+            self._open[index] = self.version
+            self._held[self.version] += 1
+
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
         self.drop(group.index)
@@ -183,7 +193,7 @@ class Admission:
         plan and chooses its own."""
         planned = self._planned.get(self.version + 1)
         while planned and not self._is_held(planned[0]):
-            planned.popleft()  # it cannot be had any more, for example because the journal was damaged
+            planned.popleft()  # it is no longer available, for example because the journal was damaged
         if planned is not None and not planned and not self.taken:
             return None  # nothing is left of the plan
         return planned
@@ -196,15 +206,20 @@ class Admission:
         while not self.complete and (index := self._next()) is not None:
             group = self._ready.pop(index)
             self._held[_oldest(group, self.version)] -= 1
-            fresh = tuple(r for r in group.responses if is_usable(r, self.version, self.staleness))
-            if len(fresh) < len(group.responses):
-                for response in group.responses:
-                    if not is_usable(response, self.version, self.staleness):
-                        self.dropped.add(response.sampled_count)
-            if fresh:
+            if fresh := tuple(r for r in group.responses if self._check_use(r)):
                 self.taken.append(index)
                 return replace(group, responses=fresh)
         return None
+
+    def _check_use(self, response: Response) -> bool:
+        """Whether the response may be trained on now. Counts it otherwise."""
+        if is_usable(response, self.version, self.staleness):
+            return True
+        if staleness(response, self.version) > self.staleness:
+            self.dropped.add(response.sampled_count)
+        else:
+            self.too_new += 1
+        return False
 
     def _next(self) -> int | None:
         """The ready task to take next."""
@@ -225,8 +240,8 @@ class Admission:
         return None
 
     def _must_wait(self, oldest: int) -> bool:
-        """Whether a ready group with this oldest version would take the place of an older group, which could then not
-        be trained on before it is too old."""
+        """Whether a ready group with this oldest version would take the place of an older group that would then become
+        too old before it can be trained on."""
         older = 0
         for version in sorted(v for v in self._held if self.oldest_version <= v < oldest):
             older += self._held[version]
@@ -240,11 +255,11 @@ class Admission:
         self._planned.pop(self.version + 1, None)
         self.version += 1
         self._held = +self._held  # remove the versions that no group has any more
-        self.taken, self._replaced, self.dropped = [], 0, Dropped()
+        self.taken, self._replaced, self.dropped, self.too_new = [], 0, Dropped(), 0
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that a token may have and still be of use."""
+        """The oldest version whose tokens may still be trained on."""
         return self.version - self.staleness
 
     def check(self) -> None:

@@ -43,7 +43,8 @@ class FleetSpeed:
         return FleetSpeed(tuple(counts.items()), self.slots + other.slots)
 
     def tok_per_s(self, responses: float, context: float = 0.0) -> float:
-        """Tokens per second for this number of responses. `context`: tokens in the context of all of them; 0: as usual.
+        """Tokens per second for this number of responses. `context`: total tokens in their contexts; 0: the usual
+        context.
 
         n responses get n * slope / (n + bend); a worker adds 1 / each_s to the slope, fixed_s / each_s to the bend."""
         running = min(responses, self.slots)
@@ -61,7 +62,7 @@ class FleetSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRates:
-    """How much work a step is, how fast it is generated, and how fast it is trained on."""
+    """How many tokens and responses a step has, how fast they are generated, and how fast they are trained on."""
 
     tokens: float
     responses: float

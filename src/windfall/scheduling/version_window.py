@@ -1,6 +1,6 @@
 """The versions of the weights that may generate tokens at the moment. Pure.
 
-With the staleness bound eta, these are the newest version and the eta versions before it, as far as their digests are
+With the staleness bound eta, these are the newest version and those of the eta versions before it whose digests are
 known. A digest belongs to a version for good, except after the trainer has fallen back to an older checkpoint: the
 versions that it trains again have new digests, and the old ones are forgotten. Which responses are too old to be
 trained on is decided in admission.py.

@@ -1,8 +1,8 @@
 """How many workers are worth having, in tokens per dollar, and why. Pure: measured rates in, advice out.
 
-A step generates and trains W tokens. The trainer's own engine generates L tokens per second for T seconds ("seeding").
-Then the same machine trains at A tokens per second while the fleet, at R tokens per second in total, generates the
-rest. T can be chosen freely:
+A step generates W tokens and trains on them. The trainer's own engine generates L tokens per second for T seconds
+("seeding"). Then the same machine trains at A tokens per second while the fleet, at R tokens per second in total,
+generates the rest. T can be chosen freely:
 
     everything is generated at   T + (W - (L + R) * T) / R
     everything is trained        W / A seconds after T, at the earliest
@@ -13,7 +13,7 @@ A * (L + R) / (A + L): every worker adds the same gain until the fleet alone kee
 on the speed is A. Without any worker a step takes W / L + W / A (co-located training). If the trainer has no engine,
 L = 0 and T = 0.
 
-A run that cannot train on some groups while others are generated takes W / (L + R) + W / A.
+If a run cannot train on some groups while others are generated, a step takes W / (L + R) + W / A.
 
 Asynchronous training has no steps in this sense: generation never waits for the end of a step, even if a batch must be
 complete before it is trained on. Its speed x is the lower of the training rate and the sum of the generation rates. The
@@ -21,13 +21,13 @@ trainer's engine generates while the trainer does not train, a share of 1 - x / 
 
     x = min(A, R + L * (1 - x / A)), so x = A * (L + R) / (A + L) or A, whichever is lower
 
-A lost worker is replaced, and its replacement is paid for boot_s before it generates a token. So n workers that each
-generate r tokens per second count as R = n * r * u, where u = 1 / (1 + boot_s * losses per second). With more workers,
-each has fewer of the step's responses and generates less: where a profile is known (worker_speed.py), r is the rate for
-its share of the responses. The price per hour is that of the trainer plus that of every worker.
+A lost worker is replaced, and its replacement costs money for boot_s seconds before it generates a token. So n workers
+that each generate r tokens per second count as R = n * r * u, where u = 1 / (1 + boot_s * losses per second). With more
+workers, each has fewer of the step's responses and generates less: where a profile is known (worker_speed.py), r is the
+rate for its share of the responses. The price per hour is that of the trainer plus that of every worker.
 
-Rules: there is no advice before two steps have been measured or without prices, and none to change the number of
-workers for a gain of less than 3 %. If several numbers are equally good, the smallest is advised.
+Rules: no advice is given before two steps have been measured, or without prices. A gain of less than 3 % is not worth a
+change of the number of workers. If several numbers are equally good, the smallest is advised.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from windfall.scheduling.worker_speed import Profile
 
 MIN_GAIN = 0.03
 MIN_STEPS = 2
-NOT_YET = "not enough measured yet"
+NOT_YET = "not enough measurements yet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class WorkerKind:
     slots: int = 0
     """Responses that a worker can run at once; 0: any number."""
     max_count: int = 64
-    """Number of workers that could be had."""
+    """Largest number of workers that is available."""
 
     def __post_init__(self) -> None:
         _check_finite(self.now, self.tok_per_s, self.usd_per_h, self.boot_s, self.losses_per_h)
@@ -158,7 +158,7 @@ def advise(run: RunMeasurements, kind: WorkerKind, others: Sequence[WorkerKind] 
     >>> run = RunMeasurements(
     ...     steps=9, tokens_per_step=1e6, train_tok_per_s=2e4, local_tok_per_s=2e4, trainer_usd_per_h=83.79)
     >>> advise(run, WorkerKind(name="spot", now=2, tok_per_s=4000, usd_per_h=5.32)).why
-    'generation is the bottleneck: 3 more pay'
+    'generation is the bottleneck: 3 more would pay off'
     """
     unmeasured = [k.name for k in others if k.now and k.tok_per_s <= 0]
     if run.steps < MIN_STEPS or min(run.tokens_per_step, run.train_tok_per_s, kind.tok_per_s) <= 0 or unmeasured:
@@ -203,7 +203,7 @@ def _best(points: Sequence[ValuePoint], kind: WorkerKind) -> ValuePoint:
 def _why(kind: WorkerKind, points: Sequence[ValuePoint], best: ValuePoint, base_usd_per_h: float) -> str:
     count, now = best.workers, kind.now
     if count > now:
-        return f"generation is the bottleneck: {count - now} more {'pays' if count - now == 1 else 'pay'}"
+        return f"generation is the bottleneck: {count - now} more would pay off"
     full = points[-1].tok_per_s * (1 - 1e-3)  # the highest speed with any number of workers
     enough = next(p.workers for p in points if p.tok_per_s >= full)
     below = _pays_below(points, base_usd_per_h)

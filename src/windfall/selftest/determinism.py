@@ -1,4 +1,4 @@
-"""Whether a response has the same bits whatever else is in the batch: what `run.deterministic` promises."""
+"""Tests whether a response has the same bits whatever else is in its batch, as `run.deterministic` promises."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class _OperationRecorder(TorchDispatchMode):
 
 @torch.no_grad()
 def neighbor_dependence(small: SmallModel) -> str | None:
-    """Why the bits of a row depend on the other rows of a step; None if they are independent. They are if every
-    operation has the same shapes whichever tokens the step contains: then no row's sums depend on the experts that
-    other rows are routed to."""
+    """Why the bits of a row depend on the other rows of a step; None if they do not. They do not if every operation has
+    the same shapes whichever tokens the step contains: then no row's sums depend on the experts that other rows are
+    routed to."""
     operations = []
     for step in (1, 7):
         ids = torch.tensor([[3 + step * n % (small.vocabulary - 3) for n in range(16)]], device=small.device)

@@ -41,7 +41,7 @@ class SmallModel:
 
 
 def build_small_model(config: Any, names: Iterable[str] | None, *, longest: int, device: str, seed: int) -> SmallModel:
-    """`names`: the full model's weights, if known. Raises WindfallError if no small model can be built."""
+    """`names`: names of the full model's weights, if known. Raises WindfallError if no small model can be built."""
     wanted, why = list(names or _weight_names(config)), ""
     for fields in shrink.small_configs(config, longest=longest):
         try:
@@ -52,7 +52,7 @@ def build_small_model(config: Any, names: Iterable[str] | None, *, longest: int,
                 why = why or "the small model is still too large"
                 continue
             if not shrink.same_weight_kinds(wanted, blank.state_dict()):
-                why = why or "the small model has other kinds of weights"
+                why = why or "the small model has different kinds of weights"
                 continue
             reference = _build(candidate, "eager")
             _randomize(reference, seed)
@@ -106,8 +106,9 @@ def _randomize(model: Any, seed: int) -> None:
 
 
 def _logits_scale(model: Any) -> Tensor:
-    """A weight that scales all logits. If input and output share their embedding, it is that of the last norm, and the
-    embedding is scaled down: otherwise the most likely token would repeat the last one, whatever the layers compute."""
+    """A weight that scales all logits. If input and output share their embedding, this is the weight of the last norm,
+    and the embedding is scaled down: otherwise the last token would be the most likely next one, whatever the layers
+    compute."""
     shared, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if shared is not out:
         return out

@@ -3,11 +3,12 @@
     dial ──▶ TrainerHello(step, weights) ──▶ TrainerWelcome ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again
                                        └───▶ Refused: end                              when the link ends
 
-The agent accepts requests only from a controller that has proved to be the run's own, and keeps dialing until it finds
-that one. When the link ends, the gradient accumulated for the current step is dropped; the controller sends the samples
-again from its journal. If the link ends between two updates of one step, the weights belong to no version: the process
-exits, and the next one starts from the last checkpoint. Work that raises (out of memory, a defect) is reported to the
-controller and ends the process, too. The supervisor restarts it a limited number of times (launch/liveness.py).
+The agent accepts requests only from a controller that has proved that it belongs to the run, and keeps dialing until it
+finds that controller. When the link ends, the gradient accumulated for the current step is dropped; the controller
+sends the samples again from its journal. If the link ends between two updates of one step, the weights belong to no
+version: the process exits, and the next one starts from the last checkpoint. An exception during work (out of memory, a
+defect) is reported to the controller and also ends the process. The supervisor restarts it a limited number of times
+(launch/liveness.py).
 
 From a step's first update until the controller sends a Load for the new version, the trainer's own engine generates
 nothing (`invalidate`).
@@ -38,8 +39,8 @@ from windfall.train.checkpoint import CheckpointState
 from windfall.train.remote import unpack
 
 MAX_REFUSALS = 3
-"""Final refusals in a row after which the process exits. A single one may come from another run, if its controller has
-just taken over the port of a dead one."""
+"""Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
+has just taken over the port of a dead controller."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +50,8 @@ class TrainerAgent:
     publish: Callable[[int], Any]
     """Publishes the trainer's weights as this version; returns their manifest. May call `release_module`."""
     save: Callable[[CheckpointState], Any]
+    update_bytes: Callable[[], int] = lambda: 0
+    """Returns the bytes that a worker with the previous version must pull for the one published last."""
     hello: Callable[..., m.TrainerHello]
     """Builds the TrainerHello from protocol, nonce, proof, step, next_task, version and digest."""
     secret: str
@@ -62,7 +65,7 @@ class TrainerAgent:
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
     invalidate: Callable[[], None] = lambda: None
     """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
-    belong to no version, or under the number of the last version."""
+    belong to no version, nor label their tokens with the last version."""
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the controller has accepted this trainer."""
     patience_s: float = 120.0
@@ -168,7 +171,10 @@ class TrainerAgent:
                     )
                     self._updates = 0
                 now, took_s = self._manifest, time.monotonic() - started
-                return m.Updated(report=asdict(report), version=now.version, digest=now.digest, s=took_s)
+                return m.Updated(
+                    report=asdict(report), version=now.version, digest=now.digest, s=took_s,
+                    weights_bytes=self.update_bytes(),
+                )  # fmt: skip
             case m.Save():
                 return m.Saved(path=str(await self._run_in_thread(self.save, self.state)))
         raise LinkClosed(f"unexpected message: {type(request).__name__}")

@@ -1,4 +1,4 @@
-"""The Trainer seam: accumulate as groups arrive, update, save. Does not import torch, as the controller uses it."""
+"""The trainer's interface: accumulate as groups arrive, update, save. Does not import torch: the controller uses it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Report:
     tokens (lag 0). On older tokens the difference is the drift of the policy. 0 if no token is fresh."""
     engine_gap_max: float = 0.0
     clipped: float = 0.0
-    """Share of tokens with an advantage whose weight was clipped to zero."""
+    """Share of tokens that have a nonzero advantage but whose weight was clipped to zero."""
     capped: float = 0.0
     """Share of tokens whose importance weight was truncated or masked (algorithms/importance.py)."""
     drift: float = 0.0
@@ -36,12 +36,14 @@ class Report:
     versions, in nats. 0 if there are none."""
     kl: float = 0.0
     """Mean of the k3 estimator over the tokens; 0 without a reference model."""
+    peak_bytes: int = 0
+    """Most memory that any rank used: of its GPU since the last update, or resident memory without a GPU."""
     skipped: Skipped = ""
     """Reason why the weights were not updated; "" if they were."""
 
 
 class Trainer(Protocol):
-    """The seam. `tests/train/test_trainer.py` is its contract."""
+    """Implemented by train.trainer.TorchTrainer. `tests/train/test_trainer.py` is its contract."""
 
     def prepare(self, samples: Sequence[Sample]) -> list[Sample]: ...
     def begin(self) -> None: ...
@@ -50,4 +52,4 @@ class Trainer(Protocol):
 
 
 class TrainerLost(Exception):
-    """The trainer's process is gone or does not answer. Another one replaces it, from the last checkpoint."""
+    """The trainer's process is gone or does not answer. A new one starts from the last checkpoint."""

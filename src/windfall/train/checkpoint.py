@@ -6,6 +6,9 @@
       windfall/state.json                                    step, data position, version
       windfall/checksums.json                                size and xxh3_128 of every other file
 
+If the run trains adapters, adapter_config.json and adapter_model.safetensors (PEFT) take the place of the model.
+state.json then names the base model and has a digest of its weights, because the adapter is useless with any other.
+
 A checkpoint is written under another name, flushed to disk and then renamed, so a folder named step-* was complete when
 it was written. A partial checkpoint of a killed process has another name and is deleted by the next save.
 
@@ -18,17 +21,20 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.train import checksums
+from windfall.weights.adapter_folder import AdapterBase
 
 _PARTIAL = ".partial-"
 DAMAGED = "damaged-"
 STATE, OPTIMIZER = "windfall/state.json", "windfall/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
+_BASE_KEYS = {"path", "dtype", "digest"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,23 +122,23 @@ def latest(run: Path, *, optimizer: bool = False) -> IntactCheckpoint:
     return found
 
 
-def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, optimizer: Any, keep: int) -> Path:
+def save(
+    folder: Path, state: CheckpointState, *, write_model: Callable[[Path], Any], tokenizer: Any,
+    write_optimizer: Callable[[Path], None], keep: int, base: AdapterBase | None = None,
+) -> Path:  # fmt: skip
     """Write a checkpoint, rename it into place, then delete all but the newest `keep`. Raises WindfallError and changes
-    no earlier checkpoint if the disk is full or the folder is not writable."""
-    import torch
+    no earlier checkpoint if the disk is full or the folder is not writable. `write_model` writes a model or the adapter
+    of `base`, into a folder; `write_optimizer` writes the state of the optimizer into a file."""
     from safetensors import SafetensorError
 
     final = folder / name(state.step)
     if final.exists():
         return final  # the run stops right after a scheduled save
-    tensors = optimizer.state() | {"random.cpu": torch.get_rng_state()}
-    if model.device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(model.device)
     work = folder / f"{_PARTIAL}{final.name}"
     try:
         for leftover in folder.glob(f"{_PARTIAL}*"):
             shutil.rmtree(leftover)
-        _write(work, state, model, tokenizer, tensors)
+        _write(work, asdict(state) | ({"base": asdict(base)} if base else {}), write_model, tokenizer, write_optimizer)
         work.rename(final)
         _sync(folder)
     except Exception as e:  # tokenizers raises a bare Exception when the disk is full; other types propagate
@@ -147,15 +153,16 @@ def save(folder: Path, state: CheckpointState, *, model: Any, tokenizer: Any, op
     return final
 
 
-def _write(work: Path, state: CheckpointState, model: Any, tokenizer: Any, tensors: dict[str, Any]) -> None:
+def _write(
+    work: Path, state: dict[str, Any], write_model: Callable[[Path], Any], tokenizer: Any,
+    write_optimizer: Callable[[Path], None],
+) -> None:  # fmt: skip
     """Write all files of a checkpoint and flush them to disk."""
-    from safetensors.torch import save_file
-
     (work / "windfall").mkdir(parents=True)
-    model.save_pretrained(work)
+    write_model(work)
     tokenizer.save_pretrained(work)
-    save_file(tensors, str(work / OPTIMIZER))
-    (work / STATE).write_text(json.dumps(asdict(state) | {"checksums": True}))
+    write_optimizer(work / OPTIMIZER)
+    (work / STATE).write_text(json.dumps(state | {"checksums": True}))
     checksums.write_checksums(work)
     for path in work.rglob("*"):
         _sync(path)
@@ -183,6 +190,12 @@ def read_state(checkpoint: Path) -> CheckpointState:
     return CheckpointState(step=s["step"], next_task=s["next_task"], open_tasks=tuple(s.get("open_tasks", ())))
 
 
+def read_base(checkpoint: Path) -> AdapterBase | None:
+    """The base model of the adapter in this checkpoint; None if the checkpoint holds a whole model."""
+    base = _read(checkpoint).get("base")
+    return AdapterBase(**base) if base is not None else None
+
+
 def _read(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads((checkpoint / STATE).read_text())
@@ -190,27 +203,11 @@ def _read(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(f"not a state: {state}")
         if not all(type(task) is int and 0 <= task < state["next_task"] for task in state.get("open_tasks", ())):
             raise ValueError(f"not task numbers: {state['open_tasks']}")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as e:
+        base = state.get("base", dict.fromkeys(_BASE_KEYS, ""))
+        if base.keys() != _BASE_KEYS or not all(type(value) is str for value in base.values()):
+            raise ValueError(f"not a base model: {base}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise checksums.DamagedCheckpoint(checkpoint, STATE, f"it cannot be read: {type(e).__name__}: {e}") from e
-    return state
-
-
-def restore(checkpoint: Path, *, optimizer: Any, device: str) -> CheckpointState:
-    """Restore the optimizer and the random state. The model is loaded from the folder like any other."""
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    state = read_state(checkpoint)
-    try:
-        tensors = load_file(str(checkpoint / OPTIMIZER))
-    except (OSError, SafetensorError) as e:
-        raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(checkpoint)) from e
-    torch.set_rng_state(tensors.pop("random.cpu"))
-    random_cuda = tensors.pop("random.cuda", None)
-    if random_cuda is not None and device == "cuda":
-        torch.cuda.set_rng_state(random_cuda)
-    optimizer.restore(tensors)
     return state
 
 

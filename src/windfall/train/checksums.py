@@ -22,7 +22,8 @@ from windfall.errors import WindfallError
 CHECKSUMS = "windfall/checksums.json"
 _ALGORITHM = "xxh3_128"
 _BLOCK = 8 << 20
-_NEEDED = ("config.json", "windfall/optimizer.safetensors", "windfall/state.json")
+_NEEDED = ("windfall/optimizer.safetensors", "windfall/state.json")
+_MODEL, _ADAPTER = "config.json", "adapter_config.json"
 
 
 class DamagedCheckpoint(WindfallError):
@@ -90,7 +91,8 @@ def _listed(checkpoint: Path) -> dict[str, tuple[int, str]]:
         listed = {str(name): (int(e["bytes"]), str(e["hash"])) for name, e in content["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it cannot be read: {type(e).__name__}: {e}") from e
-    missing = [name for name in _NEEDED if name not in listed]
+    needed = (_ADAPTER if _ADAPTER in listed else _MODEL, *_NEEDED)
+    missing = [name for name in needed if name not in listed]
     if missing:
         raise DamagedCheckpoint(checkpoint, CHECKSUMS, f"it does not list {missing[0]}")
     return listed
@@ -124,8 +126,9 @@ def _hash(path: Path) -> tuple[int, str]:
 
 
 def _check_layout(checkpoint: Path, skip: frozenset[str], started: float) -> CheckResult:
-    """Without checksums: check that all files exist, and that every tensor lies within its file."""
-    for name in _NEEDED:
+    """Without checksums: check that all files exist, and that every tensor lies within its file. Such checkpoints are
+    older than adapters."""
+    for name in (_MODEL, *_NEEDED):
         if name not in skip and not (checkpoint / name).is_file():
             raise DamagedCheckpoint(checkpoint, name, "the file is missing")
     weights = sorted(checkpoint.glob("*.safetensors"))

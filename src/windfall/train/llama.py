@@ -361,7 +361,8 @@ def _check(model: Any) -> None:
         a, m = x.self_attn, x.mlp
         biased = any(p.bias is not None for p in (a.o_proj, m.gate_proj, m.up_proj, m.down_proj))
         mixed = len({p.bias is None for p in (a.q_proj, a.k_proj, a.v_proj)}) > 1
-        if biased or mixed or any(not isinstance(p, torch.nn.Linear) for p in (a.q_proj, m.up_proj)):
+        linears = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+        if biased or mixed or any(type(p) is not torch.nn.Linear for p in linears):  # with an adapter it is a subclass
             raise UnsupportedModel("its projections are not plain linear layers, or only some of them have biases")
         if a.head_dim % 8:
             raise UnsupportedModel(f"its heads have {a.head_dim} elements, not a multiple of 8")

@@ -28,6 +28,8 @@ class StepBatch:
     """The same, including the messages to the trainer and back."""
     update_s: float = 0.0
     """Seconds of the optimizer updates and of publishing."""
+    weights_bytes: int = 0
+    """Bytes that a worker with the version before the step must pull for the one after it."""
     wait_s: float = 0.0
     """Seconds the trainer waited for groups after it had stopped generating."""
     micro_batches: deque[list[Group]] = field(default_factory=deque)

@@ -2,15 +2,22 @@
 
 A buffer is a memfd if it fits in memory, otherwise an unlinked file in a folder. Neither has a name that could outlive
 the process: the space is freed when the process ends, however it ends.
+
+Other processes of this machine can map a buffer: they open the descriptor of the process that created it through
+/proc/PID/fd, which needs no socket and no name. `machine()` is equal for processes that can do so. A buffer that one
+process created and others mapped is freed when the last of them has closed it or ended.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,24 +27,66 @@ from windfall.free_memory import free_bytes
 MAX_MEMORY_SHARE = 0.9  # share of the free memory that a buffer may take
 
 
+class Handle(NamedTuple):
+    """With this, another process of the machine can map a buffer."""
+
+    pid: int
+    fd: int
+    device: int
+    inode: int
+    nbytes: int
+
+
 class Buffer:
     """`nbytes` zeroed bytes. `data` is an array to read and write; `dup` gives a descriptor to send from. Numpy views
     may outlive `close`."""
 
-    def __init__(self, nbytes: int, folder: Path | None = None) -> None:
-        self.nbytes = nbytes
-        self.in_memory = hasattr(os, "memfd_create") and nbytes < MAX_MEMORY_SHARE * free_bytes()
+    def __init__(
+        self, nbytes: int, folder: Path | None = None, *, used: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """`used`: the ranges (start, stop) that will be written, if not all; only these get memory."""
+        self.whole = used is None
+        used = [(0, nbytes)] if used is None else used
+        room = sum(stop - start for start, stop in used)
+        self.in_memory = hasattr(os, "memfd_create") and room < MAX_MEMORY_SHARE * free_bytes()
         where = "memory" if self.in_memory else str(folder or tempfile.gettempdir())
-        self.fd = os.memfd_create("windfall-weights") if self.in_memory else _unlinked_file(Path(where))
+        fd = os.memfd_create("windfall-weights") if self.in_memory else _unlinked_file(Path(where))
         try:
+            os.ftruncate(fd, max(nbytes, 1))
             # Allocating the pages now makes a full disk an error here instead of a SIGBUS at a later write.
-            os.posix_fallocate(self.fd, 0, max(nbytes, 1))
+            for start, stop in used:
+                os.posix_fallocate(fd, start, max(stop - start, 1))
         except OSError as e:
-            os.close(self.fd)
+            os.close(fd)
             fix = "Use a folder with more free space for the weight publisher."
-            raise WindfallError(f"no room for {nbytes / 1e9:.2f} GB of weights: {e}", where=where, fix=fix) from e
-        self.map = mmap.mmap(self.fd, max(nbytes, 1))
-        self.data: np.ndarray = np.frombuffer(self.map, np.uint8)[:nbytes]
+            raise WindfallError(f"no room for {room / 1e9:.2f} GB of weights: {e}", where=where, fix=fix) from e
+        self._open(fd, nbytes)
+        status = os.fstat(fd)
+        self.handle = Handle(os.getpid(), fd, status.st_dev, status.st_ino, nbytes)
+
+    @classmethod
+    def map(cls, handle: Handle) -> Buffer:
+        """The buffer of another process of this machine, which must not have closed it."""
+        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as e:
+            what = f"cannot open the weight buffer of process {handle.pid}: {e.strerror}"
+            fix = "Run all ranks of a machine as one user, and in one container."
+            raise WindfallError(what, where=path, fix=fix) from e
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
+            os.close(fd)
+            raise WindfallError("this is not the weight buffer any more", where=path, fix="Restart the trainer.")
+        self = cls.__new__(cls)
+        self.in_memory, self.whole, self.handle = True, False, handle
+        self._open(fd, handle.nbytes)
+        return self
+
+    def _open(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        self.mapped = mmap.mmap(fd, max(nbytes, 1))
+        self.data: np.ndarray = np.frombuffer(self.mapped, np.uint8)[:nbytes]
         self.open = True
         self._lock = threading.Lock()
 
@@ -52,6 +101,15 @@ class Buffer:
             if self.open:
                 self.open = False
                 os.close(self.fd)
+
+
+def machine() -> str:
+    """Equal for all processes that can map each other's buffers: same kernel, same process numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def _unlinked_file(folder: Path) -> int:

@@ -11,24 +11,34 @@ of a block uses the shortest of four encodings:
 
 Blob: magic, number of blocks; a table with a row per block (number, changes, index bytes, encoding); indices; values.
 `apply` checks every row and every index before it writes a byte.
+
+Several processes may encode the blocks of one blob. Each gets a `Part` with the blocks that it compared, and `arrange`
+computes from the tables of all parts where the bytes of each part belong. The blob does not depend on the division.
+
+If the two versions are spread over several machines, each machine has a blob of its own with the changes of its bytes,
+and all of them are applied. A block with bytes of two machines is then in both blobs, so it is never encoded as ALL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from windfall.errors import WindfallError
-from windfall.weights.manifest import WIDTHS, Manifest
+from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
 
 BLOCK = 1 << 16
 ALL, BITMAP, GAPS, POSITIONS = range(4)
 MAGIC = b"wfdelta1"
+HEAD_BYTES = len(MAGIC) + 8
 ROW = np.dtype([("block", "<u4"), ("changes", "<u4"), ("index_bytes", "<u4"), ("encoding", "u1")])
+MAX_RATIO = 0.9  # a delta is at most this share of the full copy
+RUN = 64  # blocks that are compared in one piece of work
 SAMPLED = 64  # blocks encoded first, if there are many, to give up early on a step that changed nearly everything
-Part = tuple[Any, list[Any], list[Any]]  # encoded blocks: rows of the table; indices and values as bytes or arrays
 
 
 class ByteSpan(NamedTuple):
@@ -39,31 +49,65 @@ class ByteSpan(NamedTuple):
     width: int
 
 
-def spans(manifest: Manifest) -> list[ByteSpan]:
-    out = []
-    for e in manifest.ranges():
-        width = WIDTHS[e.dtype]
-        end = e.offset + e.nbytes
-        out += [ByteSpan(a, min(a + BLOCK * width, end), width) for a in range(e.offset, end, BLOCK * width)]
-    return out
+class Part(NamedTuple):
+    """Some encoded blocks: their rows of the table, and their indices and values in the order of the rows."""
+
+    rows: np.ndarray
+    index: Any  # bytes, or an array of them
+    values: Any
+
+
+class Blocks:
+    """All blocks of a layout, by number."""
+
+    def __init__(self, ranges: Sequence[TensorEntry]) -> None:
+        """`ranges`: from Manifest.ranges()."""
+        self.ranges = ranges
+        counts = [-(-e.nbytes // (BLOCK * WIDTHS[e.dtype])) for e in ranges]
+        self.firsts = list(accumulate(counts, initial=0))  # number of the first block of every range
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, number: int) -> ByteSpan:
+        i = bisect_right(self.firsts, number) - 1
+        entry, width = self.ranges[i], WIDTHS[self.ranges[i].dtype]
+        start = entry.offset + (number - self.firsts[i]) * BLOCK * width
+        return ByteSpan(start, min(start + BLOCK * width, entry.offset + entry.nbytes), width)
+
+    def size(self, rows: np.ndarray) -> int:
+        """Bytes that these rows of a table and their indices and values take in a blob."""
+        return rows.nbytes + int(rows["index_bytes"].sum(dtype=np.int64) + self.value_bytes(rows).sum())
+
+    def value_bytes(self, rows: np.ndarray) -> np.ndarray:
+        widths = np.array([WIDTHS[e.dtype] for e in self.ranges], np.int64)
+        owners = np.searchsorted(self.firsts, rows["block"].astype(np.int64), "right") - 1
+        return rows["changes"] * widths[owners]
 
 
 def encode(
-    old: Any, new: Any, manifest: Manifest, *, max_ratio: float = 0.9, map_: Callable[..., Iterable[Part]] = map
+    old: Any, new: Any, manifest: Manifest, *, max_ratio: float = MAX_RATIO, map_: Callable[..., Iterable[Part]] = map
 ) -> bytes | None:
     """The blob that turns `old` into `new`, or None if it would exceed `max_ratio` of the full copy.
 
     `map_` may be the map of a thread pool: numpy releases the GIL while it compares.
     """
-    before, after, blocks = _flat(old, manifest), _flat(new, manifest), spans(manifest)
+    old, new, blocks = _flat(old, manifest), _flat(new, manifest), Blocks(manifest.ranges())
     sample = sample_blocks(len(blocks))
     if sample is not None:
-        nbytes = sum(blocks[i].stop - blocks[i].start for i in sample)
-        if not worthwhile([_part(before, after, blocks, sample)], nbytes, max_ratio):
+        found = encode_blocks(old, new, blocks, sample)
+        if blocks.size(found.rows) > max_ratio * sum(blocks[i].stop - blocks[i].start for i in sample):
             return None
-    runs = [range(i, min(i + 64, len(blocks))) for i in range(0, len(blocks), 64)]
-    pieces = join(list(map_(lambda run: _part(before, after, blocks, run), runs)), manifest.nbytes, max_ratio)
-    return None if pieces is None else b"".join(pieces)
+    parts = list(map_(lambda run: encode_blocks(old, new, blocks, run), runs(range(len(blocks)))))
+    if sum(blocks.size(part.rows) for part in parts) > max_ratio * manifest.nbytes:
+        return None
+    head, nbytes, places = arrange([part.rows for part in parts], blocks)
+    blob = np.zeros(nbytes, np.uint8)
+    blob[: len(head)] = np.frombuffer(head, np.uint8)
+    for part, place in zip(parts, places, strict=True):
+        for at, data in place.writes(part):
+            blob[at : at + len(data)] = np.frombuffer(data, np.uint8)
+    return blob.tobytes()
 
 
 def sample_blocks(blocks: int) -> range | None:
@@ -71,24 +115,86 @@ def sample_blocks(blocks: int) -> range | None:
     return range(0, blocks, blocks // SAMPLED) if blocks > 4 * SAMPLED else None
 
 
-def worthwhile(parts: list[Part], nbytes: int, max_ratio: float) -> bool:
-    """Whether the delta of some blocks is at most `max_ratio` of their `nbytes`."""
-    size = sum(len(rows) * ROW.itemsize + sum(map(len, index + values)) for rows, index, values in parts)
-    return size <= max_ratio * nbytes
+def sampled(numbers: range, blocks: int) -> range:
+    """The blocks among `numbers` that `sample_blocks` chooses.
+
+    >>> sampled(range(7, 20), 300), sampled(range(7, 20), 200)
+    (range(8, 20, 4), range(0, 0))
+    """
+    sample = sample_blocks(blocks)
+    if sample is None:
+        return range(0)
+    return range(-(-numbers.start // sample.step) * sample.step, numbers.stop, sample.step)
 
 
-def join(parts: list[Part], nbytes: int, max_ratio: float) -> list[Any] | None:
-    """The blob for a version of `nbytes`, as consecutive pieces; None if it would exceed `max_ratio` of the version."""
-    if not worthwhile(parts, nbytes, max_ratio):
-        return None
-    table = np.concatenate([np.array(rows, ROW) for rows, _, _ in parts] or [np.empty(0, ROW)])
+def runs(numbers: Sequence[int]) -> list[Sequence[int]]:
+    """Blocks divided into pieces of work."""
+    return [numbers[i : i + RUN] for i in range(0, len(numbers), RUN)]
+
+
+def encode_blocks(
+    old: np.ndarray, new: np.ndarray, blocks: Blocks, which: Iterable[int], split: Collection[int] = ()
+) -> Part:
+    """Compare some blocks of two buffers. `split`: the blocks with bytes that belong to another machine."""
+    rows, indices, values = [], [], []
+    for i in which:
+        span = blocks[i]
+        kind = f"<u{span.width}"
+        after = new[span.start : span.stop].view(kind)
+        changed = old[span.start : span.stop].view(kind) != after
+        count = int(np.count_nonzero(changed))
+        if count:
+            encoding, index = _index(changed, count, span.width, may_be_all=i not in split)
+            rows.append((i, len(after) if encoding == ALL else count, len(index), encoding))
+            indices.append(index)
+            values.append((after if encoding == ALL else after[changed]).tobytes())
+    return Part(np.array(rows, ROW), b"".join(indices), b"".join(values))
+
+
+class Place(NamedTuple):
+    """Where the bytes of a part belong in the blob."""
+
+    order: np.ndarray  # of every row: its position in the table of the blob
+    index_at: np.ndarray
+    values_at: np.ndarray
+    value_bytes: np.ndarray
+
+    def writes(self, part: Part) -> Iterator[tuple[int, memoryview]]:
+        """Pairs (position in the blob, bytes). Neighbors in the blob are written at once."""
+        if not len(self.order):
+            return
+        starts = np.flatnonzero(np.diff(self.order, prepend=-2) != 1)
+        stops = np.append(starts[1:], len(self.order))
+        for data, targets, sizes in (
+            (part.index, self.index_at, part.rows["index_bytes"]),
+            (part.values, self.values_at, self.value_bytes),
+        ):
+            ends = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+            view = memoryview(data)
+            for start, stop in zip(starts, stops, strict=True):
+                if ends[stop] > ends[start]:
+                    yield int(targets[start]), view[int(ends[start]) : int(ends[stop])]
+
+
+def arrange(tables: Sequence[np.ndarray], blocks: Blocks) -> tuple[bytes, int, list[Place]]:
+    """The start of the blob (magic, number of blocks, table), its size, and the place of every part in it."""
+    joined = np.concatenate([np.empty(0, ROW), *tables])
+    by_block = np.argsort(joined["block"], kind="stable")
+    table, position = joined[by_block], np.empty(len(joined), np.int64)
+    position[by_block] = np.arange(len(joined))
     head = MAGIC + np.uint64(len(table)).tobytes() + table.tobytes()
-    return [head, *(i for _, index, _ in parts for i in index), *(v for _, _, vs in parts for v in vs)]
+    index_bytes, value_bytes = table["index_bytes"].astype(np.int64), blocks.value_bytes(table)
+    index_at = len(head) + np.cumsum(index_bytes) - index_bytes
+    values_at = len(head) + index_bytes.sum() + np.cumsum(value_bytes) - value_bytes
+    columns = [position, *(column[position] for column in (index_at, values_at, value_bytes))]
+    ends = list(accumulate((len(t) for t in tables), initial=0))
+    places = [Place(*(column[start:stop] for column in columns)) for start, stop in pairwise(ends)]
+    return head, len(head) + int(index_bytes.sum() + value_bytes.sum()), places
 
 
 def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest) -> None:
     """Write the changes into `buffer`. An invalid blob is refused before the buffer is changed."""
-    flat, data, blocks = _flat(buffer, manifest), np.asarray(memoryview(blob)), spans(manifest)
+    flat, data, blocks = _flat(buffer, manifest), np.asarray(memoryview(blob)), Blocks(manifest.ranges())
     rows, at = _table(data, blocks)
     indices = []
     for block, changes, index_bytes, encoding in rows:
@@ -104,27 +210,11 @@ def apply(buffer: Any, blob: bytes | bytearray | memoryview, manifest: Manifest)
         target[_positions(encoding, index, len(target))] = values
 
 
-def _part(old: np.ndarray, new: np.ndarray, blocks: list[ByteSpan], which: Iterable[int]) -> Part:
-    rows, indices, values = [], [], []
-    for i in which:
-        span = blocks[i]
-        kind = f"<u{span.width}"
-        after = new[span.start : span.stop].view(kind)
-        changed = old[span.start : span.stop].view(kind) != after
-        count = int(np.count_nonzero(changed))
-        if count:
-            encoding, index = _index(changed, count, span.width)
-            rows.append((i, len(after) if encoding == ALL else count, len(index), encoding))
-            indices.append(index)
-            values.append((after if encoding == ALL else after[changed]).tobytes())
-    return rows, indices, values
-
-
-def _index(changed: np.ndarray, count: int, width: int) -> tuple[int, bytes]:
+def _index(changed: np.ndarray, count: int, width: int, *, may_be_all: bool) -> tuple[int, bytes]:
     """The shortest encoding and its index. The cost of ALL includes the unchanged values that it contains."""
     size = len(changed)
     bitmap = -(-size // 8)
-    if (size - count) * width <= min(bitmap, count):
+    if may_be_all and (size - count) * width <= min(bitmap, count):
         return ALL, b""
     if count < bitmap:  # otherwise one byte or more per change cannot be shorter than the bitmap
         positions = np.flatnonzero(changed)
@@ -163,9 +253,9 @@ def _positions(encoding: int, index: np.ndarray, size: int) -> Any:
     return (np.cumsum(index + (index != 255), dtype=np.int64) - 1)[index != 255]
 
 
-def _table(data: np.ndarray, blocks: list[ByteSpan]) -> tuple[list[tuple[int, int, int, int]], int]:
+def _table(data: np.ndarray, blocks: Blocks) -> tuple[list[tuple[int, int, int, int]], int]:
     """The rows of the table, and where the indices start."""
-    head = len(MAGIC) + 8
+    head = HEAD_BYTES
     if len(data) < head or data[: len(MAGIC)].tobytes() != MAGIC:
         raise _invalid("it does not start with the magic bytes")
     rows = int(data[len(MAGIC) : head].view("<u8")[0])
@@ -176,8 +266,7 @@ def _table(data: np.ndarray, blocks: list[ByteSpan]) -> tuple[list[tuple[int, in
     numbers = table["block"].astype(np.int64)
     if rows and (numbers[-1] >= len(blocks) or (np.diff(numbers) <= 0).any()):
         raise _invalid("its blocks are not in order, or not part of the weights")
-    widths = np.array([s.width for s in blocks], dtype=np.int64)[numbers]
-    sizes = start + table["index_bytes"].sum(dtype=np.int64) + (table["changes"] * widths).sum(dtype=np.int64)
+    sizes = HEAD_BYTES + blocks.size(table)
     if sizes != len(data):
         raise _invalid(f"its table describes {sizes} bytes, but it has {len(data)}")
     return table.tolist(), start

@@ -1,17 +1,17 @@
 """Computes the delta from one version of the weights to the next on the device that holds the weights.
 
-A DeviceDelta keeps a copy of the last published version on that device: as many bytes as the version has, 2 per
-bfloat16 parameter. It compares the new weights with this copy, and only positions and values of changed elements cross
-the bus. The blob is identical to that of delta.encode, bit for bit. It works on slabs of about SLAB elements, so in
-addition to the copy it briefly needs up to about 80 bytes for every changed element of a slab. It is plain torch and
-also runs on a CPU.
+A DeviceDelta keeps a copy of the rank's rows of the last published version on that device: as many bytes as are
+published, 2 per bfloat16 parameter. It compares the new rows with this copy, and only positions and values of changed
+elements cross the bus. Every block is encoded as by delta.encode_blocks, bit for bit. A block with rows of several
+ranks is not encoded here, but on the host. A DeviceDelta works on slabs of about SLAB elements, so in addition to the
+copy it briefly needs up to about 80 bytes for every changed element of a slab. It is plain torch and also runs on a
+CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from windfall.free_memory import free_bytes
 from windfall.weights import delta
-from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, POSITIONS, ROW, Part
-from windfall.weights.manifest import WIDTHS, Manifest, TensorEntry
+from windfall.weights.delta import ALL, BITMAP, BLOCK, GAPS, POSITIONS, ROW, Blocks, Part
+from windfall.weights.manifest import WIDTHS, TensorEntry
+from windfall.weights.plan import Piece, Plan, Share
 
 SLAB = 1 << 27
 MAX_MEMORY_SHARE = 0.2  # share of the device's free memory that the copy may take
@@ -28,7 +29,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fits(nbytes: int, device: torch.device) -> bool:
-    """Whether the device has room for a copy of a version of `nbytes`."""
+    """Whether the device has room for a copy of `nbytes`."""
     return device.type == "cuda" and nbytes <= MAX_MEMORY_SHARE * free_bytes(device)
 
 
@@ -37,113 +38,119 @@ class Slab:
     """Blocks that are compared at once. They cover consecutive pieces of tensors with elements of one width."""
 
     width: int
-    pieces: list[tuple[int, int, int]]  # for each piece: offset of its tensor, first byte and end, all in the buffer
+    pieces: list[tuple[Piece, int, int]]  # a rank's rows, and which of their bytes (first and end, in the buffer)
     blocks: np.ndarray  # numbers of the blocks
     sizes: np.ndarray  # elements of each block
     ends: Tensor  # cumulative sum of `sizes`, on the device
 
 
 class DeviceDelta:
-    def __init__(self, entries: tuple[TensorEntry, ...], nbytes: int, device: torch.device) -> None:
-        self.entries, self.device = entries, device
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        self.plan, self.device = plan, device
         self.version: int | None = None  # version that the copy holds; None if it holds no complete version
-        self._flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._slabs: list[Slab] = []
-        self._sample: list[Slab] = []
+        share = plan.shares[rank]
+        # Every piece starts at a multiple of 8 bytes, so that it can be viewed as integers of any width.
+        starts = np.cumsum([0, *(-(-(p.stop - p.start) // 8) * 8 for p in share.pieces)])
+        self._at = {p: int(start) - p.start for p, start in zip(share.pieces, starts, strict=False)}
+        self._flat = torch.zeros(int(starts[-1]), dtype=torch.uint8, device=device)
+        blocks = Blocks(plan.ranges())
+        self._slabs = list(_slabs(_spans(share, blocks), device))
+        self._sample = list(_slabs(_sample_spans(share, blocks), device))
         self._host = torch.empty(0, dtype=torch.uint8)  # pinned memory for the bytes that cross the bus; reused
 
-    def store(self, sources: Mapping[TensorEntry, Tensor], version: int) -> None:
+    def store(self, sources: Mapping[Piece, Tensor], version: int) -> None:
         """Copy this version, as the base of the next delta."""
         self.version = None
-        for entry, source in sources.items():
-            if entry.nbytes:
-                target = self._flat[entry.offset : entry.offset + entry.nbytes]
-                target.view(getattr(torch, entry.dtype)).view(entry.shape).copy_(source.detach())
+        for piece, source in sources.items():
+            target = self._copy(piece, piece.start, piece.stop)
+            target.view(getattr(torch, piece.entry.dtype)).view(source.shape).copy_(source.detach())
         self.version = version
 
-    def encode(
-        self, sources: Mapping[TensorEntry, Tensor], manifest: Manifest, max_ratio: float = 0.9
-    ) -> list[Any] | None:
-        """The pieces of the delta to `sources`, as from `delta.join`. They are valid until the next call. `manifest`
-        may be that of any version with this layout."""
-        new = {e.offset: _flat(e, source) for e, source in sources.items() if e.nbytes}
-        if not self._slabs:
-            self._plan(manifest)
-        if self._sample:
-            nbytes = sum(stop - start for slab in self._sample for _, start, stop in slab.pieces)
-            if not delta.worthwhile([self._part(slab, new) for slab in self._sample], nbytes, max_ratio):
-                return None
-        pieces = delta.join([self._part(slab, new) for slab in self._slabs], manifest.nbytes, max_ratio)
-        return None if pieces is None else self._copy_to_host(pieces)
+    def sample(self, sources: Mapping[Piece, Tensor]) -> list[Part]:
+        """The sampled blocks, encoded. Their bytes are still on the device."""
+        return [self._part(slab, sources) for slab in self._sample]
 
-    def _plan(self, manifest: Manifest) -> None:
-        ranges, blocks = manifest.ranges(), delta.spans(manifest)
-        whole = [(e, e.offset, e.offset + e.nbytes) for e in ranges]
-        self._slabs = list(_slabs(whole, range(len(blocks)), self.device))
-        sample = delta.sample_blocks(len(blocks))
-        if sample is not None:
-            chosen = [blocks[i] for i in sample]
-            owners = np.searchsorted([e.offset for e in ranges], [b.start for b in chosen], "right") - 1
-            spans = [(ranges[i], b.start, b.stop) for i, b in zip(owners, chosen, strict=True)]
-            self._sample = list(_slabs(spans, sample, self.device))
+    def encode(self, sources: Mapping[Piece, Tensor]) -> list[Part]:
+        """All blocks of this rank, encoded, on the host. The parts are valid until the next call."""
+        return self._copy_to_host([self._part(slab, sources) for slab in self._slabs])
 
-    def _part(self, slab: Slab, new: Mapping[int, Tensor]) -> Part:
+    def _copy(self, piece: Piece, start: int, stop: int) -> Tensor:
+        at = self._at[piece]
+        return self._flat[start + at : stop + at]
+
+    def _part(self, slab: Slab, sources: Mapping[Piece, Tensor]) -> Part:
         kind, width = _INTEGERS[slab.width], slab.width
-        olds = [self._flat[start:stop].view(kind) for _, start, stop in slab.pieces]
-        news = [new[home][(start - home) // width : (stop - home) // width] for home, start, stop in slab.pieces]
+        olds = [self._copy(*piece).view(kind) for piece in slab.pieces]
+        news = [
+            _integers(p.entry, sources[p].detach().reshape(-1)[(start - p.start) // width : (stop - p.start) // width])
+            for p, start, stop in slab.pieces
+        ]
         old, changed = (x[0] if len(x) == 1 else torch.cat(x) for x in (olds, news))
         counts, chosen, nbytes, index, values = _compare(old, changed, slab)
         rows = np.zeros(len(counts), ROW)
         rows["block"], rows["index_bytes"], rows["encoding"] = slab.blocks, nbytes, chosen
         rows["changes"] = np.where(chosen == ALL, slab.sizes, counts)
-        return rows[counts > 0], [index], [values]
+        return Part(rows[counts > 0], index, values)
 
-    def _copy_to_host(self, pieces: list[Any]) -> list[Any]:
-        """The same pieces, all on the host."""
+    def _copy_to_host(self, parts: list[Part]) -> list[Part]:
         if self.device.type != "cuda":
-            return [p.numpy() if isinstance(p, Tensor) else p for p in pieces]
-        nbytes, at = sum(len(p) for p in pieces if isinstance(p, Tensor)), 0
+            return [Part(p.rows, p.index.numpy(), p.values.numpy()) for p in parts]
+        nbytes, at = sum(len(p.index) + len(p.values) for p in parts), 0
         if nbytes > len(self._host):
             self._host = torch.empty(nbytes + nbytes // 4, dtype=torch.uint8, pin_memory=True)
         out = []
-        for p in pieces:
-            if isinstance(p, Tensor):
-                self._host[at : at + len(p)].copy_(p, non_blocking=True)
-                out.append(self._host[at : at + len(p)].numpy())
-                at += len(p)
-            else:
-                out.append(p)
+        for p in parts:
+            placed = []
+            for data in (p.index, p.values):
+                self._host[at : at + len(data)].copy_(data, non_blocking=True)
+                placed.append(self._host[at : at + len(data)].numpy())
+                at += len(data)
+            out.append(Part(p.rows, *placed))
         torch.cuda.current_stream(self.device).synchronize()
         return out
 
 
-def _flat(entry: TensorEntry, source: Tensor) -> Tensor:
-    """The values that would be published, as flat integers."""
-    values = source.detach().to(getattr(torch, entry.dtype)).contiguous().view(-1)
-    return values.view(torch.uint8).view(_INTEGERS[WIDTHS[entry.dtype]])
+def _spans(share: Share, blocks: Blocks) -> Iterator[tuple[Piece, int, int, range]]:
+    """Of every piece the bytes that are whole blocks, and the numbers of these."""
+    for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
+        if numbers:
+            yield piece, blocks[numbers[0]].start, blocks[numbers[-1]].stop, numbers
 
 
-def _slabs(spans: list[tuple[TensorEntry, int, int]], numbers: range, device: torch.device) -> Iterator[Slab]:
-    """Spans cover whole blocks, or end with their tensor; `numbers` are the numbers of all their blocks."""
-    pieces: list[tuple[int, int, int]] = []
+def _sample_spans(share: Share, blocks: Blocks) -> Iterator[tuple[Piece, int, int, range]]:
+    """The same for the sampled blocks, one at a time."""
+    for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
+        for i in delta.sampled(numbers, len(blocks)):
+            yield piece, blocks[i].start, blocks[i].stop, range(i, i + 1)
+
+
+def _integers(entry: TensorEntry, values: Tensor) -> Tensor:
+    """The values that would be published, as integers."""
+    published = values.to(getattr(torch, entry.dtype)).contiguous()
+    return published.view(torch.uint8).view(_INTEGERS[WIDTHS[entry.dtype]])
+
+
+def _slabs(spans: Iterable[tuple[Piece, int, int, range]], device: torch.device) -> Iterator[Slab]:
+    pieces: list[tuple[Piece, int, int]] = []
     sizes: list[np.ndarray] = []
-    held = width = done = 0
+    blocks: list[np.ndarray] = []
+    held = width = 0
 
     def finish_slab() -> Slab:
-        nonlocal pieces, sizes, held, done
+        nonlocal pieces, sizes, blocks, held
         block_sizes = np.concatenate(sizes)
-        which = np.arange(numbers.start, numbers.stop, numbers.step)[done : done + len(block_sizes)]
         slab = Slab(
-            width=width, pieces=pieces, blocks=which, sizes=block_sizes,
+            width=width, pieces=pieces, blocks=np.concatenate(blocks), sizes=block_sizes,
             ends=torch.from_numpy(np.cumsum(block_sizes)).to(device),
         )  # fmt: skip
-        pieces, sizes, held, done = [], [], 0, done + len(block_sizes)
+        pieces, sizes, blocks, held = [], [], [], 0
         return slab
 
-    for entry, start, stop in spans:
-        if pieces and WIDTHS[entry.dtype] != width:
+    for piece, start, stop, numbers in spans:
+        if pieces and WIDTHS[piece.entry.dtype] != width:
             yield finish_slab()
-        width = WIDTHS[entry.dtype]
+        width = WIDTHS[piece.entry.dtype]
+        done = 0
         while start < stop:
             if held and held + BLOCK > SLAB:
                 yield finish_slab()
@@ -151,9 +158,10 @@ def _slabs(spans: list[tuple[TensorEntry, int, int]], numbers: range, device: to
             count = (upto - start) // width
             each = np.full(-(-count // BLOCK), BLOCK, np.int64)
             each[-1] = count - BLOCK * (len(each) - 1)
-            pieces.append((entry.offset, start, upto))
+            pieces.append((piece, start, upto))
             sizes.append(each)
-            held, start = held + count, upto
+            blocks.append(np.arange(numbers[done], numbers[done] + len(each)))
+            held, start, done = held + count, upto, done + len(each)
     if pieces:
         yield finish_slab()
 

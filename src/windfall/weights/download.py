@@ -1,9 +1,13 @@
 """Downloads one file into a buffer: ranges in parallel, every chunk verified, no byte requested twice without need.
 
+The chunks may come from several servers. Connections are spread over the servers that still have missing chunks, with
+at least one for each, so that all of them send at once.
+
 - A chunk is in `verified` only after its bytes in the buffer were hashed and the checksum matched. A damaged chunk is
   downloaded again, at most `tries` times.
 - After a broken connection a range continues at the next byte. The download fails only if the connection breaks `tries`
-  times in a row without a byte received in between; the wait after each break grows exponentially.
+  times in a row without a byte received in between; the wait after each break grows exponentially. If one of several
+  servers fails, the download fails, and the error names that server.
 - However the download ends, `verified` is correct: the next download into this buffer requests only the missing chunks.
 """
 
@@ -62,11 +66,12 @@ def download_manifest(to: Address, path: str, retry: Retry, parse: Callable[[byt
 
 class Download:
     def __init__(
-        self, to: Address, path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None], *,
-        tries: int, stop: threading.Event, on_bytes: Callable[[int], None],
+        self, servers: Sequence[Address], path: str, view: memoryview, source: ChunkedManifest,
+        verified: list[int | None], *, tries: int, stop: threading.Event, on_bytes: Callable[[int], None],
     ) -> None:  # fmt: skip
         """`verified` (checksums of the buffer's chunks) is updated. `on_bytes` is called by one thread at a time."""
-        self.to, self.path, self.view, self.chunks, self.chunk_bytes = to, path, view, source.chunks, source.chunk_bytes
+        self.servers, self.path, self.view, self.chunks = servers, path, view, source.chunks
+        self._bounds, self._server_of, self._chunk_bytes = source.bounds(), source.chunk_servers(), source.chunk_bytes
         self.verified, self.tries, self.stop, self._on_bytes = verified, tries, stop, on_bytes
         self.retries = 0
         self._damaged: Counter[int] = Counter()
@@ -77,10 +82,15 @@ class Download:
         missing = [i for i, c in enumerate(self.chunks) if self.verified[i] != c]
         for i in missing:
             self.verified[i] = None
-        self._spans = deque(spans(missing, max(1, min(SPAN_BYTES // self.chunk_bytes, len(missing) // (4 * parallel)))))
+        longest = max(1, min(SPAN_BYTES // self._chunk_bytes, len(missing) // (4 * parallel)))
+        by_server: list[list[int]] = [[] for _ in self.servers]
+        for i in missing:
+            by_server[self._server_of[i]].append(i)
+        self._spans = [deque(spans(chunks, longest)) for chunks in by_server]
+        busy = [server for server, chunks in enumerate(by_server) if chunks]
         threads = [
-            threading.Thread(target=self._download_spans, name=f"pull-{n}", daemon=True)
-            for n in range(min(parallel, len(self._spans)))
+            threading.Thread(target=self._download_spans, args=(busy[n % len(busy)],), name=f"pull-{n}", daemon=True)
+            for n in range(min(max(parallel, len(busy)), sum(map(len, self._spans))))
         ]
         for t in threads:
             t.start()
@@ -89,15 +99,16 @@ class Download:
         if self._errors:
             raise next((e for e in self._errors if isinstance(e, PullGone)), self._errors[0])
 
-    def _download_spans(self) -> None:
+    def _download_spans(self, server: int) -> None:
+        """Download from one server until it has no more spans, then from the one with the most."""
         retry, connection = Retry(self.tries, self.stop, self._stopped), None
         try:
-            while self._spans and not self._stopped():
-                try:
-                    first, stop = self._spans.popleft()
-                except IndexError:  # another thread took the last one
-                    return
-                connection = self._download_span(first, stop, connection, retry)
+            while (found := self._next_span(server)) is not None and not self._stopped():
+                if connection and found[0] != server:
+                    connection.close()
+                    connection = None
+                server, (first, stop) = found
+                connection = self._download_span(self.servers[server], first, stop, connection, retry)
         except PullFailed as e:
             with self._lock:
                 self._errors.append(e)
@@ -108,19 +119,26 @@ class Download:
             if connection:
                 connection.close()
 
+    def _next_span(self, server: int) -> tuple[int, tuple[int, int]] | None:
+        with self._lock:
+            if not self._spans[server]:
+                server = max(range(len(self._spans)), key=lambda i: len(self._spans[i]))
+            return (server, self._spans[server].popleft()) if self._spans[server] else None
+
     def _stopped(self) -> bool:
         return self._failed.is_set() or self.stop.is_set()
 
-    def _download_span(self, first: int, stop: int, connection: Connection | None, retry: Retry) -> Connection | None:
+    def _download_span(
+        self, to: Address, first: int, stop: int, connection: Connection | None, retry: Retry
+    ) -> Connection | None:
         """Download chunks `first` to `stop`. Returns the connection for the next span."""
-        at, end, hasher = first * self.chunk_bytes, min(stop * self.chunk_bytes, len(self.view)), xxhash.xxh3_64()
+        chunk, at, end, hasher = first, self._bounds[first], self._bounds[stop], xxhash.xxh3_64()
         while at < end:
             try:
-                connection = connection or Connection(self.to, self._stopped)
+                connection = connection or Connection(to, self._stopped)
                 connection.get(self.path, at, end)
                 while at < end:
-                    chunk = at // self.chunk_bytes
-                    limit = min((chunk + 1) * self.chunk_bytes, end)
+                    limit = self._bounds[chunk + 1]
                     n = connection.read_into(self.view[at : min(limit, at + PIECE_BYTES)])
                     hasher.update(self.view[at : at + n])
                     at += n
@@ -131,9 +149,10 @@ class Download:
                         intact = hasher.intdigest() == self.chunks[chunk]
                         hasher.reset()
                         if not intact:
-                            at = chunk * self.chunk_bytes
-                            self._reject(chunk)
+                            at = self._bounds[chunk]
+                            self._reject(chunk, to)
                         self.verified[chunk] = self.chunks[chunk]
+                        chunk += 1
             except ConnectionBroken as e:
                 if connection:
                     connection.close()
@@ -141,9 +160,9 @@ class Download:
                 retry.back_off(e, f"{self.path} at byte {at} of {len(self.view)}")
         return connection
 
-    def _reject(self, chunk: int) -> NoReturn:
+    def _reject(self, chunk: int, to: Address) -> NoReturn:
         self._damaged[chunk] += 1
-        what = f"chunk {chunk} of {self.path} arrived damaged from {self.to.name}"
+        what = f"chunk {chunk} of {self.path} arrived damaged from {to.name}"
         if self._damaged[chunk] >= self.tries:
             raise PullDamaged(f"{what}, {self.tries} times")
         raise ConnectionBroken(what)

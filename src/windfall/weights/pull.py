@@ -1,4 +1,4 @@
-"""Pulls a version of the weights from a weight server into a local buffer. Runs in a thread of the worker.
+"""Pulls a version of the weights from weight servers into a local buffer. Runs in a thread of the worker.
 
 Rules:
 
@@ -7,13 +7,14 @@ Rules:
 - weights are used only if their manifest has the digest that the caller received over a link that it trusts;
 - chunks that the buffer already holds, verified, are not downloaded: those of a failed pull, and unchanged ones;
 - a delta is used if its base is exactly the held version and it is smaller than the missing chunks. Its result is
-  verified like a full copy, and wrong chunks are downloaded.
+  verified like a full copy, and wrong chunks are downloaded;
+- if the manifest names several servers, chunks come from all of them at once, and each has its own delta;
+- the base of an adapter is pulled once, before the adapter, and kept in a buffer of its own. Its digest is part of the
+  adapter's digest.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import ssl as tls
 import threading
 from collections.abc import Callable
@@ -21,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import xxhash
 
 from windfall.errors import WindfallError
 from windfall.weights import delta, manifest
 from windfall.weights.connection import Address, ConnectionBroken, PullDamaged, PullFailed, PullGone, parse_address
 from windfall.weights.download import Download, Retry, download_manifest
+from windfall.weights.local_copy import LocalCopy
 from windfall.weights.manifest import ChunkedManifest, DeltaManifest, Manifest
 
 if TYPE_CHECKING:
@@ -44,41 +45,41 @@ class Puller:
             what = "a puller needs a printable key, and values above zero for parallel, tries and timeout_s"
             raise WindfallError(what, where="weights")
         self.key, self.parallel, self.timeout_s, self.tries, self.ssl = key, parallel, timeout_s, tries, ssl
-        self.held: Manifest | None = None
         self.bytes_received = self.delta_used = self.retries = 0  # bytes_received grows during a pull
-        self._buffer = mmap.mmap(-1, 1)
-        self._view = memoryview(self._buffer)[:0]
-        self._verified: list[int | None] = []  # checksums of the chunks in the buffer; None: not verified
-        self._chunk_bytes = 0
-        self._lock = threading.Lock()
+        self._weights, self._base = LocalCopy(), LocalCopy()
+        self._lock, self._count_lock = threading.Lock(), threading.Lock()
+
+    @property
+    def held(self) -> Manifest | None:
+        return self._weights.held
 
     def pull(self, url: str, version: int, digest: str, *, stop: threading.Event | None = None) -> Manifest:
         """Raises PullFailed, or PullGone if the version is withdrawn. `stop` ends the pull at its next read or wait."""
         with self._lock:
-            if self.held is None or self.held.digest != digest:
-                to = parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
+            held = self._weights.held
+            if held is None or held.digest != digest:
+                to = self._address(url)
                 self._pull(to, version, digest, stop or threading.Event())
-            assert self.held is not None
-            self.held = msgspec.structs.replace(self.held, version=version)
-            return self.held
+                held = self._weights.held
+            assert held is not None
+            self._weights.held = msgspec.structs.replace(held, version=version)
+            return self._weights.held
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of the buffer, by name. They are valid until the next `pull` starts."""
-        import torch
+        return self._weights.tensors()
 
-        if self.held is None:
-            raise WindfallError("no complete version is held", where="weights", fix="Pull one first.")
-        out = {}
-        for e in self.held.entries:
-            kind = getattr(torch, e.dtype)
-            count = e.nbytes // manifest.WIDTHS[e.dtype]
-            flat = torch.frombuffer(self._buffer, dtype=kind, count=count, offset=e.offset) if count else None
-            out[e.name] = torch.empty(e.shape, dtype=kind) if flat is None else flat.view(e.shape)
-        return out
+    def base_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights that the held adapter applies to, like `tensors`. They are valid until an adapter of another base
+        is pulled. Raises WindfallError if the held version is not an adapter."""
+        if self._weights.held is not None and not self._weights.held.base:
+            raise WindfallError("the held version is not an adapter", where="weights", fix="Use tensors().")
+        return self._base.tensors()
+
+    def _address(self, url: str) -> Address:
+        return parse_address(url, key=self.key, timeout_s=self.timeout_s, tls=self.ssl)
 
     def _pull(self, to: Address, version: int, digest: str, stop: threading.Event) -> None:
-        base = f"/weights/{version}"
-
         def parse(data: bytes) -> Manifest:
             got = manifest.decode(data, Manifest)
             if got.digest != digest or got.version != version:
@@ -86,78 +87,103 @@ class Puller:
                 raise ConnectionBroken(f"{to.name} has {has}, expected {version}, {digest}")
             return got
 
-        wanted = self._download_manifest(to, f"{base}/manifest", stop, parse)
-        held, self.held = self.held, None
-        self._resize(wanted)
-        if held and held.entries == wanted.entries and held.chunk_bytes == wanted.chunk_bytes:
-            self._apply_delta(to, base, held, wanted, stop)
-        self._download(to, f"{base}/full", self._view, wanted, self._verified, stop)
-        self.held = wanted
+        def parse_base(data: bytes) -> Manifest:
+            got = manifest.decode(data, Manifest)
+            if got.digest != wanted.base:
+                raise ConnectionBroken(f"{to.name} has the base {got.digest}, the adapter applies to {wanted.base}")
+            return got
 
-    def _apply_delta(self, to: Address, base: str, held: Manifest, wanted: Manifest, stop: threading.Event) -> None:
-        """Update the buffer toward `wanted` with a delta. After any failure, the full download corrects the buffer."""
-        path, size = f"{base}/delta/{held.digest}", wanted.chunk_bytes
-        missing = size * sum(a != b for a, b in zip(self._verified, wanted.chunks, strict=True))
+        wanted = self._download_manifest(to, f"/weights/{version}/manifest", stop, parse)
+        if wanted.base and (self._base.held is None or self._base.held.digest != wanted.base):
+            base = self._download_manifest(to, "/weights/base/manifest", stop, parse_base)
+            self._pull_into(self._base, to, "/weights/base", base, stop)
+        self._pull_into(self._weights, to, f"/weights/{version}", wanted, stop)
+
+    def _pull_into(self, copy: LocalCopy, to: Address, path: str, wanted: Manifest, stop: threading.Event) -> None:
+        try:
+            servers = [self._address(server) if server else to for server in wanted.servers] or [to]
+        except WindfallError as e:
+            raise PullFailed(f"the manifest of {path} from {to.name} names a wrong server: {e}") from e
+        held, copy.held = copy.held, None
+        copy.prepare(wanted)
+        if held and held.entries == wanted.entries and held.chunk_bytes == wanted.chunk_bytes:
+            self._apply_deltas(copy, servers, path, held, wanted, stop)
+        self._download(servers, f"{path}/full", copy.view, wanted, copy.verified, stop)
+        copy.held = wanted
+
+    def _apply_deltas(
+        self, copy: LocalCopy, servers: list[Address], path: str, held: Manifest, wanted: Manifest,
+        stop: threading.Event,
+    ) -> None:  # fmt: skip
+        """Update the buffer toward `wanted` with the deltas of all servers. After any failure, the full download
+        corrects the buffer."""
+        missing, bounds = [0] * len(servers), wanted.bounds()
+        for i, server in enumerate(wanted.chunk_servers()):
+            missing[server] += (copy.verified[i] != wanted.chunks[i]) * (bounds[i + 1] - bounds[i])
+
+        def fetch(server: int) -> memoryview | None:
+            of = (held.digest, wanted.digest)
+            return self._download_delta(servers[server], f"{path}/delta/{held.digest}", of, missing[server], stop)
+
+        asked = [server for server, nbytes in enumerate(missing) if nbytes]
+        with ThreadPoolExecutor(max(1, len(asked))) as pool:
+            blobs = [blob for blob in pool.map(fetch, asked) if blob is not None]
+        before, copy.verified[:] = copy.verified[:], [None] * len(copy.verified)
+        applied = 0
+        for blob in blobs:
+            try:
+                delta.apply(copy.view, blob, wanted)
+                applied += 1
+            except WindfallError:  # refused before the buffer was changed
+                continue
+        if not applied:
+            copy.verified[:] = before
+            return
+        with ThreadPoolExecutor(self.parallel) as pool:
+            copy.hash_all(pool)
+        self.delta_used += copy.verified == list(wanted.chunks)
+
+    def _download_delta(
+        self, to: Address, path: str, of: tuple[str, str], missing: int, stop: threading.Event
+    ) -> memoryview | None:
+        """The delta of one server, if it has one and it is smaller than the `missing` bytes. `of`: both digests."""
 
         def parse(data: bytes) -> DeltaManifest:
             got = manifest.decode(data, DeltaManifest)
-            if (got.base, got.digest) != (held.digest, wanted.digest):
+            if (got.base, got.digest) != of:
                 raise ConnectionBroken(f"{to.name} has a different delta at {path}")
             return got
 
         try:
-            delta_manifest = self._download_manifest(to, f"{path}/manifest", stop, parse)
-            if delta_manifest.nbytes >= missing:
-                return
-            blob = memoryview(bytearray(delta_manifest.nbytes))
-            self._download(to, path, blob, delta_manifest, [None] * len(delta_manifest.chunks), stop)
+            found = self._download_manifest(to, f"{path}/manifest", stop, parse)
+            if found.nbytes >= missing:
+                return None
+            blob = memoryview(bytearray(found.nbytes))
+            self._download([to], path, blob, found, [None] * len(found.chunks), stop)
         except (PullGone, PullDamaged):
-            return
-        before, self._verified[:] = self._verified[:], [None] * len(self._verified)
-        try:
-            delta.apply(self._view, blob, wanted)
-        except WindfallError:  # refused before the buffer was changed
-            self._verified[:] = before
-            return
-        with ThreadPoolExecutor(self.parallel) as pool:
-            starts = range(0, wanted.nbytes, size)
-            self._verified[:] = pool.map(lambda a: xxhash.xxh3_64_intdigest(self._view[a : a + size]), starts)
-        self.delta_used += self._verified == list(wanted.chunks)
-
-    def _resize(self, wanted: Manifest) -> None:
-        resized = len(self._view) != wanted.nbytes
-        if resized:
-            try:
-                self._buffer = mmap.mmap(-1, max(wanted.nbytes, 1))
-            except (OSError, OverflowError) as e:
-                raise WindfallError(f"no room for {wanted.nbytes / 1e9:.2f} GB of weights: {e}", where="weights") from e
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with contextlib.suppress(OSError):  # a kernel without huge pages
-                    self._buffer.madvise(mmap.MADV_HUGEPAGE)
-            self._view = memoryview(self._buffer)[: wanted.nbytes]
-        if resized or self._chunk_bytes != wanted.chunk_bytes:
-            self._verified = [None] * len(wanted.chunks)
-        self._chunk_bytes = wanted.chunk_bytes
+            return None
+        return blob
 
     def _download_manifest(self, to: Address, path: str, stop: threading.Event, parse: Callable[[bytes], T]) -> T:
         retry = Retry(self.tries, stop, stop.is_set)
         try:
             got, received = download_manifest(to, path, retry, parse)
         finally:
-            self.retries += retry.total
-        self.bytes_received += received
+            self._count(retries=retry.total)
+        self._count(received)
         return got
 
     def _download(
-        self, to: Address, path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None],
+        self, servers: list[Address], path: str, view: memoryview, source: ChunkedManifest, verified: list[int | None],
         stop: threading.Event,
     ) -> None:  # fmt: skip
-        options = {"tries": self.tries, "stop": stop, "on_bytes": self._count_bytes}
-        download = Download(to, path, view, source, verified, **options)
+        download = Download(servers, path, view, source, verified, tries=self.tries, stop=stop, on_bytes=self._count)
         try:
             download.run(self.parallel)
         finally:
-            self.retries += download.retries
+            self._count(retries=download.retries)
 
-    def _count_bytes(self, count: int) -> None:
-        self.bytes_received += count
+    def _count(self, received: int = 0, retries: int = 0) -> None:
+        with self._count_lock:
+            self.bytes_received += received
+            self.retries += retries

@@ -4,6 +4,7 @@
     /weights/{version}/full                        its bytes; `Range: bytes=a-b` for a part of them
     /weights/{version}/delta/{base}/manifest       the delta from the weights with digest `base`
     /weights/{version}/delta/{base}                its bytes, or a part of them
+    /weights/base/manifest, /weights/base/full     the same for the base of adapters
 
 401: wrong key. 404: not found. 410: withdrawn, pull a newer version. 413: the request has a body. 416: invalid range.
 weights/publish.py has a drawing of the whole path. Rules:
@@ -33,8 +34,9 @@ from aiohttp import web
 from windfall.errors import WindfallError
 from windfall.link import listener
 from windfall.weights.buffers import Buffer
-from windfall.weights.publish import Published, Publisher
+from windfall.weights.publish import Publisher
 from windfall.weights.sendfile import Sender
+from windfall.weights.version_writer import Published
 
 TLS_PIECE_BYTES = 256 << 10
 WRITE_TIMEOUT_S = 30.0
@@ -60,6 +62,8 @@ async def serve(
     app = web.Application(middlewares=[server.admit], client_max_size=1024)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/manifest", server.manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/full", server.full)
+    app.router.add_get("/weights/base/manifest", server.base_manifest)
+    app.router.add_get("/weights/base/full", server.base)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}/manifest", server.delta_manifest)
     app.router.add_get("/weights/{version:[0-9]{1,15}}/delta/{base:[0-9a-f]{32}}", server.delta)
     options = {"backlog": 1024, "shutdown_timeout": 0.5, "keepalive_timeout": 60.0}
@@ -107,6 +111,18 @@ class Server:
         assert published.delta_buffer is not None
         return await self._send(request, published, published.delta_buffer)
 
+    async def base_manifest(self, request: web.Request) -> web.StreamResponse:
+        return _response(self._find_base().encoded)
+
+    async def base(self, request: web.Request) -> web.StreamResponse:
+        published = self._find_base()
+        return await self._send(request, published, published.buffer)
+
+    def _find_base(self) -> Published:
+        if self.publisher.base is None:
+            raise web.HTTPNotFound(text="no base of adapters is published\n")
+        return self.publisher.base
+
     def _find(self, request: web.Request) -> Published:
         version = int(request.match_info["version"])
         if published := self.publisher.find(version):
@@ -136,7 +152,7 @@ class Server:
         transport = request.transport
 
         def may_continue() -> bool:
-            return transport is not None and not transport.is_closing() and published in self.publisher.readable
+            return transport is not None and not transport.is_closing() and self.publisher.is_readable(published)
 
         try:
             async with asyncio.timeout(self.write_timeout_s):

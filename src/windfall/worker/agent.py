@@ -36,6 +36,7 @@ from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.socket import Dialer, SocketLink
 from windfall.types import Lease
+from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
 from windfall.worker.engine_thread import EngineThread
 from windfall.worker.session import PulledWeights, Session, Stalled
@@ -65,6 +66,8 @@ class Agent:
         self._host: EngineThread | None = None
         self._boot, self._boot_reported = boot, False
         self._held: tuple[int, str] = (-1, "")
+        self._last_pull = ("", "")
+        """Digest of the weights pulled last, and of their base. If they are in the engine, so is that base."""
         self._session: Session | None = None
         self._refused = False
         """True if this worker cannot run the model. It reports that to the controller and exits."""
@@ -230,7 +233,12 @@ class Agent:
         held = session is not None and session.held[1] == load.digest  # held by the engine, not only by the puller
         manifest = self._puller.pull(self._weights_url(load.url), load.version, load.digest, stop=give_up)
         received = self._puller.bytes_received - before
-        return PulledWeights(digest=manifest.digest, tensors=None if held else self._puller.tensors(), bytes=received)
+        tensors = None if held else self._puller.tensors()
+        if tensors is not None and manifest.base:  # they are an adapter
+            loaded = session is not None and self._last_pull == (session.held[1], manifest.base)
+            tensors = MergedWeights(self._puller.base_tensors(), tensors, manifest.scale, base_is_loaded=loaded)
+        self._last_pull = (manifest.digest, manifest.base)
+        return PulledWeights(digest=manifest.digest, tensors=tensors, bytes=received)
 
     def _weights_url(self, url: str) -> str:
         """Replace the host `_` by the host at which this worker reached the controller."""

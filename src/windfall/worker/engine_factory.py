@@ -50,7 +50,7 @@ def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, **how)
     except ValueError as e:
-        fix = "Install the transformers version of the run."
+        fix = "Install the version of transformers that the run uses."
         raise WindfallError(f"the run's model cannot be built here: {e}", fix=fix) from e
     except Exception as e:  # fault boundary: model code may raise anything
         raise load.unsupported(e, "model.path") from e
@@ -58,8 +58,8 @@ def build_full_model(fields: dict[str, Any], dtype: str, device: str) -> Any:
 
 
 def build_uninitialized(config: Any, device: str, **how: Any) -> Any:
-    """Build the module without spending time on random weights. None if the module computes other buffers than the
-    rotary frequencies when it is created, because those would be lost."""
+    """Build the module without spending time on random weights. Returns None if the module computes any buffers besides
+    the rotary frequencies when it is created, because their values would be lost."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -89,8 +89,8 @@ def token_bytes(model: Any) -> int:
 
 
 def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) -> tuple[int, int]:
-    """(responses decoded at once, tokens in the KV cache), as the spec says or as fits into the memory of this machine.
-    `share` is the share of the free memory that the KV cache may use."""
+    """(responses decoded at once, tokens in the KV cache): what the spec says, or else what fits into this machine's
+    memory. `share` is the share of the free memory that the KV cache may use."""
     running = spec.max_running or min(1024 if device.startswith("cuda") else 256, spec.wanted)
     if spec.kv_tokens:
         return running, spec.kv_tokens
@@ -108,8 +108,8 @@ def engine_sizes(spec: EngineSpec, token_bytes: int, device: str, share: float) 
 def build_engine(
     spec: EngineSpec, device: str, *, model: Any = None, share: float = 0.4, version: int = 0
 ) -> tuple[Any, int]:
-    """Build an engine that uses at most `share` of the free memory. Returns it and its number of slots. No
-    other code may use a given `model` meanwhile, because a GPU engine changes the layout of its weights."""
+    """Build an engine that uses at most `share` of the free memory. Returns it and its number of slots. If a `model` is
+    given, no other code may use it meanwhile, because a GPU engine changes the layout of its weights."""
     return build_engine_timed(spec, device, model=model, share=share, version=version)[:2]
 
 
@@ -183,7 +183,7 @@ def self_test(spec: EngineSpec, device: str, model: Any) -> str:
 def _graph_engine(spec: EngineSpec, model: Any, how: dict[str, Any]) -> Any:
     from windfall.engine.cuda.engine import GraphEngine
 
-    # `spec.longest` is only known from the first tasks, so the tables have room for what the cache and the model allow.
+    # `spec.longest` covers only the first tasks, so the tables have room for as many tokens as cache and model allow.
     positions = getattr(model.config, "max_position_embeddings", None) or how["kv_tokens"]
     return GraphEngine(model, **how, longest=min(how["kv_tokens"], max(positions, 2 * spec.longest)))
 

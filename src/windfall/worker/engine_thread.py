@@ -5,9 +5,9 @@
 Only this thread touches the engine. It also builds the engine if needed; orders wait until that is done. It waits for
 orders when there is nothing to generate, and in `emit` while too many frames are unsent.
 
-New weights are swapped in between two steps, like every order: a frame has tokens of one version. A swap that raises
-WindfallError has changed nothing, and the engine goes on with the weights it has. After any other error the weights may
-be a mix of two versions: the engine keeps its responses, but does not step before a swap has succeeded.
+New weights are swapped in between two steps, like every order, so all tokens of a frame have the same version. A swap
+that raises WindfallError has changed nothing, and the engine goes on with the weights it has. After any other error the
+weights may be a mix of two versions: the engine keeps its responses, but does not step until a swap has succeeded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 
 def _order(method: Callable[Concatenate[EngineThread, P], None]) -> Callable[Concatenate[EngineThread, P], None]:
-    """A call of the method returns at once; the method itself runs in the engine's thread, between two steps."""
+    """A call to the method returns at once; the method itself runs in the engine's thread, between two steps."""
 
     @functools.wraps(method)
     def put(self: EngineThread, *args: P.args, **kwargs: P.kwargs) -> None:

@@ -28,7 +28,7 @@ class StartupThread:
     def __init__(self, device: str, threads: int) -> None:
         self._chosen: Future[str] = Future()
         self.took = LoadTimes()
-        """How long the parts of the start took, as far as known. The code that builds the engine adds to it."""
+        """How long the parts of the start took. The code that builds the engine adds to it."""
         self._thread = threading.Thread(target=self._run, args=(device, threads), name="startup", daemon=True)
         self._thread.start()
 

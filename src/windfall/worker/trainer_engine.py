@@ -9,9 +9,13 @@ Rules:
 - `swap` refuses a version that the trainer does not hold: a Load may be overtaken by the next update.
 - While the engine waits for the trainer, other orders still take effect: `step` returns after at most WAIT_S.
 
+If the run trains adapters, the engine has merged copies of the adapted matrices and shares the rest (merged_model.py
+explains why). `swap` computes them anew.
+
 They may also share the device's memory. Then the trainer calls `make_room` before it trains, while it holds the lock,
-and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called from different
-threads, so a second lock, held only for short moments, keeps them apart.
+and the engine frees its KV cache, and merged copies that take a large part of the memory, until its next step. Orders
+to the engine and `make_room` are called from different threads, so a second lock, held only for short moments, keeps
+them apart.
 """
 
 from __future__ import annotations
@@ -23,10 +27,14 @@ from typing import Any
 
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
+from windfall.free_memory import free_bytes
 from windfall.types import Chunk, Request
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
+MAX_KEPT_SHARE = 0.25
+"""Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
+they get other addresses, the engine must capture its graphs again, which takes about a second."""
 
 
 class TrainerEngine:
@@ -34,12 +42,13 @@ class TrainerEngine:
 
     def __init__(
         self, engine: Engine, lock: threading.Lock, *, published: Callable[[], Any] | None = None,
-        share_memory: bool = False,
+        share_memory: bool = False, merged: Any = None,
     ) -> None:  # fmt: skip
         """`published` returns the manifest of the version that the trainer's weights are, or None while they belong to
-        no version. Without it, every swap is accepted."""
+        no version. Without it, every swap is accepted. `merged`: the MergedModel whose module the engine runs; None if
+        it runs the trainer's own."""
         self._engine, self._lock, self._orders_lock = engine, lock, threading.Lock()
-        self._published, self._stale = published, True
+        self._published, self._merged, self._stale = published, merged, True
         self._sleep: Callable[[], None] | None = getattr(engine, "sleep", None) if share_memory else None
         self.waiting = False
         """Whether the engine waits for the trainer or for a Load of its new weights. This is not a fault."""
@@ -82,6 +91,9 @@ class TrainerEngine:
             if self._stale:  # the trainer had the lock, and has changed the weights
                 return []
             self.waiting = False
+            if self._merged is not None and self._merged.freed:
+                self._merged.merge()
+                self._engine.swap(self._engine.version)  # the copies may have other addresses now
             return self._engine.step()
         finally:
             self._lock.release()
@@ -96,6 +108,8 @@ class TrainerEngine:
         with self._lock:
             self._check_published(version)
             self.waiting = False
+            if self._merged is not None:
+                self._merged.merge()
             self._engine.swap(version)
             self._stale = False
 
@@ -111,6 +125,9 @@ class TrainerEngine:
         if self._sleep is not None:
             with self._orders_lock:
                 self._sleep()
+                merged = self._merged
+                if merged is not None and merged.nbytes > MAX_KEPT_SHARE * free_bytes(merged.module.device):
+                    merged.free()
 
 
 class TrainerWeights:

@@ -44,7 +44,8 @@ def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) 
     """The prefix groups by definition: one row after the other, one page after the other."""
 
     def prompt_pages(s: Running) -> list[int]:
-        return s.pages[: (len(s.request.prompt) - s.request.position - 1) // size]
+        # The tests also use a `position` past the end of the prompt: then no page is a page of the prompt.
+        return s.pages[: max(len(s.request.prompt) - s.request.position - 1, 0) // size]
 
     out, first = [], 0
     while first < len(rows):
@@ -329,6 +330,23 @@ def test_siblings_form_prefix_groups_wherever_they_were_started() -> None:
     assert [[0, 3, 28], [3, 2, 28]] in seen
     assert seen[-1] == []
     assert run.engine._device.shared_rows > 0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_shared_page_of_generated_tokens_forms_no_prefix_group() -> None:
+    """After a swap, two equal responses share a page. It is not part of their prompt: `position` covers all of that."""
+    run = EngineRun(kv_tokens=4096, page_size=4, max_running=16, max_rows=512, burst=3)
+    for _ in range(2):
+        run.add(prompt=(3,), position=1, seed=0, max_tokens=20)
+    run.step()
+    run.engine.swap(1)
+    run.step()
+    work = run.engine._pending[0].work
+    first, second = (s.pages for s in work.rows)
+    assert len(first) == 2
+    assert first[:-1] == second[:-1]
+    assert work.prefix_groups.tolist() == []
+    while len(run.engine):
+        run.step()
 
 
 def test_prefix_groups_that_save_too_little_are_not_used() -> None:

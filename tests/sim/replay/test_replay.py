@@ -198,7 +198,7 @@ def test_run_that_cannot_be_replayed_is_rejected(ran: Make, tmp_path: Path) -> N
     with pytest.raises(WindfallError, match="no response lengths"):
         run_sim("--replay", str(folder))
     log.write_text(text.replace('"age_s"', '"age"'))
-    with pytest.raises(WindfallError, match="lacks what a simulation needs"):
+    with pytest.raises(WindfallError, match="lacks data that a simulation needs"):
         run_sim("--replay", str(folder))
     log.write_text("\n".join(line for line in text.splitlines() if '"step":1' in line or '"name":"step"' not in line))
     with pytest.raises(WindfallError, match="the run completed 1 steps"):

@@ -65,7 +65,7 @@ def test_failing_variant_does_not_stop_the_others(tmp_path: Path) -> None:
     out = run_sim(*words, "colocated,disaggregated,windfall")
     rows = [line.split()[0] for line in out.splitlines() if line.count("%") == 4]
     assert rows == ["colocated", "windfall"]
-    assert "no figures of disaggregated: sim: only 0 steps were completed, and 1 are skipped. Raise run.steps" in out
+    assert "no figures for disaggregated: sim: only 0 steps were completed, and 1 are skipped. Raise run.steps" in out
     assert list(json.loads((tmp_path / "figures.json").read_text())) == ["colocated", "windfall"]
     with pytest.raises(WindfallError, match="0 steps were completed"):
         run_sim(*words, "disaggregated")
@@ -90,7 +90,7 @@ def test_every_variant_builds() -> None:
         (["--set", "sim.medain_tokens=3"], "median_tokens"),
         (["--set", "sim.lengths_file=nowhere.txt"], "cannot read the lengths"),
         (["--set", "sim.prices_file=nowhere.txt"], "cannot read the prices"),
-        (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "no engine would ever generate"),
+        (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "nothing could be generated"),
         (["--set", "run.steps=1"], "1 steps were completed"),
         (["second.toml"], "one recipe at a time"),
     ],

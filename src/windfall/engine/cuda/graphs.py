@@ -1,11 +1,12 @@
 """One decode step as a CUDA graph, for every batch size that is needed.
 
-A graph is identified by its key: the number of rows, whether any row uses top-k or top-p, the number of splits of
-contexts, and the same for prefix groups. Each graph is captured when it is first needed, and replayed from then on: a
-step costs the host one call. All graphs share one memory pool, because they run one after the other.
+A graph is identified by its key: the number of rows, whether any row uses top-k or top-p, the number of splits of a
+context, the number of prefix groups and the number of splits of a prefix. Each graph is captured when it is first
+needed, and replayed from then on: a step costs the host one call. All graphs share one memory pool, because they run
+one after the other.
 
 Rules:
-- a captured step always reads and writes the same addresses: graphs are dropped when one of them changes;
+- a captured step always reads and writes the same addresses: graphs are dropped when an address changes;
 - before the capture, the step runs once with padding rows, so that every kernel is compiled and no state changes;
 - without a GPU the step is simply called.
 """

@@ -7,7 +7,7 @@ step is `rows`: the slots that take part.
 Rules:
 - the last slot is the padding slot: rows that only pad a batch refer to it. It is always inactive;
 - a slot with `left` 0 is inactive: its rows compute, but write only to the scratch page and sample nothing;
-- `table` is valid for all tokens up to `length`, and for as many more tokens as steps were launched.
+- `table` is valid for all tokens up to `length`, and for one more token per launched step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DeviceState:
     last: Tensor  # (S,) int32: the newest token, whose keys and values are not in the pool yet
     length: Tensor  # (S,) int32: tokens whose keys and values are in the pool; also the index of `last`
     left: Tensor  # (S,) int32: number of tokens that may still be generated; 0: the slot is inactive
-    position: Tensor  # (S,) int32: index within the response of the next token
+    position: Tensor  # (S,) int32: index of the next token within the response
     seed: Tensor  # (S,) int64: the request's seed, as 64 bits
     temperature: Tensor  # (S,) float32; 0: greedy
     top_k: Tensor  # (S,) int32; 0: no limit
@@ -98,8 +98,9 @@ class Spans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixGroups:
-    """Rows of a decode step that read a shared prefix together. Group n is rows `first[n]` to `first[n] + count[n] -
-    1`. Their page tables start with the same pages: `tokens[n]` tokens, all before the newest token of every row."""
+    """Rows of a decode step that read a shared prefix together. Group n consists of rows `first[n]` to `first[n] +
+    count[n] - 1`. Their page tables start with the same pages: `tokens[n]` tokens, all before the newest token of every
+    row."""
 
     first: Tensor  # (G,) int32: first row of every group
     count: Tensor  # (G,) int32: number of rows; 0: an unused entry

@@ -6,7 +6,7 @@
     engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
 
 The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits, starts no thread
-and reads no clock: the worker around it does.
+and reads no clock: that is left to the worker around it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def check_request(request: Request, vocabulary: int, limit: int) -> None:
         raise WindfallError("max_tokens must be at least 1 and position at least 0", where=where)
     s = request.sampling
     if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
-        raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
+        raise WindfallError(f"needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, but got {s}", where=where)
     if len(request.prompt) + request.max_tokens > limit:
         need = f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens"
         fix = "Raise engine.kv_tokens, or lower rollout.max_tokens."
@@ -130,7 +130,8 @@ def check_request(request: Request, vocabulary: int, limit: int) -> None:
 
 @torch.no_grad()
 def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> None:
-    """Copy all weights into the module's own storage, or none of them if any does not fit."""
+    """Copy all weights into the module's own storage, or none of them if any does not fit. Weights that are computed
+    (weights/merged.py) are never all in memory: they have `shape`, and `copy_into`, which writes one of them."""
     own = model.state_dict()
     unknown, missing = weights.keys() - own.keys(), own.keys() - weights.keys()
     tied = {n for n in missing if any(own[n].data_ptr() == own[w].data_ptr() for w in weights if w in own)}
@@ -138,8 +139,10 @@ def copy_weights(model: Any, version: int, weights: Mapping[str, Tensor]) -> Non
         names, how = sorted(unknown or missing - tied), "unknown" if unknown else "missing"
         what = f"{len(names)} tensors such as {names[0]!r} are {how}"
         raise WindfallError(f"version {version} does not fit the model: {what}")
-    wrong = [n for n, t in weights.items() if t.shape != own[n].shape]
+    shape = getattr(weights, "shape", lambda name: weights[name].shape)
+    copy_into = getattr(weights, "copy_into", lambda name, target: target.copy_(weights[name]))
+    wrong = [n for n in weights if shape(n) != own[n].shape]
     if wrong:
         raise WindfallError(f"version {version} does not fit the model: {wrong[0]!r} has the wrong shape")
-    for name, tensor in weights.items():
-        own[name].copy_(tensor)
+    for name in weights:
+        copy_into(name, own[name])

@@ -1,4 +1,4 @@
-"""A call of an environment in a child process, and what the parent knows about such a child."""
+"""A call to an environment in a child process, and what the parent knows about such a child."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PoolChild:
 
 
 def parse_answer(what: str, of: str, fields: list[Any]) -> Task | Feedback | EnvFailed:
-    """Parse a child's answer to a call of the method `of`. Raises ValueError or TypeError if it is not an answer."""
+    """Parse a child's answer to a call to the method `of`. Raises ValueError or TypeError if it is not an answer."""
     if what == "failed":
         error, cause, traceback = map(str, fields)
         return EnvFailed(error, cause, traceback)

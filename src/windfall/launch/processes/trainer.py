@@ -11,21 +11,26 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
-from windfall import algorithms, config, devices, errors
+from windfall import config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
-from windfall.launch import tls
+from windfall.launch import tls, trained_weights
+from windfall.launch.processes import rank
+from windfall.launch.processes.rank import RankPlace, Setup, crashed
+from windfall.launch.rank_group import RANK_LOST
 from windfall.launch.recipe_check import fit, prompt_lengths
+from windfall.launch.trained_weights import TrainedWeights
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.socket import Dialer
@@ -41,6 +46,7 @@ from windfall.worker.agent import Agent
 from windfall.worker.engine_factory import build_engine
 from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
 
+ALONE = RankPlace()
 DAMAGE_NOTE = "damaged.txt"
 """File in a checkpoint that was set aside: it says what is wrong with the checkpoint."""
 
@@ -57,74 +63,74 @@ class Derived:
     """Tokens of the longest prompt and response together, judged by the first tasks."""
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, place: RankPlace = ALONE) -> int:
+    from windfall.train.ranks import RankLost
+
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
         try:
-            return asyncio.run(errors.guard(_main(recipe, folder)))
+            return asyncio.run(errors.guard(_main(recipe, folder, place)))
         except WindfallError as e:
             folders.fail(folder, "trainer", e)
             return 2
+        except RankLost as e:
+            traceback.print_exc()
+            if not (folder / ".trainer.failure").exists():  # otherwise the rank that was lost has written down why
+                folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
+            return RANK_LOST
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
             traceback.print_exc()
-            folders.fail(folder, "trainer", crashed(e, folder / "trainer.log"))
+            folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
             return 1
 
 
-def crashed(error: Exception, log: Path) -> WindfallError:
-    """The error for the user if restarts do not help."""
-    line = errors.last_line(error)
-    fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
-    if "out of memory" in line.lower() or isinstance(error, MemoryError):
-        fix = f"Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true. {fix}"
-    return WindfallError(f"the trainer failed: {line}", where=str(log), fix=fix)
-
-
-async def _main(recipe: Recipe, folder: Path) -> int:
+async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     import torch
 
-    from windfall.train.trainer import TorchTrainer
-    from windfall.weights.publish import Publisher
     from windfall.weights.serve import serve
 
+    device, dtype = rank.choose_device(recipe, place)
+    orders, sharded = rank.join(recipe, place, device), bool(place.rendezvous)
     found, notes = _find_checkpoint(folder / "checkpoints")
     source = str(found.path) if found else recipe.model.path
     state = found.state if found else CheckpointState(step=0, next_task=0)
-    device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads or os.cpu_count() or 1)
-    model = load.load(source, dtype=dtype, device=device)
+    where_loaded = "cpu" if sharded else device
+    model = load.load(trained_weights.model_to_load(recipe, found), dtype=dtype, device=where_loaded)
     if device == "cpu":
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
     async with env_host(recipe.env, recipe.run.seed) as env:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
-    derived = derive(recipe, model, device, dtype, prompts)
+    derived = derive(recipe, model, device, dtype, prompts, ranks=place.size)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
-    reference = load.load(recipe.model.path, dtype=dtype, device=device) if recipe.algorithm.kl else None
-    algorithm = algorithms.make(recipe.algorithm.name, **recipe.algorithm.options)
-    trainer = TorchTrainer(model, algorithm, recipe, micro_tokens=derived.micro_tokens, reference=reference)
+    loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
+    reference = loaded.reference(recipe, dtype=dtype, device=where_loaded) if recipe.algorithm.kl else None
+    setup = Setup(
+        model_config=model.config, dtype=dtype, micro_tokens=derived.micro_tokens,
+        checkpoint_activations=derived.checkpoint_activations, onednn=bool(torch.backends.mkldnn.enabled),
+        checkpoint=found.path if found else None,
+    )  # fmt: skip
+    orders.add(
+        "build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded, reference=reference)
+    )
+    part = orders.call("build", setup)
+    trainer, publisher, weights = part.trainer, part.publisher, part.weights
+    if sharded:
+        model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
     if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
         derived = replace(derived, checkpoint_activations=False)
-    if derived.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
-    if found:
-        checkpoint.restore(found.path, optimizer=trainer.optimizer, device=device)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet
     listener.raise_file_limit()
-    publisher = Publisher(folder)
     server = await serve(
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
-    parameters = sum(p.numel() for p in model.parameters())
+    facts = weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if sharded else ""}
 
     def hello(**more: Any) -> m.TrainerHello:
-        facts = {
-            "parameters": parameters, "pid": os.getpid(), "machine": devices.describe(device),
-            "age_s": process.age_s(), **asdict(derived), **notes,
-        }  # fmt: skip
+        now = {"pid": os.getpid(), "machine": devices.describe(device), "age_s": process.age_s(), **asdict(derived)}
         return m.TrainerHello(
-            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts,
+            micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts | now | notes,
             url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
         )  # fmt: skip
 
@@ -136,14 +142,20 @@ async def _main(recipe: Recipe, folder: Path) -> int:
     )  # fmt: skip
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
-        publish=lambda version: publisher.publish(version, model.state_dict(), copied=host.release_module),
+        publish=lambda version: orders.call("publish", version),
+        update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
-            folder / "checkpoints", now, model=model, tokenizer=tokenizer, optimizer=trainer.optimizer,
-            keep=recipe.checkpoint.keep,
+            folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
+            write_model=partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained,
+            keep=recipe.checkpoint.keep, base=loaded.base,
         ),
         address=where,
     )  # fmt: skip
-    local = asyncio.create_task(_run_local_engine(recipe, host, model, device, secret, where)) if f.local else None
+    # Rank 0 may use its module again as soon as its rows are copied.
+    orders.add("publish", lambda version: weights.publish(publisher, version, copied=host.release_module))
+    local = None
+    if f.local and not sharded:
+        local = asyncio.create_task(_run_local_engine(recipe, host, weights, device, secret, where))
     try:
         return await _run_with_local_engine(host.run(), local)
     finally:
@@ -208,7 +220,7 @@ async def _run_with_local_engine(run: Coroutine[Any, Any, int], local: asyncio.T
 
 
 async def _run_local_engine(
-    recipe: Recipe, host: TrainerAgent, model: Any, device: str, secret: str, where: Callable[[], str]
+    recipe: Recipe, host: TrainerAgent, weights: TrainedWeights, device: str, secret: str, where: Callable[[], str]
 ) -> None:
     """Run the trainer's own engine as the worker named `local`. Raises the original error if it cannot be built."""
     f, address = recipe.fleet, where()
@@ -217,11 +229,15 @@ async def _run_local_engine(
     def build(engine: m.EngineSpec) -> tuple[Any, int]:
         try:
             with host.lock:  # the engine for GPUs changes the layout of the module's weights
+                merged = weights.merged()
+                model = weights.model if merged is None else merged.module
                 built, slots = build_engine(engine, device, model=model, share=0.3)
         except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
             failed.append(e)
             raise
-        shared = TrainerEngine(built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda")
+        shared = TrainerEngine(
+            built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda", merged=merged
+        )
         host.make_room, host.invalidate = shared.make_room, shared.invalidate
         return shared, slots
 
@@ -290,12 +306,12 @@ def fingerprint(engine: m.EngineSpec) -> str:
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 
-def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int]) -> Derived:
+def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequence[int], *, ranks: int = 1) -> Derived:
     """Choose what the recipe leaves open. `prompts`: prompt lengths in tokens; those without room are skipped later."""
     c, o = model.config, recipe.rollout
     context = getattr(c, "max_position_embeddings", None)
     longest = fit(recipe, prompts, context) + o.max_tokens
-    pack = _pack_tokens(recipe, model, longest) if device == "cuda" else max(longest, 4096)
+    pack = _pack_tokens(recipe, model, longest, ranks) if device == "cuda" else max(longest, 4096)
     micro = recipe.train.micro_tokens or pack
     # Per token and layer, the backward pass keeps about 12 vectors of the hidden size and 4 of the MLP size.
     kept = micro * c.num_hidden_layers * (12 * c.hidden_size + 4 * getattr(c, "intermediate_size", 4 * c.hidden_size))
@@ -307,13 +323,17 @@ def derive(recipe: Recipe, model: Any, device: str, dtype: str, prompts: Sequenc
     )  # fmt: skip
 
 
-def _pack_tokens(recipe: Recipe, model: Any, longest: int) -> int:
+def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
     """Tokens per pack that fit into the GPU memory left by everything else."""
-    c, weights = model.config, sum(p.numel() for p in model.parameters())
+    from windfall.train.lora import trained_parameters
+
+    c, section = model.config, recipe.train.lora
+    weights, trained = sum(p.numel() for p in model.parameters()) / ranks, trained_parameters(model, section) / ranks
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
-    # the KL reference, the publisher's copy of the last version, and the share of the trainer's own engine.
-    used = weights * (12 if model.dtype.itemsize == 4 else 16)
-    used += weights * model.dtype.itemsize * (2 if recipe.algorithm.kl else 1)
+    # the publisher's copy of the last version, the KL reference (with adapters there is none, but merged copies for the
+    # trainer's own engine), and the share of that engine.
+    used = trained * (12 if model.dtype.itemsize == 4 else 16) + trained * model.dtype.itemsize
+    used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
     free = (free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(

@@ -1,8 +1,8 @@
 """Reads from the event log of a run how long its parts took, for the formulas of sim/core/service.py. Pure.
 
 A log contains the time of an engine step at several batch sizes for every kind of worker (`speeds`), spans of training
-with the optimizer's part, pulls, checkpoints and rewards. It does not separate prefill and context from the rest of a
-step; they are part of the step times, as far as the run had them. It does not record other load on the machines.
+with the optimizer's part, pulls, checkpoints and rewards. It does not separate the cost of prefill and of long contexts
+from the rest of a step: the step times include both. It does not record other load on the machines.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 - level: after a step, the controller keeps nothing of that step, and of later ones no more than admission allows;
 - progress: a token is accepted, or a step completed, within PROGRESS_S.
 
-Cheap checks run whenever something has changed; what has not changed is not checked again. The product's own `check()`
+Cheap checks run whenever something has changed; what has not changed is not checked again. windfall's own `check()`
 of ledger and members is part of this. To add an invariant, add a check to `Invariants` that raises `InvariantBroken`
 with its name, and a mutant that breaks it to tests/sim/chaos/test_invariants.py.
 """
@@ -228,7 +228,7 @@ class Invariants:
         if progress != self._last_progress:
             self._last_progress, self._progress_s = progress, now
         elif now - self._progress_s > PROGRESS_S:
-            what = f"no token in {PROGRESS_S:g} s; these tasks wait:\n{loops.waiting_tasks(self._loop)}"
+            what = f"no token in {PROGRESS_S:g} s; waiting tasks:\n{loops.waiting_tasks(self._loop)}"
             raise InvariantBroken("progress", what)
 
     # batch, missing

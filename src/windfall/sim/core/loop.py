@@ -94,7 +94,7 @@ class VirtualLoop(base_events.BaseEventLoop):
             while times and all(timer.cancelled() for timer in due[times[0]]):
                 del due[heapq.heappop(times)]
             if not times:
-                what = f"no timer is scheduled, and these tasks wait:\n{waiting_tasks(self)}"
+                what = f"no timer is scheduled; waiting tasks:\n{waiting_tasks(self)}"
                 raise Deadlock(what, where="virtual time")
             self._now_s = max(self._now_s, times[0])
         while times and times[0] < self._now_s + CLOSE_S:

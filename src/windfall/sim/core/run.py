@@ -1,14 +1,14 @@
-"""One simulated run: the product's controller, rollout, dispatch and seeding in virtual time, with simulated workers
-and a simulated trainer at the other end of their links. No policy is written twice.
+"""One simulated run: windfall's own controller, rollout, dispatch and seeding in virtual time, with simulated workers
+and a simulated trainer at the other end of their links. No policy is implemented twice.
 
     simulate ─┬─ _run_controllers  one controller after another (launch/assembly.py)  until the run or its time ends
               ├─ fleet             machines that come and go by the trace             never ends
               ├─ _failures         kills the trainer and the controller, if asked     never ends
               └─ _guard            no token for a long time                           raises and lists the waiting tasks
 
-A killed controller loses everything that is not on disk. On disk are its event log and, if the recipe kills trainers or
-controllers, its journal. Its links close, and the peers dial again. The event log is stamped with virtual time. Counts
-in it are in simulated tokens; the event `start` says how many real tokens each one stands for (`granule`).
+A killed controller loses everything that is not on disk. Its event log is on disk, and so is its journal if the recipe
+kills trainers or controllers. Its links close, and the peers dial again. The event log is stamped with virtual time.
+Counts in it are in simulated tokens; the event `start` says how many real tokens each one stands for (`granule`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ STUCK_S = 6 * 3600.0
 """A run without a new token or step for this many virtual seconds is stuck."""
 GUARD_EVERY_S = 60.0
 GC_THRESHOLD = (100_000, 20, 100)
-"""Most objects are tuples without cycles; with the default threshold, the search takes an eighth of the time."""
+"""Most objects are tuples without cycles, but with the default threshold an eighth of the time goes to searching for
+cycles."""
 
 
 class Simulation:
@@ -105,7 +106,7 @@ class Simulation:
 
     @staticmethod
     async def _find(journal: Journal, step: int) -> JournalContents:
-        await asyncio.sleep(0.0)  # the product reads in a thread, and messages may arrive meanwhile
+        await asyncio.sleep(0.0)  # a real controller reads in a thread, and messages may arrive meanwhile
         return journal.read(step)
 
     def stop(self) -> None:
@@ -230,7 +231,7 @@ class Simulation:
             if progress != last_progress:
                 last_progress, since_s = progress, loop.time()
             elif loop.time() - since_s > STUCK_S:
-                what = f"no token in {STUCK_S / 3600:g} virtual hours; these tasks wait:\n{loops.waiting_tasks(loop)}"
+                what = f"no token in {STUCK_S / 3600:g} virtual hours; waiting tasks:\n{loops.waiting_tasks(loop)}"
                 fix = "Check that the trace still has a worker, or limit the time with sim.seconds."
                 raise WindfallError(what, where="sim", fix=fix)
             await asyncio.sleep(GUARD_EVERY_S)

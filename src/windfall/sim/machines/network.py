@@ -1,7 +1,7 @@
 """The network that weights are pulled over: concurrent pulls share the trainer's egress bandwidth.
 
-Every pull gets the same rate, limited by the ingress bandwidth of its worker. What slow workers leave over is shared by
-the others.
+Every pull gets the same rate, limited by the ingress bandwidth of its worker. The others share the bandwidth that slow
+workers leave unused.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Network:
             self._share_soon()
 
     def _share_soon(self) -> None:
-        """Many pulls start at one moment, when a new version is published. Their rates are computed once."""
+        """Compute the rates once for all pulls that start at the same moment, for example with a new version."""
         if not self._sharing:
             self._sharing = True
             asyncio.get_running_loop().call_soon(self._share)

@@ -1,8 +1,9 @@
-"""`windfall sim --replay RUN`: simulates a recorded run from its own log and prints predicted beside measured figures.
+"""`windfall sim --replay RUN`: simulates a recorded run from its own log and prints predicted next to measured figures.
 
-By default, service times are fitted to the first half of the steps, and the figures cover the second half. The
-simulation knows only the lengths of responses of the second half, and when workers joined and left. With `--fit all`,
-it is fitted to the steps that it is compared with. That is not a prediction: it shows what the formulas cannot express.
+By default, service times are fitted to the first half of the steps, and the figures cover the second half. All that the
+simulation knows about the second half is the lengths of its responses and when workers joined and left. With `--fit
+all`, it is fitted to the steps that it is compared with. That is not a prediction: it shows what the formulas cannot
+express.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CONFIDENCE = 0.9
 RATE_FIGURES = ("tok_per_s", "step_mean_s", "tok_per_usd")
 """Figures whose relative error is that of the mean step time."""
 DRIFT = 0.03
-"""Smallest relative change of the machines' speed in the held-out steps that is reported."""
+"""A relative change of the machines' speed in the held-out steps is reported if it is at least this large."""
 SHARE_FIGURES = ("trainer_idle", "workers_idle", "workers_lost", "again")
 """Figures whose error is a difference in percentage points."""
 LABELS = {
@@ -176,7 +177,7 @@ def notes(done: Replayed) -> list[str]:
         out.append(f"{kind if kind in kinds else 'the trainer, without an engine'}: {text}")
     if done.others:
         out.append(
-            f"of {len(done.others) + 1} seeds: workers up to {JITTER:.0%} faster or slower than fitted, at random"
+            f"range of {len(done.others) + 1} seeds: workers randomly up to {JITTER:.0%} faster or slower than fitted"
         )
     if f.skip >= f.steps:
         out += [f"{what} took {1 + off:.2f} times as long as in the fitted steps" for what, off in drift(done)]

@@ -25,7 +25,7 @@ def main(recipe: Recipe, *, seeds: int, names: str, out: Path | None) -> None:
         print(f"{row.name:16}{variants.VARIANTS[row.name].description}")
     print("\n".join(["", *compare.table(rows), "", *compare.spreads(rows)]))
     for name, error in done.failed.items():
-        print(f"no figures of {name}: {_one_line(error)}")
+        print(f"no figures for {name}: {_one_line(error)}")
     for row in rows:
         for advice in row.runs[0].advice:
             print(f"advice, {row.name}: {advice}")
@@ -50,7 +50,7 @@ def _one_line(error: WindfallError) -> str:
 
 @contextmanager
 def _bar(recipe: Recipe, runs: int) -> Iterator[compare.OnEvent | None]:
-    """A progress bar that shows virtual time beside wall time. Progress is counted in steps, or in virtual seconds if
+    """A progress bar that shows virtual time next to wall time. Progress is counted in steps, or in virtual seconds if
     these are limited."""
     console = Console()
     if not console.is_terminal:

@@ -1,6 +1,6 @@
-"""The figures of a run, from its event log: of a real run (`from_events`), or of a simulated one, which also knows when
-each machine was paid for (`figures`). Pure except for reading the log. All figures are in real tokens and cover the
-steps after the first few.
+"""Computes the figures of a run from its event log. `from_events` works for any run; `figures` is for a simulated run,
+where it is also known when each machine was paid for. Pure except for reading the log. All figures are in real tokens
+and cover the steps after the first few.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Figures:
     again: float
     """Tokens generated again, as a share of all tokens."""
     unjoined_s: float
-    """Seconds of machines that were preempted before their workers dialed in. They are in no bill."""
+    """Seconds of machines that were preempted before their workers dialed in. No bill contains them."""
     advice: tuple[str, ...]
     """The last advice for each kind of worker."""
 
@@ -134,7 +134,7 @@ def from_events(
 
 
 def _tokens(steps: Sequence[Event], skip: int) -> int:
-    """Real tokens generated in the steps after `skip`."""
+    """Real tokens generated in the steps after the first `skip`."""
     if "real_tokens" in steps[-1]:
         return steps[-1]["real_tokens"] - (steps[skip - 1]["real_tokens"] if skip else 0)
     return sum(e["made"] - e["restored"] for e in steps[skip:])
@@ -146,7 +146,7 @@ def _seconds(accounts: Sequence[Account], *buckets: Bucket) -> float:
 
 def _advice(events: Sequence[Event]) -> tuple[str, ...]:
     last = {e["lease"]: e for e in events if e["name"] == "advice"}
-    return tuple(f"{e['count']} of {lease}, now {e['now']}: {e['why']}" for lease, e in last.items())
+    return tuple(f"{e['count']} workers ({lease}) instead of {e['now']}: {e['why']}" for lease, e in last.items())
 
 
 class Spread(NamedTuple):

@@ -1,6 +1,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportInvalidTypeForm=false
-"""The norms and the rotary embedding of queries and keys, and their gradients. A program of the forward kernel handles
-all heads of one token, as two blocks of (heads, half of a head); one of the backward kernel, several tokens in turn."""
+"""The norms and the rotary embedding of queries and keys, and their gradients. Each program of the forward kernel
+handles all heads of one token, as two blocks of (heads, half of a head). Each program of the backward kernel handles
+several tokens in turn."""
 
 from __future__ import annotations
 

@@ -1,0 +1,173 @@
+"""The processes of a trainer with several ranks: how each finds its place and builds its part of the trainer.
+
+Rank 0 is the trainer's main process (trainer.py). It loads the model, chooses what the recipe leaves open, and gives
+the order to build; the other ranks (`main` below) wait for it, build their part, and follow its orders from then on.
+
+Every rank but the first ends quietly if another one is lost: the reason is in that one's log, and the supervisor
+restarts all of them together (launch/rank_group.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windfall import algorithms, config, devices, errors
+from windfall import run_folder as folders
+from windfall.config import Recipe
+from windfall.errors import WindfallError
+from windfall.launch import trained_weights
+from windfall.launch.rank_group import RANK_LOST, log_name
+from windfall.launch.trained_weights import TrainedWeights
+from windfall.train import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlace:
+    """Which of the trainer's ranks a process is, and where they meet."""
+
+    rank: int = 0
+    size: int = 1
+    rendezvous: str = ""
+    """Where the ranks meet (train/ranks.py); "" for one rank alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What rank 0 tells the others, so that all build the same trainer."""
+
+    model_config: Any
+    dtype: str
+    micro_tokens: int
+    checkpoint_activations: bool
+    checkpoint: Path | None
+    """The checkpoint to continue from."""
+    onednn: bool
+
+
+def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
+    """The device and dtype of this rank. Ranks on CPUs share the cores."""
+    threads = recipe.run.threads or max(1, (os.cpu_count() or 1) // place.size)
+    return devices.resolve(recipe.run.device, recipe.model.dtype, threads)
+
+
+def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
+    """The Orders by which this rank acts together with the others; waits for them."""
+    from windfall.train.ranks import Orders, Ranks
+
+    if not place.rendezvous:
+        return Orders(Ranks.alone(device))
+    return Orders(
+        Ranks.join(place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerPart:
+    """One rank's part of the trainer."""
+
+    trainer: Any
+    publisher: Any
+    weights: TrainedWeights
+    pids: list[int]
+    """Processes of all ranks, in order."""
+
+
+def build_part(
+    recipe: Recipe, folder: Path, setup: Setup, orders: Any, *, loaded: TrainedWeights | None = None,
+    reference: Any = None,
+) -> TrainerPart:  # fmt: skip
+    """This rank's part of the trainer. Rank 0 passes what it has loaded."""
+    import torch
+
+    from windfall.train.trainer import TorchTrainer
+    from windfall.weights.publish import Publisher
+
+    torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
+    ranks, sharded = orders.ranks, orders.ranks.distributed
+    if sharded:
+        model, weights, reference = _shard(recipe, setup, ranks, loaded, reference)
+    else:
+        assert loaded is not None
+        model, weights = loaded.model, loaded
+    trainer = TorchTrainer(
+        model, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), recipe,
+        micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
+    )  # fmt: skip
+    publisher = Publisher(folder, ranks=ranks, dtype=setup.dtype if sharded else None)
+    orders.add("publish", lambda version: weights.publish(publisher, version))
+    if setup.checkpoint_activations and trainer.learner.has_graph:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
+    if setup.checkpoint is not None:
+        trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
+    pids = ranks.all_gather(os.getpid())
+    return TrainerPart(trainer=trainer, publisher=publisher, weights=weights, pids=pids)
+
+
+def _shard(
+    recipe: Recipe, setup: Setup, ranks: Any, loaded: TrainedWeights | None, reference: Any
+) -> tuple[Any, TrainedWeights, Any]:
+    """The policy of all ranks, what of it is trained, and the reference of the KL penalty, if there is one."""
+    import torch
+
+    from windfall.train.sharding import sharded_policy
+
+    options: dict[str, Any] = {"dtype": getattr(torch, setup.dtype), "offload": recipe.train.offload}
+    weights: list[TrainedWeights] = []
+
+    def attach(model: Any) -> None:
+        adapters = trained_weights.attach(model, recipe, setup.checkpoint) if recipe.train.lora else None
+        weights.append(TrainedWeights(model=model, adapters=adapters))
+
+    source = None if loaded is None else _tensors(loaded.model)
+    policy = sharded_policy(setup.model_config, source, ranks, prepare=attach, **options)
+    if recipe.algorithm.kl and weights[0].adapters is not None:
+        reference = weights[0].adapters
+    elif recipe.algorithm.kl:
+        source = None if reference is None else _tensors(reference)
+        reference = sharded_policy(setup.model_config, source, ranks, trained=False, **options)
+    return policy, weights[0], reference
+
+
+def _tensors(model: Any) -> Mapping[str, Any]:
+    """All parameters and buffers of a model, by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def main(folder: Path, place: RankPlace) -> int:
+    """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed."""
+    from windfall.train.ranks import RankLost
+
+    recipe = config.load(folder / "recipe.toml")
+    try:
+        device, _ = choose_device(recipe, place)
+        orders = join(recipe, place, device)
+        orders.add("build", lambda setup: build_part(recipe, folder, setup, orders))
+        orders.follow()
+        return 0
+    except RankLost as e:
+        print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
+        return RANK_LOST
+    except WindfallError as e:
+        folders.fail(folder, "trainer", e)
+        return 2
+    except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
+        traceback.print_exc()
+        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)))
+        return 1
+
+
+def crashed(who: str, error: Exception, log: Path) -> WindfallError:
+    """The error for the user if restarts do not help."""
+    line = errors.last_line(error)
+    fix = "The traceback is at the end of that file. `windfall resume` continues from the last checkpoint."
+    if "out of memory" in line.lower() or isinstance(error, MemoryError):
+        less = "Lower train.micro_tokens or fleet.worker_memory, or set train.checkpoint_activations = true"
+        fix = f"{less}; train.ranks and train.offload make the trainer's part of each GPU smaller. {fix}"
+    return WindfallError(f"{who} failed: {line}", where=str(log), fix=fix)

@@ -1,0 +1,78 @@
+"""The processes of the trainer, one per rank, as one process: they start together, and when one ends all of them end.
+
+What is left of a trainer cannot go on without a rank: its part of the weights is gone. The others would notice it at
+their next exchange; until then, or if they hang, they are ended here. The exit status of the group is that of the rank
+that ended first, because the others only follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+from windfall.config import Recipe
+from windfall.devices import Place
+from windfall.errors import WindfallError
+from windfall.fleet.base import Handle
+
+FOLLOW_S = 3.0
+"""Seconds that the other ranks get to end on their own, so that their logs and the controller say why."""
+RANK_LOST = 5
+"""Exit status of a rank that ended because another one was lost."""
+
+
+def rank_places(recipe: Recipe, gpus: Sequence[Place]) -> list[Place]:
+    """Where each rank of the trainer computes. `gpus`: the GPUs of this machine that the run may use."""
+    wanted = recipe.train.ranks
+    if not gpus:
+        return [Place()] * (1 if wanted == "auto" else wanted)
+    if wanted == "auto":
+        return list(gpus)
+    if wanted > len(gpus):
+        what = f"{wanted} ranks need as many GPUs, but this machine has {len(gpus)}"
+        raise WindfallError(what, where="train.ranks", fix="Lower it, or set it to 'auto'.")
+    return list(gpus[:wanted])
+
+
+def log_name(rank: int) -> str:
+    """The log of a rank, in the run's folder."""
+    return f"rank-{rank}.log" if rank else "trainer.log"
+
+
+class RankGroup(Handle):
+    """Its pid is that of rank 0, which talks to the controller."""
+
+    def __init__(self, ranks: Sequence[Handle]) -> None:
+        super().__init__(name="trainer", pid=ranks[0].pid, send=self._send_all)
+        self.ranks = ranks
+        self._watching = asyncio.create_task(self._watch(), name="watching the trainer's ranks")
+
+    def _send_all(self, number: int) -> None:
+        for rank in self.ranks:
+            if not rank.running:
+                continue
+            if number == signal.SIGKILL:
+                rank.kill()
+            else:
+                rank._send(number)
+
+    async def _watch(self) -> None:
+        waits = {asyncio.ensure_future(rank.wait()): rank for rank in self.ranks}
+        done, rest = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        first = [task.result() for task in done]
+        if rest:
+            more, _ = await asyncio.wait(rest, timeout=FOLLOW_S)
+            first += [task.result() for task in more]
+        self._send_all(signal.SIGKILL)
+        await asyncio.gather(*waits)
+        self.ended(exit_status(first))
+
+
+def exit_status(codes: Sequence[int]) -> int:
+    """The exit status that tells why a group ended. `codes`: those of its ranks, in the order in which they ended.
+
+    >>> exit_status([-9, 1, 5]), exit_status([5, 5, 1]), exit_status([5, 5]), exit_status([0, 5])
+    (-9, 1, 1, 0)
+    """
+    return next((code for code in codes if code != RANK_LOST), 1)

@@ -1,0 +1,190 @@
+"""The trainer's processes, called ranks: which one this is, and how they talk to each other.
+
+Rank 0 decides and the others follow: `Orders.call` runs a named function on every rank at the same time, each with its
+own arguments; the other ranks wait in `Orders.follow`. There are three kinds of waiting, each with its own limit:
+
+    for the next order          none: the trainer may be idle for hours. If rank 0 dies, its connection ends the wait
+    for objects (gather, ...)   CONTROL_S: another rank may be writing a checkpoint meanwhile
+    in collectives of tensors   `timeout_s`: a rank that hangs there is noticed quickly
+
+A rank that is lost, or that does not arrive in time, raises `RankLost` on the others, and every rank ends. All of them
+are started again together, from the last checkpoint (launch/rank_group.py).
+
+`Ranks.alone()` is the one rank of a trainer that is not distributed: nothing is sent, and torch.distributed is not
+initialized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous as rendezvous_with
+
+CONTROL_S = 1800.0
+"""Seconds to wait for another rank where it may be busy with a disk."""
+JOIN_S = 300.0
+"""Seconds until all ranks must have started."""
+FOREVER = timedelta(days=365)
+
+
+class RankLost(Exception):
+    """Another rank is gone, or did not arrive in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+    """Where tensors of collectives are: "cpu", or "cuda" for the current GPU."""
+    timeout_s: float = 0.0
+    tensors: Any = None
+    control: Any = None
+    orders: Any = None
+
+    @staticmethod
+    def alone(device: str = "cpu") -> Ranks:
+        return Ranks(device=device)
+
+    @staticmethod
+    def join(rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float) -> Ranks:
+        """Wait for all other ranks. `rendezvous` is file://PATH with a path that was never used before, or
+        tcp://HOST:PORT on which rank 0 listens."""
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
+        started_s = time.monotonic()
+        try:
+            found = rendezvous_with(rendezvous, rank, size, timeout=timedelta(seconds=JOIN_S))
+            store, rank, size = next(found)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+            made = [dist.new_group(backend="gloo", timeout=limit) for limit in (timedelta(seconds=CONTROL_S), FOREVER)]
+        except (RuntimeError, ValueError) as e:
+            waited = f"rank {rank} waited {time.monotonic() - started_s:.0f} s at {rendezvous} for {size} ranks"
+            raise RankLost(f"{waited}: {_first_line(e)}") from e
+        return Ranks(
+            rank=rank, size=size, device=device, timeout_s=timeout_s, tensors=dist.group.WORLD, control=made[0],
+            orders=made[1],
+        )  # fmt: skip
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the model is split over ranks, even if there is only one."""
+        return self.tensors is not None
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks in one dimension, over the group with the short timeout. A mesh that makes its own groups would use
+        the default timeout of torch."""
+        return DeviceMesh.from_group(self.tensors, "cpu" if self.device == "cpu" else "cuda")
+
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        if self.size > 1:
+            with self._noticing("for an object of rank 0", CONTROL_S):
+                dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            with self._noticing("for objects of all ranks", CONTROL_S):
+                dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, on rank 0."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.first else None
+        with self._noticing("to give an object to rank 0", CONTROL_S):
+            dist.gather_object(value, values, dst=0, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        self.all_gather(None)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            with self._noticing("for a sum over all ranks", self.timeout_s):
+                dist.all_reduce(tensor, group=self.tensors)
+        return tensor
+
+    def broadcast_tensor(self, tensor: Tensor) -> Tensor:
+        """Overwrite the tensor with that of rank 0."""
+        if self.size > 1:
+            with self._noticing("for a tensor of rank 0", self.timeout_s):
+                dist.broadcast(tensor, 0, group=self.tensors)
+        return tensor
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _noticing(self, what: str, limit_s: float) -> Iterator[None]:
+        """Turn errors of torch.distributed into RankLost."""
+        started_s = time.monotonic()
+        try:
+            yield
+        except RuntimeError as e:
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
+            waited_s = time.monotonic() - started_s
+            raise RankLost(
+                f"rank {self.rank} waited {waited_s:.0f} s {what} (limit {limit_s:g} s): {_first_line(e)}"
+            ) from e
+
+
+class Orders:
+    """Functions that all ranks run together, at the word of rank 0."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._actions: dict[str, Callable[..., Any]] = {}
+
+    def add(self, name: str, action: Callable[..., Any]) -> None:
+        self._actions[name] = action
+
+    def call(self, name: str, *args: Any, each: Sequence[tuple[Any, ...]] | None = None) -> Any:
+        """Run an action on every rank, with `args`, or with `each[rank]`. Returns the result of this rank's part."""
+        size = self.ranks.size
+        if size > 1:
+            orders = [(name, each[rank] if each is not None else args) for rank in range(size)]
+            with self.ranks._noticing("to give an order", FOREVER.total_seconds()):
+                dist.scatter_object_list([None], orders, src=0, group=self.ranks.orders)
+        return self._actions[name](*(args if each is None else each[0]))
+
+    def follow(self) -> None:
+        """Run the orders of rank 0 until it says `stop`."""
+        while True:
+            box: list[Any] = [None]
+            with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
+                dist.scatter_object_list(box, None, src=0, group=self.ranks.orders)
+            name, args = box[0]
+            if name == "stop":
+                return
+            self._actions[name](*args)
+
+    def stop(self) -> None:
+        """Let the other ranks end."""
+        self.add("stop", lambda: None)
+        self.call("stop")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,239 @@
+"""Decides what each rank does when several publish one version of the weights together.
+
+Every rank makes an `Offer`: which rows of which tensors it holds, and on which machine. From the offers of all ranks,
+every rank computes the same `Plan`, so the ranks need not send it to each other. Rules:
+
+- rows that several ranks hold (a tensor that is not sharded, a replica) are written by the first of them;
+- the ranks of one machine share one buffer, which the first of them, the leader, creates and serves;
+- a rank hashes the chunks that it alone writes. A chunk with bytes of several ranks is hashed by one of them, once all
+  have written it. No chunk has bytes of two machines (manifest.py);
+- a rank compares the blocks of a delta that it alone writes. A block with bytes of several ranks is compared by one of
+  them on each machine;
+- the digest is the one that a single process would compute, whatever the number of ranks on one machine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from windfall.errors import WindfallError
+from windfall.weights import delta, manifest
+from windfall.weights.delta import Blocks
+from windfall.weights.manifest import WIDTHS, TensorEntry
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True):
+    """The rows of one tensor that a rank holds."""
+
+    name: str
+    dtype: str  # as published
+    shape: tuple[int, ...]  # of the whole tensor
+    storage: int  # equal for tensors of this rank that are tied; -1 if it has no bytes of the tensor
+    first: int
+    count: int
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    machine: str
+    address: str  # of the weight server of this rank; "" if it has none
+    chunk_bytes: int
+    tensors: tuple[Rows, ...]
+
+
+class Piece(NamedTuple):
+    """The bytes of one tensor that one rank writes, as a range of the buffer."""
+
+    entry: TensorEntry
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank does."""
+
+    leader: int  # the rank that creates the buffer of this machine
+    pieces: tuple[Piece, ...]  # in the order of the buffer
+    own_chunks: tuple[int, ...]  # that no other rank writes to
+    shared_chunks: tuple[int, ...]
+    own_blocks: tuple[range, ...]  # numbers of the blocks that no other rank writes to, for every piece
+    shared_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    entries: tuple[TensorEntry, ...]
+    nbytes: int
+    bounds: tuple[int, ...]  # of the chunks
+    shares: tuple[Share, ...]  # by rank
+    split_blocks: frozenset[int]  # with bytes of several machines
+    servers: tuple[str, ...]  # both as in Manifest
+    sources: tuple[tuple[int, int], ...]
+
+    def members(self, rank: int) -> list[int]:
+        """The ranks on the machine of a rank. The first one is the leader."""
+        return [r for r, share in enumerate(self.shares) if share.leader == self.shares[rank].leader]
+
+    def parts(self, rank: int) -> list[tuple[int, int]]:
+        """The byte ranges that come from the machine of a rank."""
+        if not self.sources:
+            return [(0, self.nbytes)] if self.shares[rank].leader == 0 else []
+        mine = _leaders(self.shares).index(self.shares[rank].leader)
+        stops = [start for start, _ in self.sources[1:]] + [self.nbytes]
+        return [(start, stop) for (start, server), stop in zip(self.sources, stops, strict=True) if server == mine]
+
+    def ranges(self) -> list[TensorEntry]:
+        return manifest.byte_ranges(self.entries)
+
+
+def make(offers: Sequence[Offer]) -> Plan:
+    """Raises WindfallError if the offers do not fit together."""
+    _check_same(offers)
+    entries, nbytes, first = _layout(offers)
+    leaders = [next(r for r, o in enumerate(offers) if o.machine == mine.machine) for mine in offers]
+    pieces = sorted(
+        ((piece, rank) for entry, i in first.items() for piece, rank in _pieces(entry, [o.tensors[i] for o in offers])),
+        key=lambda found: found[0].start,
+    )
+    servers, sources = _sources(pieces, leaders, offers)
+    bounds = manifest.chunk_bounds(nbytes, offers[0].chunk_bytes, (start for start, _ in sources))
+    own_chunks, shared_chunks = _chunks(bounds, pieces, leaders)
+    own_blocks, shared_blocks, split = _blocks(manifest.byte_ranges(entries), pieces, leaders)
+    by_rank: list[list[Piece]] = [[] for _ in offers]
+    for piece, rank in pieces:
+        by_rank[rank].append(piece)
+    shares = tuple(
+        Share(
+            leader=leaders[r],
+            pieces=tuple(by_rank[r]),
+            own_chunks=tuple(own_chunks[r]),
+            shared_chunks=tuple(shared_chunks[r]),
+            own_blocks=tuple(own_blocks[r]),
+            shared_blocks=tuple(shared_blocks[r]),
+        )
+        for r in range(len(offers))
+    )
+    return Plan(
+        entries=entries, nbytes=nbytes, bounds=tuple(bounds), shares=shares, split_blocks=split, servers=servers,
+        sources=sources,
+    )  # fmt: skip
+
+
+def _check_same(offers: Sequence[Offer]) -> None:
+    first = [(t.name, t.dtype, t.shape) for t in offers[0].tensors]
+    for rank, offer in enumerate(offers):
+        if offer.chunk_bytes != offers[0].chunk_bytes:
+            raise _invalid(f"rank {rank} has chunks of {offer.chunk_bytes} bytes, rank 0 of {offers[0].chunk_bytes}")
+        other = [(t.name, t.dtype, t.shape) for t in offer.tensors]
+        if other != first:
+            pairs = (f"{b} instead of {a}" for a, b in zip(first, other, strict=False) if a != b)
+            what = next(pairs, f"{len(other)} tensors instead of {len(first)}")
+            raise _invalid(f"rank {rank} has other tensors than rank 0: {what}")
+
+
+def _layout(offers: Sequence[Offer]) -> tuple[tuple[TensorEntry, ...], int, dict[TensorEntry, int]]:
+    """Entries, size of the buffer, and for each byte range its first entry with the number of its tensor. Tensors are
+    tied if they are tied on every rank that holds rows of them."""
+    rows, storages, first = [], {}, {}
+    for i, t in enumerate(offers[0].tensors):
+        found = tuple(offer.tensors[i].storage for offer in offers)
+        identity = (found, t.dtype, t.shape) if max(found) >= 0 else i
+        rows.append((t.name, t.dtype, t.shape, storages.setdefault(identity, len(storages))))
+        first.setdefault(storages[identity], i)
+    entries, nbytes = manifest.layout(rows)
+    return entries, nbytes, {entries[i]: i for i in first.values() if entries[i].nbytes}
+
+
+def _pieces(entry: TensorEntry, held: Sequence[Rows]) -> list[tuple[Piece, int]]:
+    """Who writes which bytes of a tensor."""
+    writers: dict[tuple[int, int], int] = {}
+    for rank, rows in enumerate(held):
+        if rows.count:
+            writers.setdefault((rows.first, rows.count), rank)
+    total = entry.shape[0] if entry.shape else 1
+    row_bytes, out, end = entry.nbytes // total, [], 0
+    for (first, count), rank in sorted(writers.items()):
+        if first != end:
+            what = f"no rank has rows {end} to {first}" if first > end else f"rank {rank} has a part of another's rows"
+            raise _invalid(f"tensor {entry.name!r}: {what}")
+        end = first + count
+        out.append((Piece(entry, entry.offset + first * row_bytes, entry.offset + end * row_bytes), rank))
+    if end != total:
+        raise _invalid(f"tensor {entry.name!r}: the ranks have {end} of {total} rows")
+    return out
+
+
+def _sources(
+    pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int], offers: Sequence[Offer]
+) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    order = sorted(set(leaders))
+    if all(leaders[rank] == 0 for _, rank in pieces):
+        return (), ()
+    for leader in order[1:]:
+        if not offers[leader].address:
+            fix = "Start a weight server there, and set the publisher's `address`."
+            raise _invalid(f"rank {leader} is the first on its machine and has no weight server", fix)
+    sources: list[tuple[int, int]] = []
+    for piece, rank in pieces:
+        server = order.index(leaders[rank])
+        if not sources or sources[-1][1] != server:
+            sources.append((piece.start, server))
+    return ("", *(offers[leader].address for leader in order[1:])), tuple(sources)
+
+
+def _chunks(
+    bounds: Sequence[int], pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """For every rank: the chunks that it alone writes to, and the shared ones that it hashes."""
+    own: list[list[int]] = [[] for _ in leaders]
+    shared: list[list[int]] = [[] for _ in leaders]
+    starts, stops = [p.start for p, _ in pieces], [p.stop for p, _ in pieces]
+    for i in range(len(bounds) - 1):
+        low, high = bisect_right(stops, bounds[i]), bisect_left(starts, bounds[i + 1])
+        # A chunk between two tensors has no writer. Its bytes are zeros on every machine, and belong to the one before.
+        writers = sorted({rank for _, rank in pieces[low:high]}) or [leaders[pieces[low - 1][1]]]
+        (own if len(writers) == 1 else shared)[writers[i % len(writers)]].append(i)
+    return own, shared
+
+
+def _blocks(
+    ranges: Sequence[TensorEntry], pieces: Sequence[tuple[Piece, int]], leaders: Sequence[int]
+) -> tuple[list[list[range]], list[list[int]], frozenset[int]]:
+    """For every rank: the blocks that it alone writes to, by piece, and the shared ones that it compares. Then the
+    split blocks."""
+    own: list[list[range]] = [[] for _ in leaders]
+    firsts = dict(zip((e.offset for e in ranges), Blocks(ranges).firsts, strict=False))
+    writers: defaultdict[int, set[int]] = defaultdict(set)
+    for (entry, start, stop), rank in pieces:
+        size, first = delta.BLOCK * WIDTHS[entry.dtype], firsts[entry.offset]
+        low, high = start - entry.offset, stop - entry.offset
+        last = -(-high // size) if high == entry.nbytes else high // size
+        own[rank].append(range(first + -(-low // size), first + max(last, -(-low // size))))
+        if low % size:
+            writers[first + low // size].add(rank)
+        if high % size and high != entry.nbytes:
+            writers[first + high // size].add(rank)
+    shared: list[list[int]] = [[] for _ in leaders]
+    split = set()
+    for block, ranks in sorted(writers.items()):
+        machines = sorted({leaders[rank] for rank in ranks})
+        if len(machines) > 1:
+            split.add(block)
+        for leader in machines:
+            local = sorted(rank for rank in ranks if leaders[rank] == leader)
+            shared[local[block % len(local)]].append(block)
+    return own, shared, frozenset(split)
+
+
+def _leaders(shares: Sequence[Share]) -> list[int]:
+    return sorted({share.leader for share in shares})
+
+
+def _invalid(what: str, fix: str = "Pass the shards of the same model on all ranks.") -> WindfallError:
+    return WindfallError(what, where="weights", fix=fix)

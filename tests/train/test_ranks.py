@@ -1,0 +1,275 @@
+"""Training on several ranks gives what one rank gives, up to float32 rounding: losses, gradients, weights, reports.
+
+The ranks are real processes that talk over gloo. The models are small, but of every kind that is treated in its own
+way: tied and untied heads, norms of queries and keys, experts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from windfall import algorithms, config
+from windfall.engine.torch import attention
+from windfall.train import sharded_file
+from windfall.train.ranks import Orders, RankLost, Ranks
+from windfall.train.sample import Sample, packs_of_ranks
+from windfall.train.sharding import Shard, as_shard, fill, rows, sharded_policy, slice_of
+from windfall.train.trainer import TorchTrainer
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+MODELS = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+UPDATES = 5
+
+
+def make_model(name: str) -> Any:
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(
+        MODELS[name], dtype=torch.float32, attn_implementation=attention.NAME
+    ).eval()
+
+
+def make_samples(seed: int, count: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(count):
+        prompt, length = int(rng.integers(1, 8)), int(rng.integers(1, 30))
+        sample = Sample(
+            ids=tuple(int(t) for t in rng.integers(0, 61, prompt + length)),
+            targets=tuple(range(prompt, prompt + length)), behavior=rng.normal(-4.1, 0.3, length),
+            advantage=float(rng.normal()) if i % 4 else 0.0, limit=64,
+        )  # fmt: skip
+        out.append(sample)
+    return out
+
+
+def batches() -> list[list[list[Sample]]]:
+    """The samples of every update in groups, as they arrive. One has fewer samples than there are ranks, with none to
+    learn from."""
+    return [[make_samples(10 * u + g, count) for g, count in enumerate((9, 1, 3))] for u in range(UPDATES)]
+
+
+def make_trainer(name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = False) -> TorchTrainer:
+    sections: dict[str, Any] = {
+        "train": {"lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0, "weight_decay": 0.1},
+        "algorithm": {"kl": kl},
+        "run": {"steps": 20},
+    }
+    recipe = config.parse(sections, where="test")
+    model: Any = make_model(name) if ranks.first else None
+    reference: Any = make_model(name) if kl else None
+    if ranks.size > 1:
+        source = model.state_dict() | dict(model.named_buffers()) if ranks.first else None
+        options: dict[str, Any] = {"dtype": torch.float32, "offload": offload}
+        model = sharded_policy(MODELS[name], source, ranks, **options)
+        if kl:
+            source = reference.state_dict() | dict(reference.named_buffers())
+            reference = sharded_policy(MODELS[name], source if ranks.first else None, ranks, trained=False, **options)
+    algorithm = algorithms.make("grpo")
+    return TorchTrainer(model, algorithm, recipe, micro_tokens=64, orders=Orders(ranks), reference=reference)
+
+
+def whole(ranks: Ranks, t: torch.Tensor) -> torch.Tensor | None:
+    parts = ranks.gather(rows(t).clone())
+    return torch.cat(parts) if parts is not None else None
+
+
+def train(ranks: Ranks, name: str, kl: float) -> Any:
+    """Five updates. From rank 0: reports, gradients before the last update, weights after it."""
+    t = make_trainer(name, ranks, kl=kl)
+    reports, gradients = [], {}
+
+    def collect() -> Any:
+        return {n: whole(ranks, p.grad) for n, p in t.model.named_parameters() if p.grad is not None}
+
+    t.orders.add("collect", collect)
+    t.orders.add("weights", lambda: {n: whole(ranks, p) for n, p in t.model.named_parameters()})
+    if not ranks.first:
+        t.orders.follow()
+        return None
+    for groups in batches():
+        t.begin()
+        for group in groups:
+            t.accumulate(group)
+        gradients = t.orders.call("collect")
+        reports.append(t.finish())
+    weights = t.orders.call("weights")
+    t.orders.stop()
+    return reports, gradients, weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_agree_with_one_rank(name: str) -> None:
+    kl = 0.1 if name == "llama tied" else 0.0
+    ((reports, gradients, weights),) = run_ranks(1, train, name, kl)
+    assert all(r.grad_norm > 0 for r in reports)
+    for size in (2, 4):
+        found = run_ranks(size, train, name, kl)[0]
+        for one, several in zip(reports, found[0], strict=True):
+            for key in ("tokens", "responses", "skipped"):
+                assert getattr(one, key) == getattr(several, key)
+            for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
+                assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
+        for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
+            assert ours.keys() == theirs.keys()
+            for n, value in theirs.items():
+                difference = float((ours[n] - value).norm() / value.norm().clamp(min=1e-6))
+                assert difference < 2e-4, f"{what} {n} of {size} ranks differs by {difference:.2g}"
+
+
+def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
+    """Train on the first `first` ranks' file, or from the start; write, and give the weights and the state."""
+    t = make_trainer("qwen3", ranks)
+    t.orders.add("weights", lambda: {n: whole(ranks, p) for n, p in t.model.named_parameters()})
+    if first:
+        source = torch.load(folder / f"weights-{first}.pt") if ranks.first else None
+        fill(t.model, source and source | dict(make_model("qwen3").named_buffers()), ranks)
+        t.restore_optimizer(folder / f"optimizer-{first}.safetensors")
+    if not ranks.first:
+        t.orders.follow()
+        return None
+    for groups in batches()[:2] if not first else batches()[2:4]:
+        for group in groups:
+            t.accumulate(group)
+        t.finish()
+    weights = t.orders.call("weights")
+    if not first:
+        torch.save(weights, folder / f"weights-{ranks.size}.pt")
+        t.write_optimizer(folder / f"optimizer-{ranks.size}.safetensors")
+    t.orders.stop()
+    return weights, t.optimizer.updates
+
+
+def test_optimizer_state_moves_between_numbers_of_ranks(tmp_path: Path) -> None:
+    """Written by one, two and four ranks, read by one, two and four: always the same result."""
+    for size in (1, 2, 4):
+        run_ranks(size, save_and_restore, tmp_path, 0)
+    files = [load_file(tmp_path / f"optimizer-{size}.safetensors") for size in (1, 2, 4)]
+    for other in files[1:]:
+        assert other.keys() == files[0].keys()
+        assert all(
+            torch.allclose(value.float(), other[n].float(), rtol=1e-3, atol=1e-7) for n, value in files[0].items()
+        )
+    expected, updates = run_ranks(1, save_and_restore, tmp_path, 1)[0]
+    assert updates == 4
+    for reader, writer in ((1, 4), (2, 1), (4, 2)):
+        found, updates = run_ranks(reader, save_and_restore, tmp_path, writer)[0]
+        assert updates == 4
+        for n, value in expected.items():
+            assert (found[n] - value).norm() < 2e-4 * value.norm().clamp(min=1e-6), f"{n}: {writer} to {reader} ranks"
+
+
+def write_shards(ranks: Ranks, path: Path) -> None:
+    whole = torch.arange(35, dtype=torch.float32).reshape(7, 5)
+    each = -(-7 // ranks.size)
+    mine = whole[ranks.rank * each : (ranks.rank + 1) * each]
+    shards = {
+        "matrix": Shard(local=mine, shape=(7, 5), first_row=min(ranks.rank * each, 7)),
+        "number": Shard(local=torch.tensor(4), shape=()),
+        "bytes": Shard(local=torch.tensor([1, 2, 3], dtype=torch.uint8) * (1 + ranks.rank), shape=(3,)),
+    }
+    sharded_file.write(path, shards, ranks)
+
+
+def test_sharded_file_is_the_same_for_every_number_of_ranks(tmp_path: Path) -> None:
+    for size in (1, 3):
+        run_ranks(size, write_shards, tmp_path / f"{size}.safetensors")
+    assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "3.safetensors").read_bytes()
+    found = load_file(tmp_path / "3.safetensors")
+    assert found["matrix"].flatten().tolist() == list(range(35))
+    assert (found["number"].item(), found["bytes"].tolist()) == (4, [1, 2, 3])
+    rows_3_and_4 = Shard(local=torch.zeros(2, 5), shape=(7, 5), first_row=3)
+    sharded_file.read(tmp_path / "3.safetensors", {"matrix": rows_3_and_4, "absent": rows_3_and_4})
+    assert rows_3_and_4.local.flatten().tolist() == list(range(15, 25))
+    with pytest.raises(ValueError, match=r"matrix has shape \[7, 5\] in the file, expected \[8, 5\]"):
+        sharded_file.read(tmp_path / "3.safetensors", {"matrix": Shard(local=torch.zeros(8, 5), shape=(8, 5))})
+
+
+def fail_to_write(ranks: Ranks, folder: Path) -> str:
+    try:
+        write_shards(ranks, folder / "no such folder" / "file")
+    except OSError as e:
+        return str(e)
+    return ""
+
+
+def test_every_rank_learns_that_a_file_cannot_be_written(tmp_path: Path) -> None:
+    assert all("No such file" in error for error in run_ranks(2, fail_to_write, tmp_path))
+
+
+def lose_a_rank(ranks: Ranks, signal_number: int) -> tuple[str, float]:
+    """Three sums over all ranks. Rank 2 sends itself a signal before the second."""
+    calls, orders = [0], Orders(ranks)
+
+    def add() -> torch.Tensor:
+        calls[0] += 1
+        if ranks.rank == 2 and calls[0] == 2:
+            os.kill(os.getpid(), signal_number)
+        return ranks.sum(torch.ones(1))
+
+    orders.add("sum", add)
+    began_s = time.monotonic()
+    try:
+        if not ranks.first:
+            orders.follow()
+        for _ in range(3):
+            began_s = time.monotonic()
+            assert orders.call("sum").item() == ranks.size
+    except RankLost as e:
+        return str(e), time.monotonic() - began_s
+    return "", 0.0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_rank_is_noticed_by_the_others(how: int) -> None:
+    """A killed rank at once, because its connections end; a frozen one after the time limit of collectives."""
+    limit_s = 60.0 if how == signal.SIGKILL else 3.0
+    for error, took_s in run_ranks(3, lose_a_rank, how, timeout_s=limit_s, lost=(2,)):
+        assert "waited" in error
+        assert took_s < 15
+
+
+def test_packs_of_ranks_are_equal_in_number_and_lose_nothing() -> None:
+    for count in (0, 1, 3, 40):
+        made = make_samples(5, count)
+        for size in (1, 2, 4):
+            for padded in (True, False):
+                plan = packs_of_ranks(made, 64, size, padded=padded)
+                assert len(plan) == size
+                assert len({len(packs) for packs in plan}) == 1
+                found = sorted(id(s) for packs in plan for pack in packs for s in pack)
+                assert found == sorted(id(s) for s in made)
+                loads = [sum(len(s.ids) for pack in packs for s in pack) for packs in plan]
+                assert count < 40 or max(loads) < 1.15 * min(loads)
+
+
+def test_rows_of_a_rank_are_those_that_fsdp2_gives_it() -> None:
+    assert run_ranks(3, rows_of_a_rank) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def rows_of_a_rank(ranks: Ranks) -> list[int]:
+    layer = torch.nn.Linear(1, 7, bias=False)
+    layer.weight.data[:] = torch.arange(7.0)[:, None]
+    fully_shard(layer, mesh=ranks.mesh())
+    assert rows(layer.weight).flatten().tolist() == list(range(7))[slice_of(layer.weight)]
+    assert as_shard(layer.weight).first_row == slice_of(layer.weight).start
+    return [int(value) for value in rows(layer.weight).flatten()]

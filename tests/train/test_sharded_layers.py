@@ -1,26 +1,19 @@
 """Gradients under FSDP2 equal those of one unsharded model, with windfall's own layers and with those of transformers.
 
-Two processes (gloo) split the weights and the samples. Each has two packs; the second rank has no work in its second
-one. The test starts this file as a program, once per rank.
+Two ranks split the weights and the samples. Each has two packs; the second rank has no work in its second one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from windfall.engine.torch import attention
@@ -29,7 +22,9 @@ from windfall.train.gradients import Gradients
 from windfall.train.llama import LlamaLayer
 from windfall.train.logprobs import Learner
 from windfall.train.policy import Policy
+from windfall.train.ranks import Ranks
 from windfall.train.sample import Sample
+from windfall.train.sharding import is_sharded, sharded_policy
 
 RANKS, TEMPERATURE = 2, 0.8
 SHAPE: dict[str, Any] = {
@@ -124,40 +119,31 @@ def expected(name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch
     return {"scores": scores, **{n: g for n, p in model.named_parameters() if (g := p.grad) is not None}}
 
 
-def sharded(name: str, keep: int | None, dtype: torch.dtype, rank: int) -> dict[str, torch.Tensor]:
-    policy = Policy(model_of(name), dtype=dtype)
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*policy.model.base_model.layers, policy):
-        fully_shard(module, mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=precision)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    learner = learner_of(policy, keep)
-    scores = torch.cat([learner.score(pack, TEMPERATURE)[0] for pack in samples(rank)])
-    first, second = samples(rank)
-    with failing(torch.OutOfMemoryError()) if rank == 1 and keep == ALL else contextlib.nullcontext():
+def sharded(ranks: Ranks, name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = model_of(name)
+    source = model.state_dict() | dict(model.named_buffers()) if ranks.first else None
+    policy = sharded_policy(MODELS[name](), source, ranks, dtype=dtype)
+    learner, (first, second) = learner_of(policy, keep), samples(ranks.rank)
+    scores = [learner.score(pack, TEMPERATURE)[0] for pack in (first, second)]
+    with failing(torch.OutOfMemoryError()) if ranks.rank == 1 and keep == ALL else contextlib.nullcontext():
         learn(learner, first)  # other ranks do not notice that this one keeps fewer activations
     learn(learner, second)
-    learner.score(samples(rank)[0], TEMPERATURE)
+    learner.score(first, TEMPERATURE)
     weights = dict(policy.model.named_parameters())
-    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in weights.values()), "sharded after a pass"
-    out = [torch.empty(0)] * RANKS
-    dist.all_gather_object(out, scores)
-    return {"scores": torch.cat(out), **{n: p.grad.full_tensor() for n, p in weights.items() if p.grad is not None}}
+    assert all(is_sharded(p) and p.dtype == torch.float32 for p in weights.values()), "sharded after a pass"
+    return {
+        "scores": torch.cat([x for part in ranks.all_gather(scores) for x in part]),
+        **{n: p.grad.full_tensor() for n, p in weights.items() if p.grad is not None},
+    }
+
+
+def all_cases(ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+    return [sharded(ranks, *case) for case in CASES]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), folder]) for rank in range(RANKS)]
-    try:
-        assert [p.wait(240) for p in ranks] == [0] * RANKS
-    finally:
-        for p in ranks:
-            p.kill()
-            p.wait()
-    return torch.load(folder / "found.pt")
+def found() -> Any:
+    return run_ranks(RANKS, all_cases)[0]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{n}, {k}, {d}" for n, k, d in CASES])
@@ -167,15 +153,3 @@ def test_gradients_equal_those_of_one_unsharded_model(case: int, found: Any) -> 
     for n, g in wanted.items():
         assert found[case][n].dtype == torch.float32
         assert float((found[case][n] - g).norm() / g.norm()) < 2e-6, n
-
-
-def main(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    out = [sharded(*case, rank) for case in CASES]
-    if rank == 0:
-        torch.save(out, folder / "found.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

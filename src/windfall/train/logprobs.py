@@ -65,7 +65,7 @@ class Learner:
     def use_own_layers(self, *, keep: str | int = "auto") -> None:
         """Raises UnsupportedModel. `keep`: see LlamaBody."""
         policy = self.policy
-        policy.body = LlamaBody.of(policy.model, policy.gradients, keep=keep, device=policy.device, dtype=policy.dtype)
+        policy.body = LlamaBody(policy.model, policy.gradients, keep=keep, device=policy.device, dtype=policy.dtype)
 
     @property
     def has_graph(self) -> bool:

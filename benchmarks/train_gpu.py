@@ -2,6 +2,7 @@
 
     python benchmarks/train_gpu.py                 random weights in the shapes of Qwen3 0.6B and 8B (--layers of it)
     python benchmarks/train_gpu.py --profile       also print the device time of a step by kernel
+    python benchmarks/train_gpu.py --fsdp          the same step unsharded and under FSDP2 with one rank (NCCL)
 
 A step is the gradient of all tokens and one update of the weights. The plain loop uses the module of transformers with
 its own attention, logits of the whole batch, cross entropy and the AdamW of torch, all in bfloat16; uneven lengths are
@@ -15,6 +16,7 @@ import argparse
 import gc
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from windfall import algorithms, config
 from windfall.engine.torch.attention import NAME
 from windfall.train.activation_memory import LEAST
+from windfall.train.ranks import Orders, Ranks
 from windfall.train.sample import Sample
+from windfall.train.sharding import sharded_policy
 from windfall.train.trainer import TorchTrainer
 from windfall.weights.publish import Publisher
 
@@ -117,9 +121,16 @@ def plain(shape: dict[str, Any], lengths: list[int], name: str, *, rows: int = 8
     return line(name, model, lengths, timed(step, 3, warm=1))
 
 
-def trainer_of(shape: dict[str, Any], micro_tokens: int) -> TorchTrainer:
+def trainer_of(shape: dict[str, Any], micro_tokens: int, ranks: Ranks | None = None) -> TorchTrainer:
+    """Sharded over `ranks`, if given."""
     recipe = config.parse({"train": {"lr": 1e-6, "engine_gap_limit": 99.0}}, where="benchmark")
-    return TorchTrainer(model_of(shape, NAME), algorithms.make("grpo"), recipe, micro_tokens=micro_tokens)
+    model, orders = model_of(shape, NAME), None
+    if ranks is not None:
+        source = model.state_dict() | dict(model.named_buffers())
+        model, orders = sharded_policy(model.config, source, ranks, dtype=torch.bfloat16), Orders(ranks)
+        del source
+        free()
+    return TorchTrainer(model, algorithms.make("grpo"), recipe, micro_tokens=micro_tokens, orders=orders)
 
 
 def ours(t: TorchTrainer, lengths: list[int], name: str, *, repeats: int = 4) -> float:
@@ -178,6 +189,25 @@ def train(layers: int, profiled: bool) -> None:
     ours(t, even, f"8B shape, {layers} layers, 8 x 1024: everything computed again", repeats=1)
     del t
     free()
+
+
+def fsdp(layers: int) -> None:
+    """The same step unsharded and sharded."""
+    even = [1024] * 8
+    print(f"{'training':<58}{'a step':>11}{'':>16}{'of peak':>7}{'memory':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        one = Ranks.join(0, 1, f"file://{folder}/ranks", device="cuda", timeout_s=600.0)
+        for name, shape in (("0.6B", SMALL), (f"8B shape, {layers} layers", {**LARGE, "num_hidden_layers": layers})):
+            for ranks in (None, one):
+                how = "unsharded" if ranks is None else "FSDP2"
+                t = trainer_of(shape, 32_768, ranks)
+                for lengths in (even, [1024] * 32):
+                    ours(t, lengths, f"{name}, {len(lengths)} x 1024: {how}", repeats=3)
+                t.learner.policy.body = None
+                ours(t, even, f"{name}, 8 x 1024: {how}, transformers' layers", repeats=2)
+                del t
+                free()
+        torch.distributed.destroy_process_group()
 
 
 def published(name: str, tensors: dict[str, torch.Tensor], **options: Any) -> None:
@@ -241,12 +271,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="print the device time of a step by kernel")
     parser.add_argument("--layers", type=int, default=16, help="number of layers of the 8B shape in training")
+    parser.add_argument("--fsdp", action="store_true", help="compare a step unsharded and under FSDP2 with one rank")
     parser.add_argument("--only", choices=("train", "publish"))
     args = parser.parse_args()
     began = time.perf_counter()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if args.only != "publish":
+    if args.fsdp:
+        fsdp(args.layers)
+    elif args.only != "publish":
         train(args.layers, args.profile)
-    if args.only != "train":
+    if args.only != "train" and not args.fsdp:
         publishing(36)
     print(f"{time.perf_counter() - began:.0f} s")

@@ -115,7 +115,7 @@ def test_llama_body_has_the_gradients_of_the_module(name: str) -> None:
     with torch.no_grad():
         hidden = policy(rows)
         for keep in (ALL, LIGHT, LEAST):
-            policy.body = LlamaBody.of(policy.model, policy.gradients, keep=keep)
+            policy.body = LlamaBody(policy.model, policy.gradients, keep=keep)
             assert relative_difference(policy(rows), hidden) < 1e-5
             with torch.enable_grad():
                 found = gradients_of(policy, pack)
@@ -150,7 +150,7 @@ def test_trainer_on_llama_body_has_the_gradient_of_one_on_the_module(name: str) 
 def test_out_of_memory_keeps_fewer_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, pack, seen = policy_of(model_of("llama")), samples(), list[int]()
     expected = gradients_of(policy, pack)
-    policy.body, forward = LlamaBody.of(policy.model, policy.gradients), llama.LlamaLayer.forward
+    policy.body, forward = LlamaBody(policy.model, policy.gradients), llama.LlamaLayer.forward
     recomputed, recompute = list[bool](), llama.LlamaLayer._recompute
 
     def scarce(self: Any, x: Any, w: Any, tape: Any, level: int) -> Any:
@@ -171,17 +171,20 @@ def test_out_of_memory_keeps_fewer_activations(monkeypatch: pytest.MonkeyPatch) 
     assert all(relative_difference(found[n], g) < 2e-5 for n, g in expected.items() if float(g.norm()) > 0)
 
 
-def test_pack_without_gradient_leaves_no_activations() -> None:
+def test_activations_are_kept_only_for_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """An autograd graph that refers to itself would keep them until the garbage collector runs."""
-    model = model_of("llama")
-    learner = Learner(model, Gradients(model))
+    model, tapes, kept = model_of("llama"), list[llama.Tape](), llama.Activations
+    learner, begin = Learner(model, Gradients(model)), llama.Tape.__init__
     learner.use_own_layers()
+    monkeypatch.setattr(llama.Tape, "__init__", lambda self, *args: (tapes.append(self), begin(self, *args))[1])
+    learner.score(samples(2), 1.0)
+    assert not tapes.pop().kept
     gc.collect()
     gc.disable()
     try:
-        before = sum(type(x) is llama.Activations for x in gc.get_objects())
         learner.learn(samples(2), 1.0, lambda a, b, logp, entropy: np.zeros(len(logp)))
-        assert sum(type(x) is llama.Activations for x in gc.get_objects()) == before
+        assert [type(x) for x in tapes.pop().kept] == [kept] * 3
+        assert not any(type(x) is kept for x in gc.get_objects())
     finally:
         gc.enable()
 
@@ -192,14 +195,14 @@ def test_module_with_own_layers_still_serves_an_engine() -> None:
     ask = {"input_ids": rows.ids[None], "position_ids": rows.positions[None], "use_cache": False, "batch": rows.batch}
     with torch.no_grad():
         before = model(**ask).logits
-        LlamaBody.of(model)
+        LlamaBody(model)
         assert torch.equal(model(**ask).logits, before)
 
 
 def test_joined_weights_remain_the_same_parameters(tmp_path: Any) -> None:
     model = model_of("qwen3")
     before, weights = {n: p.clone() for n, p in model.state_dict().items()}, dict(model.named_parameters())
-    made = LlamaBody.of(model)
+    made = LlamaBody(model)
     assert all(p is weights[n] for n, p in model.named_parameters())
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     attention = model.base_model.layers[1].self_attn
@@ -218,7 +221,7 @@ def test_weights_moved_apart_are_joined_again() -> None:
     """An engine may join weights differently, and a load may replace them."""
     policy, pack = policy_of(model_of("llama")), samples()
     expected = gradients_of(policy, pack)
-    policy.body = LlamaBody.of(policy.model, policy.gradients)
+    policy.body = LlamaBody(policy.model, policy.gradients)
     gradients_of(policy, pack)
     for p in policy.model.parameters():
         p.data = p.data.clone()
@@ -232,22 +235,34 @@ def test_unsupported_models_are_refused() -> None:
 
     shape = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(UnsupportedModel, match="Llama family"):
-        LlamaBody.of(OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=32)))
+        LlamaBody(OPTForCausalLM(OPTConfig(**shape, word_embed_proj_dim=32)))
     model = model_of("llama")
     model.config.hidden_act = "gelu"
     with pytest.raises(UnsupportedModel, match="gelu"):
-        LlamaBody.of(model)
+        LlamaBody(model)
 
 
 def test_comparison_detects_a_wrong_implementation() -> None:
     policy = policy_of(model_of("qwen3"))
-    policy.body = LlamaBody.of(policy.model, policy.gradients)
+    policy.body = LlamaBody(policy.model, policy.gradients)
     compare(policy)
     assert isinstance(policy.body, LlamaBody)
     assert all(float(p.grad.abs().sum()) == 0 for p in policy.model.parameters() if p.grad is not None)
     policy.body.layers[1].scale *= 3
     with pytest.raises(UnsupportedModel, match="hidden states differ"):
         compare(policy)
+
+
+def test_failing_kernel_falls_back_to_the_layers_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lines = model_of("llama"), list[str]()
+    learner = Learner(model, Gradients(model))
+    learner.choose_layers("auto", lines.append)
+    assert not learner.has_graph
+    assert not lines
+    monkeypatch.setattr(llama.LlamaLayer, "forward", lambda *a: 1 / 0)
+    learner.choose_layers("auto", lines.append)
+    assert learner.has_graph
+    assert "ZeroDivisionError" in lines[0]
 
 
 def test_half_precision_gradients_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,20 +406,11 @@ def test_bfloat16_gradients_match_float32(name: str, keep: int | None, monkeypat
     expected = gradient(TorchTrainer(exact, algorithms.make("grpo"), recipe, micro_tokens=1), 100_000)
     ours = TorchTrainer(half, algorithms.make("grpo"), recipe, micro_tokens=1)
     assert not ours.learner.has_graph, "the automatic choice"
-    ours.learner.policy.body = LlamaBody.of(half, ours.optimizer.gradients, keep=keep) if keep is not None else None
+    ours.learner.policy.body = LlamaBody(half, ours.optimizer.gradients, keep=keep) if keep is not None else None
     for micro_tokens in (100_000, 700):
         found = relative_difference(gradient(ours, micro_tokens), expected)
         print(f"{name} {keep} {micro_tokens}: {found:.4f}")
         assert found < 2e-2
-
-
-@cuda
-def test_failing_kernel_falls_back_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lines = model_of("llama").cuda().bfloat16(), list[str]()
-    monkeypatch.setattr(llama.LlamaLayer, "forward", lambda *a: 1 / 0)
-    learner = Learner(model, Gradients(model), say=lines.append)
-    assert learner.has_graph
-    assert "ZeroDivisionError" in lines[0]
 
 
 @cuda

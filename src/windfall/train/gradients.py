@@ -26,7 +26,8 @@ class Gradients:
     def __init__(self, model: Any) -> None:
         self.weights: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.sharded = any(isinstance(p, DTensor) for p in self.weights.values())
-        half = sorted((p for p in self.weights.values() if p.dtype != torch.float32), key=lambda p: p.dim() < 2)
+        half = [p for p in self.weights.values() if p.dtype != torch.float32 and not self.sharded]
+        half.sort(key=lambda p: p.dim() < 2)
         lengths = [_aligned(p.numel()) for p in half]
         self._flat = torch.zeros(sum(lengths), device=half[0].device) if half else None
         self._joined: dict[tuple[int, ...], Tensor | None] = {}
@@ -39,7 +40,8 @@ class Gradients:
         """The accumulated sum of a weight; None for a weight that is not trained, or sharded and without a gradient."""
         if p.requires_grad and p.grad is None and not self.sharded:
             p.grad = torch.zeros_like(p, dtype=torch.float32)
-        return _local(p.grad) if p.requires_grad and p.grad is not None else None
+        grad = p.grad if p.requires_grad else None
+        return grad.to_local() if isinstance(grad, DTensor) else grad
 
     def zero(self) -> None:
         if self._flat is not None:
@@ -51,9 +53,8 @@ class Gradients:
                 p.grad.zero_()
 
     def all(self) -> list[Tensor]:
-        """All sums, in a few tensors; sharded: the rows of this rank. Each is short enough for kernels with 32-bit
-        indices."""
-        own = [_local(p.grad) for p in self.weights.values() if p.dtype == torch.float32 and p.grad is not None]
+        """All sums of unsharded weights, in a few tensors. Each is short enough for kernels with 32-bit indices."""
+        own = [p.grad for p in self.weights.values() if p.dtype == torch.float32 and p.grad is not None]
         return own if self._flat is None else [*self._flat.split(1 << 30), *own]
 
     # Each of the following is for a weight as it is during a pass. It returns what to return to autograd.
@@ -87,7 +88,7 @@ class Gradients:
         trained = all(p.requires_grad for p in parts)
         if self.sharded and trained:
             return list(_product(grad, x).split([len(p) for p in parts]))
-        joined = self._joined_sum(parts) if trained else None
+        joined = self._joined_sum(parts) if trained and parts[0].dtype != torch.float32 else None
         if joined is not None:
             add_product(joined, grad, x)
             return [None] * len(parts)
@@ -98,8 +99,6 @@ class Gradients:
         return [self.returned(total) for total in totals]
 
     def _joined_sum(self, parts: Sequence[Tensor]) -> Tensor | None:
-        if parts[0].dtype == torch.float32:
-            return adjacent([g for g in map(self.of, parts) if g is not None])
         key = tuple(map(id, parts))
         if key not in self._joined:
             self._joined[key] = adjacent([g for g in map(self.of, parts) if g is not None])
@@ -132,21 +131,18 @@ def _product(grad: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a half precision product can be added to a float32 sum in one operation, without rounding in between."""
+    """Whether half precision products can have float32 results, and be added to a float32 sum in one operation."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
     a, total = torch.full((16, 16), 0.25, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(total, a.t(), a, torch.float32, out=total)
+        total.add_(torch.ops.aten.mm.dtype(a.t(), a, torch.float32))
     except RuntimeError:  # not supported by this build of torch, or on this GPU
         return False
-    return bool((total == 2.0).all())
+    return bool((total == 3.0).all())
 
 
 def _aligned(numbers: int) -> int:
     """Round up to a multiple of 16 bytes, so that every part starts at an address where matrix products are fast."""
     return -(-numbers // 4) * 4
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

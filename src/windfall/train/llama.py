@@ -6,7 +6,7 @@ what is cheaper to recompute (norms, rotary embedding, SwiGLU), and adds the gra
 FSDP2 see the call, and without that argument the module computes what it always did, for an engine that shares it.
 
 Weights are read from the module in every pass. Matrices with the same input are moved next to each other in memory, so
-that they need one product; sharded ones are copied next to each other in every pass. `LlamaBody.of` refuses modules
+that they need one product; sharded ones are copied next to each other in every pass. `LlamaBody` refuses modules
 that it does not support; the caller also compares the two implementations on real rows (see logprobs.py).
 """
 
@@ -65,27 +65,35 @@ class Activations:
 class Tape:
     """What the layers of one pack share. Not a dataclass, because FSDP2 copies those that are passed to a module."""
 
-    def __init__(self, batch: Packed, cos: Tensor, sin: Tensor, levels: list[int]) -> None:
+    def __init__(self, batch: Packed, cos: Tensor, sin: Tensor, levels: list[int] | None) -> None:
         self.batch, self.cos, self.sin, self.levels = batch, cos, sin, levels
+        """`levels`: what each layer keeps. None: there is no backward pass."""
         self.kept: list[Activations] = []
-        """Those of every layer so far, if there will be a backward pass. That pass consumes them."""
+        """The activations of the layers so far. The backward pass consumes them."""
 
     def keep_least(self) -> None:
         """Free what all layers keep beyond their inputs, and keep no more for this pack."""
-        self.levels = [LEAST] * len(self.levels)
+        self.levels = [LEAST] * len(self.levels or ())
         for a in self.kept:
             a.residual = a.qkv = a.attention_out = a.logsumexp = a.gate_up = None
         torch.cuda.empty_cache()
 
 
 class LlamaBody:
-    def __init__(self, model: Any, gradients: Gradients | None, keep: str | int, ops: Any, dtype: torch.dtype) -> None:
-        self.base, self.gradients, self.keep, self.ops = model.base_model, gradients, keep, ops
-        self.layers = [LlamaLayer(x, gradients, ops) for x in self.base.layers]
+    def __init__(
+        self, model: Any, gradients: Gradients | None = None, *, keep: str | int = "auto",
+        device: torch.device | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Raises UnsupportedModel. `keep`: a level of activation_memory.py for all layers, or "auto": by the free
+        memory, for every pack. `device` and `dtype` are those of the passes, if not those of the stored weights."""
+        _check(model)
+        self.base, self.gradients, self.keep = model.base_model, gradients, keep
+        self.ops = plain.for_device(device or model.device)
+        self.layers = [LlamaLayer(x, gradients, self.ops) for x in self.base.layers]
         one, mlp = self.layers[0], self.base.layers[0].mlp
         self.each = activation_memory.layer_bytes(
             hidden=mlp.down_proj.out_features, intermediate=mlp.down_proj.in_features, heads=one.heads,
-            kv_heads=one.kv_heads, head=one.head, value_bytes=dtype.itemsize,
+            kv_heads=one.kv_heads, head=one.head, value_bytes=(dtype or model.dtype).itemsize,
         )  # fmt: skip
         self.reserved = 0
         """Bytes that FSDP2 and the gradient of the head need during the backward pass."""
@@ -95,22 +103,12 @@ class LlamaBody:
         for x in self.base.layers:
             x.forward = MethodType(_forward, x)
 
-    @staticmethod
-    def of(
-        model: Any, gradients: Gradients | None = None, *, keep: str | int = "auto", ops: Any = None,
-        device: torch.device | None = None, dtype: torch.dtype | None = None,
-    ) -> LlamaBody:  # fmt: skip
-        """`keep`: a level of activation_memory.py for all layers, or "auto": by the free memory, for every pack.
-        `device` and `dtype` are those of the passes, if they differ from those of the stored weights."""
-        _check(model)
-        return LlamaBody(model, gradients, keep, ops or plain.for_device(device or model.device), dtype or model.dtype)
-
     def __call__(self, rows: PackedRows) -> Tensor:
         """Hidden states of the wanted rows."""
         base, apply = self.base, cast(Any, _Embedding.apply)
         x = apply(base.embed_tokens.weight, rows.ids, base.embed_tokens.padding_idx, self.gradients)
         cos, sin = (a[0].contiguous() for a in base.rotary_emb(x[None], rows.positions[None]))
-        tape = Tape(rows.batch, cos, sin, self.levels(len(x), x.device))
+        tape = Tape(rows.batch, cos, sin, self.levels(len(x), x.device) if torch.is_grad_enabled() else None)
         for module, layer in zip(base.layers, self.layers, strict=True):
             x = module(x, layer=layer, tape=tape)
         apply = cast(Any, _FinalNorm.apply)
@@ -119,13 +117,9 @@ class LlamaBody:
     def levels(self, tokens: int, device: torch.device) -> list[int]:
         """What each layer keeps for a pack."""
         count = len(self.layers)
-        if not torch.is_grad_enabled():
-            return [LEAST] * count
-        if self.keep != "auto":
-            return [cast(int, self.keep)] * count
-        if device.type != "cuda":
-            return [ALL] * count
-        return activation_memory.levels(free_bytes(device) - self.reserved, tokens, count, self.each)
+        if self.keep == "auto" and device.type == "cuda":
+            return activation_memory.levels(free_bytes(device) - self.reserved, tokens, count, self.each)
+        return [ALL if self.keep == "auto" else cast(int, self.keep)] * count
 
 
 def _forward(self: Any, *args: Any, layer: LlamaLayer | None = None, **kwargs: Any) -> Any:
@@ -174,7 +168,7 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: LlamaLayer, tape: Tape, now: LayerWeights, *weights: Tensor) -> Tensor:
         del weights
         y, kept = layer.forward_in_memory(x.detach(), now, tape)  # with its graph, the tape would refer to itself
-        if any(ctx.needs_input_grad):
+        if tape.levels is not None:
             tape.kept.append(kept)
         ctx.rest = layer, tape
         return y
@@ -257,10 +251,11 @@ class LlamaLayer:
     def forward_in_memory(self, x: Tensor, w: LayerWeights, tape: Tape) -> tuple[Tensor, Activations]:
         """`forward` at the level of the tape; if memory runs out, all layers keep the least. The other ranks do not
         notice: the layers before are not run again."""
+        level = tape.levels[len(tape.kept)] if tape.levels is not None else LEAST
         try:
-            return self.forward(x, w, tape, tape.levels[len(tape.kept)])
+            return self.forward(x, w, tape, level)
         except torch.OutOfMemoryError:  # the free memory is fragmented, or was taken meanwhile
-            if not any(tape.levels):
+            if not any(tape.levels or ()):
                 raise
         tape.keep_least()
         return self.forward(x, w, tape, LEAST)

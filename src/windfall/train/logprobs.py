@@ -42,20 +42,30 @@ class Learner:
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
         """Whether the rows of a pack are padded, so that it costs its rows times its longest row."""
         if not self.pads:
-            try:
-                self.use_own_layers(keep=KEEP[checkpoint_activations])
-                compare(self.policy)
-            except (
-                Exception
-            ) as e:  # fault boundary: this would fail in every step; transformers' layers are the fallback
-                self.policy.body = None
-                why = str(e) if isinstance(e, UnsupportedModel) else f"{type(e).__name__}: {e}"
-                say(f"training uses the layers of transformers: {why}")
+            self.choose_layers(KEEP[checkpoint_activations], say)
+
+    def choose_layers(self, keep: str | int, say: Callable[[str], None]) -> None:
+        """Use the own layers if they support the model and compute the same."""
+        try:
+            self.use_own_layers(keep=keep)
+            compare(self.policy)
+        except UnsupportedModel as e:
+            self._fall_back(str(e), say)
+        except Exception as e:  # fault boundary: it would fail in every step; transformers' layers are the fallback
+            if self.policy.body is not None and isinstance(self.policy, FSDPModule):
+                self.policy.reset_iter_state()  # it failed in the middle of a pass
+            self._fall_back(f"{type(e).__name__}: {e}", say)
+
+    def _fall_back(self, why: str, say: Callable[[str], None]) -> None:
+        self.policy.body = None
+        if self.policy.gradients is not None:
+            self.policy.gradients.zero()
+        say(f"training uses the layers of transformers: {why}")
 
     def use_own_layers(self, *, keep: str | int = "auto") -> None:
         """Raises UnsupportedModel. `keep`: see LlamaBody."""
         policy = self.policy
-        policy.body = LlamaBody.of(policy.model, policy.gradients, keep=keep, device=policy.device, dtype=policy.dtype)
+        policy.body = LlamaBody(policy.model, policy.gradients, keep=keep, device=policy.device, dtype=policy.dtype)
 
     @property
     def has_graph(self) -> bool:

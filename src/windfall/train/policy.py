@@ -32,6 +32,7 @@ class Policy(torch.nn.Module):
         """Where the gradients of the weights go. None: this policy only scores."""
         self.body: LlamaBody | None = None
         """windfall's own layers; None: those of transformers."""
+        self._is_first = True
         self._recomputing = [x for x in model.modules() if hasattr(x, "gradient_checkpointing")]
 
     def forward(
@@ -43,8 +44,9 @@ class Policy(torch.nn.Module):
         learning = torch.is_grad_enabled() and (targets is None or weights_fn is not None)
         self.set_training(learning and self.body is None)
         with torch.set_grad_enabled(learning):
-            if learning and self.gradients is not None and self.gradients.sharded:
-                accept_float32(self.parameters())
+            if learning and self._is_first and self.gradients is not None and self.gradients.sharded:
+                accept_float32(self.parameters())  # FSDP2 keeps these tensors, and frees and fills only their memory
+                self._is_first = False
             hidden = self.transformers_body(rows) if self.body is None else self.body(rows)
             if targets is None:
                 return hidden

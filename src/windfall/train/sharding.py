@@ -106,7 +106,7 @@ def fill(model: Any, source: Mapping[str, Tensor] | None, ranks: Ranks) -> None:
             whole.copy_(source[name])
         ranks.broadcast_tensor(whole)
         with torch.no_grad():
-            rows(target).copy_(whole[slice_of(target)])
+            rows(target).copy_(whole[slice_of(target)] if target.dim() else whole)
 
 
 def is_sharded(t: Tensor) -> bool:

@@ -34,7 +34,7 @@ WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
 MAX_KEPT_SHARE = 0.25
 """Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
-they get other addresses, the engine must capture its graphs again, which takes about a second."""
+they get other addresses, the engine must capture its graphs again."""
 
 
 class TrainerEngine:

@@ -45,6 +45,7 @@ class OpenVersion:
     def __init__(self, find: Callable[[int], Any], published: Any, descriptor: int) -> None:
         self._find, self._published, self._descriptor = find, published, descriptor
         self.version: int = published.manifest.version
+        self.digest: str = published.manifest.digest
         self.shared = SharedVersion(manifest=published.encoded, path=f"/proc/{os.getpid()}/fd/{descriptor}")
 
     def intact(self) -> bool:
@@ -75,8 +76,8 @@ class SharedReader:
         self._pin = pin
         self._maps: dict[tuple[int, int], _Map] = {}
 
-    def tensors(self, shared: SharedVersion) -> tuple[Manifest, dict[str, torch.Tensor]]:
-        """The manifest, and views of the publisher's buffer by name. Copy them; never write to them."""
+    def tensors(self, shared: SharedVersion) -> dict[str, torch.Tensor]:
+        """Views of the publisher's buffer, by name. Copy them; never write to them."""
         import torch
 
         found = manifest.decode(shared.manifest, Manifest)
@@ -85,7 +86,7 @@ class SharedReader:
         for e in found.entries:
             flat = torch.from_numpy(data[e.offset : e.offset + e.nbytes]).view(getattr(torch, e.dtype))
             out[e.name] = flat.view(e.shape)
-        return found, out
+        return out
 
     def _map(self, path: str, nbytes: int) -> _Map:
         try:

@@ -51,6 +51,7 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
         ("[run]\nsteps = true", "'run.steps' = True: Input should be a valid integer"),
         ("[run]\nname = '../elsewhere'", "'run.name' = '../elsewhere': "),
         ("[run]\ndevice = 'tpu'", "'run.device' = 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
+        ("[run]\ndevice = 'cuda:x'", "or String should match pattern"),
         ("[rollout]\ntop_p = 1.5", "'rollout.top_p' = 1.5: Input should be less than or equal to 1"),
         ("[train]\nbetas = [0.9]", "'train.betas.1' is missing"),
         ("[train]\ncheckpoint_activations = 'x'", "'train.checkpoint_activations' = 'x': Input should be a valid bool"),

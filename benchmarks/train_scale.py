@@ -1,7 +1,7 @@
 """What several ranks cost and save in training: tokens/s and memory of each rank.
 
     python benchmarks/train_scale.py                    1, 2 and 4 ranks on this CPU (gloo), a small model
-    python benchmarks/train_scale.py --device cuda      one GPU: unsharded, under FSDP2, and adapters; 0.6B and 8B shapes
+    python benchmarks/train_scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B and 8B shapes
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments. Share of peak: as in train_gpu.py.

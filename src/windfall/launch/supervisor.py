@@ -125,7 +125,7 @@ class Supervisor:
 
     async def _start_trainer(self, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
         """Start all ranks of the trainer. They meet at a file whose name was never used before."""
-        places = rank_places(self.recipe, devices.gpu_places(self.recipe.run.device))
+        places = rank_places(self.recipe, self._places)
         (self.folder / ".trainer.failure").unlink(missing_ok=True)
         for met in self.folder.glob(".ranks-*"):
             met.unlink(missing_ok=True)

@@ -51,9 +51,10 @@ class Setup:
 
 
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
-    """The device and dtype of this rank. Ranks on CPUs share the cores."""
+    """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
+    device = recipe.run.device.partition(":")[0]
     threads = recipe.run.threads or max(1, (os.cpu_count() or 1) // place.size)
-    return devices.resolve(recipe.run.device, recipe.model.dtype, threads)
+    return devices.resolve(device, recipe.model.dtype, threads)
 
 
 def join(recipe: Recipe, place: RankPlace, device: str) -> Any:

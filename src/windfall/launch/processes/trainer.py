@@ -65,6 +65,7 @@ class Derived:
 
 def main(folder: Path, place: RankPlace = ALONE) -> int:
     from windfall.train.ranks import RankLost
+    from windfall.weights.meeting import PublishFailed
 
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
@@ -73,7 +74,7 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
         except WindfallError as e:
             folders.fail(folder, "trainer", e)
             return 2
-        except RankLost as e:
+        except (RankLost, PublishFailed) as e:
             traceback.print_exc()
             if not (folder / ".trainer.failure").exists():  # otherwise the rank that was lost has written down why
                 folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))

@@ -33,7 +33,7 @@ TlsKey = Annotated[Path | None, typer.Option(help="Private key (PEM) of the cert
 FILE_SYSTEM_ERRORS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
-"""Errors of the file system that a command can meet at any file. They are not bugs of windfall."""
+"""File system errors that can occur with any file. They are not bugs in windfall."""
 
 
 def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
@@ -73,7 +73,7 @@ def train(
     recipe: RecipeFile,
     set: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the recipe and print it completely; start nothing.")
+        bool, typer.Option("--dry-run", help="Check the recipe and print it in full; start nothing.")
     ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -122,7 +122,7 @@ def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to cre
 
 @app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63")
 def worker(
-    join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run shows it at its start.")],
+    join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
     token: Annotated[str, _token_option("; it may be created after the worker starts")],
     name: Annotated[str, typer.Option(help="Name of the worker. Default: host name and process id.")] = "",
     lease: Annotated[str, typer.Option(help="Lease terms: reserved, spot or borrowed.")] = "spot",
@@ -141,7 +141,7 @@ def worker(
         float, typer.Option(min=1.0, help="Seconds without a controller after which the worker exits.")
     ] = 300.0,
 ) -> None:
-    """Join a run as a worker, from any machine and at any time. It may leave at any time, too."""
+    """Join a run as a worker, from any machine and at any time. The worker may also leave at any time."""
     from windfall.launch.processes import worker as worker_process
 
     worker_process.main(
@@ -169,7 +169,7 @@ SimWhat = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE.toml | calibrate FILE... | chaos",
-        help="Recipe to simulate; or calibrate, with measurements to fit machines to; or chaos.",
+        help="Recipe to simulate; or calibrate, followed by files of measurements; or chaos.",
     ),
 ]
 SimOverrides = Annotated[
@@ -182,14 +182,14 @@ SimReplay = Annotated[
     Path | None,
     typer.Option(
         rich_help_panel=FOR_REPLAY, metavar="RUN",
-        help="Simulate this run from its own event log and compare prediction with measurement.",
+        help="Simulate this run from its own event log and compare the prediction with the measurements.",
     ),
 ]  # fmt: skip
 SimFit = Annotated[
     str,
     typer.Option(
         rich_help_panel=FOR_REPLAY,
-        help="Steps to fit machines to. first-half predicts the others; all fits to all steps.",
+        help="Steps to fit machines to: first-half (the other half is predicted) or all.",
     ),
 ]
 
@@ -198,7 +198,7 @@ SimFit = Annotated[
 def sim(
     what: SimWhat = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Number of simulations, each with another seed. Not for calibrate.")
+        int, typer.Option(min=1, help="Number of simulations, each with its own seed. Not for calibrate.")
     ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Directory for figures (JSON, CSV, SVG) and event logs. Not for calibrate.")
@@ -216,15 +216,15 @@ def sim(
     seed: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=0, help="First seed.")] = 0,
     faults: Annotated[int, typer.Option(rich_help_panel=FOR_CHAOS, min=1, help="Number of faults per run.")] = 500,
 ) -> None:  # fmt: skip
-    """Simulate a run in virtual time to see its cost and yield: the real controller with simulated machines.
+    """Simulate a run in virtual time to see its cost and speed: the real controller with simulated machines.
 
     [b]RECIPE.toml[/b] simulates a recipe.
 
-    [b]--replay RUN[/b] simulates a recorded run and compares it with the measurement.
+    [b]--replay RUN[/b] simulates a recorded run and compares the result with the recording.
 
-    [b]calibrate FILE...[/b] fits machines to measurements and prints them for a recipe.
+    [b]calibrate FILE...[/b] fits simulated machines to measurements and prints them as a part of a recipe.
 
-    [b]chaos[/b] injects faults into small runs and checks that no invariant breaks.
+    [b]chaos[/b] injects faults into small runs and checks that no invariant is broken.
     """
     if replay is not None:
         from windfall.sim.replay import command as replays
@@ -323,10 +323,10 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most likely tokens. 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample only from the k most likely tokens. 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
 ) -> None:
-    """Sample responses of a model. A single response is streamed."""
+    """Sample responses from a model. A single response is streamed."""
     from windfall.commands import offline
     from windfall.types import Sampling
 

@@ -134,7 +134,9 @@ class Controller:
         self._changed = asyncio.Event()
         """Set when a group has completed, or the stream has ended."""
         self._held_s = 0.0
-        """Seconds of this step during which admission held generation back."""
+        """Seconds since the counters were reset in which admission held generation back."""
+        self._counted_from_s = 0.0
+        """When the counters of an asynchronous run were reset (loop time, seconds)."""
         self.evaluation = Evaluation(
             self.recipe, self.rollout, self.events, self.held_out, evaluated=self.evaluated,
             lost=self.evaluation_lost, on_change=self._changed.set,
@@ -171,8 +173,9 @@ class Controller:
         self._generating = asyncio.create_task(self._stream.run(), name="generation")
         self._generating.add_done_callback(lambda _: self._changed.set())
         self._replaced = []
-        self.rollout.reset_counters()  # tokens that open responses get from the journal count as restored
+        self._reset_counters()  # what the journal has of open responses is counted as restored
         if self._asynchronous:
+            self._stream.expire(self.admission.oldest_version)
             self._admit()
 
     async def _stop_generating(self) -> list[int]:
@@ -189,10 +192,7 @@ class Controller:
     def _admit(self) -> None:
         """Open the tasks that may be opened now."""
         while self._stream is not None and (tasks := self.admission.admit()):
-            restoring = bool(self.rollout.history)
             self._stream.open(tasks)
-            if restoring and self._asynchronous:  # tokens from the journal may already be too old
-                self._stream.expire(self.admission.oldest_version)
 
     def _group_arrived(self, group: Group) -> None:
         self.pace.arrived(sum(r.sampled_count for r in group.responses))
@@ -208,6 +208,10 @@ class Controller:
     def _task_skipped(self, index: int) -> None:
         self.admission.dismiss(index)
         self._after_change()
+
+    def _reset_counters(self) -> None:
+        self.rollout.reset_counters()
+        self._held_s, self._counted_from_s = 0.0, _now()
 
     def _too_old(self, index: int, tokens: int) -> None:
         del index
@@ -272,15 +276,16 @@ class Controller:
         self.pace.end(tokens=tokens, train_s=train_s, train_wait_s=batch.wait_s)
         self._log_step(before, batch, reports, train_s, _now() - started)
         if self._asynchronous:  # at once: generation goes on between two steps, and its tokens belong to the next one
-            self.rollout.reset_counters()
+            self._reset_counters()
         self._publish()
 
     def _publish(self) -> None:
         """The next version exists: what has become too old is dropped, and more tasks may be opened."""
         self.admission.publish()
-        self._held_s = 0.0
         if self._asynchronous and self._stream is not None:
             self._stream.expire(self.admission.oldest_version)
+            # The new version is offered already, so queued responses begin with it or with a newer one.
+            self.admission.not_begun(self._stream.not_begun())
             self._admit()
 
     async def _collect(self) -> StepBatch:
@@ -398,13 +403,14 @@ class Controller:
     ) -> None:
         step, rollout, dropped = self.state.step, self.rollout, self.admission.dropped
         self._log_updates(step, reports)
-        drawn = range(before.next_task, self.state.next_task)
+        drawn, counted_s = range(before.next_task, self.state.next_task), took_s
         tasks: dict[str, Any] = {"lengths": [batch.lengths.get(index, []) for index in drawn]}
         if self._asynchronous:
-            used = sorted(batch.lengths)
+            used, counted_s = sorted(batch.lengths), _now() - self._counted_from_s
             tasks = {"tasks": used, "lengths": [batch.lengths[index] for index in used]}
             tasks |= batch.describe_staleness(before.step)
-            tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens, "held_s": self._held_s}
+            tasks |= {"too_old": dropped.responses, "too_old_tokens": dropped.tokens}
+            tasks |= {"too_new": self.admission.too_new, "held_s": self._held_s, "counted_s": counted_s}
             self.note_staleness({**tasks, "train_wait_s": batch.wait_s})
         self.events.scalar(
             "step",
@@ -418,7 +424,7 @@ class Controller:
             s=took_s,
             train_s=train_s,
             weights_bytes=batch.weights_bytes,
-            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / took_s,
+            tok_per_s=(rollout.sampled_tokens - rollout.restored_tokens) / counted_s,
             **batch.describe(),
             **tasks,
             **describe_updates(reports),

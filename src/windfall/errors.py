@@ -1,14 +1,14 @@
-"""The error that a person can put right, and how an unexpected exception ends the process.
+"""The error that a user can fix, and how an unexpected exception ends the process.
 
     raise WindfallError(what, where=..., fix=...)    shown without a traceback: what happened, where, what to do
     asyncio.run(guard(main()))                       every process of a run starts like this
 
-asyncio only logs an exception that is raised in a callback or in a task that is never awaited. `guard` turns such an
-exception into the end of the process:
+asyncio only logs an exception that is raised in a callback or in a task that is never awaited. `guard` makes such an
+exception end the process:
 
-- The first unexpected exception of a callback (`call_soon`, `call_later`), of a task that is never awaited, or reported
-  with `call_exception_handler`, cancels `main` and is raised in its place. Its traceback is logged at once.
-- If `main` was already failing and such an exception only disturbs its cleanup, the error of `main` itself is raised.
+- The first unexpected exception cancels `main` and is raised in its place. It may come from a callback (`call_soon`,
+  `call_later`), a task that is never awaited, or `call_exception_handler`. Its traceback is logged at once.
+- If `main` was already failing, so that the exception only disturbs its cleanup, the error of `main` itself is raised.
 - A failure of one socket (a peer, too many open files) is only logged: the code that uses the socket gets an error too.
 
 The simulator's virtual event loop follows the same rule (sim/core/loop.py).
@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 SOCKET_KEYS = ("socket", "transport", "protocol", "server")
-"""Keys of an asyncio exception context that belong to an error of one connection."""
+"""Keys that mark an asyncio exception context as an error of one connection."""
 
 
 class WindfallError(Exception):
-    """An error that a person can put right, shown without a traceback. `fix` is a sentence that says what to do."""
+    """An error that a user can fix, shown without a traceback. `fix` is a sentence that says what to do."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix

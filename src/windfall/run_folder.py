@@ -31,7 +31,7 @@ BEGAN = "recipe.began.toml"
 DATA_BEGAN = "data.began.json"
 DATA_BLOCK = 1 << 20
 LOCK_TRY_S = 0.3
-"""Shortest time, in seconds, to try for a lock: a process that checks whether it is free holds it for microseconds."""
+"""Minimum seconds to try for a lock: a process that only checks whether it is free holds it for microseconds."""
 
 
 def new_folder(recipe: Recipe) -> Path:
@@ -67,7 +67,7 @@ def remove(folder: Path) -> None:
 
 
 def initial_recipe(folder: Path) -> Recipe:
-    """The recipe that the run began with. For a run older than this record: its current recipe."""
+    """The recipe that the run began with, or its current recipe if the run was started before this was recorded."""
     path = folder / BEGAN
     if not path.exists():
         return config.load(folder / "recipe.toml")
@@ -80,7 +80,7 @@ def initial_recipe(folder: Path) -> Recipe:
 
 def check_data(recipe: Recipe, folder: Path) -> None:
     """Raise WindfallError if the data files have changed since the run began: the task of every index depends on their
-    rows. For a run older than this record, record the files as they are now."""
+    rows. If the run was started before data files were recorded, record them as they are now."""
     now, path = _data(recipe), folder / DATA_BEGAN
     if not path.exists():
         try:
@@ -97,7 +97,7 @@ def check_data(recipe: Recipe, folder: Path) -> None:
     changed = [_describe_change(key, was, is_now) for key, was, is_now in both if _differ(was, is_now)]
     if changed:
         what = "\n  ".join(["the data has changed since this run began:", *changed])
-        fix = "Restore the file as it was and resume, or start a new run with it: windfall train RECIPE.toml"
+        fix = "Restore the file and resume, or start a new run with the changed file: windfall train RECIPE.toml"
         raise WindfallError(what, where=str(folder), fix=fix)
 
 
@@ -116,7 +116,7 @@ def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
     path = Path(now["file"])
     how = f"{was['bytes']:,} bytes before, {now['bytes']:,} now"
     if now["bytes"] == was["bytes"]:
-        how = "same length as before, but other contents"
+        how = "same length as before, but different contents"
     elif now["bytes"] > was["bytes"] and _digest(key, path, was["bytes"])["xxh3"] == was["xxh3"]:
         how = f"{now['bytes'] - was['bytes']:,} bytes were added at its end, which changes the order of its rows"
     place = f"{path} instead of {was['file']}" if now["file"] != was["file"] else str(path)
@@ -175,12 +175,12 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 @contextmanager
 def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock for a role of the run (default: the process that runs it). Only one process at a time can hold it,
-    and it ends with the process, however that ends."""
+    """Hold the lock for a role of the run (default: the process that runs it). Only one process at a time can hold it.
+    It is released when the process ends, however it ends."""
     try:
         opened = _lock_file(folder, role).open("w")
     except OSError as e:
-        fix = "A run writes to its folder. Make it writable, and remove what is in the way."
+        fix = "Make the folder of the run writable. If something else is at the path of the lock file, remove it."
         raise WindfallError(f"cannot lock the run: {e.strerror or e}", where=str(e.filename), fix=fix) from e
     with opened as lock:
         deadline = time.monotonic() + max(LOCK_TRY_S, timeout_s)
@@ -190,7 +190,8 @@ def owned(folder: Path, role: str = "", timeout_s: float = 0.0) -> Iterator[None
                 break
             except OSError:
                 if time.monotonic() >= deadline:
-                    what = f"another process is this run's {role}" if role else "another process is running this"
+                    doing = f"this run's {role}" if role else "running it"
+                    what = f"another process is already {doing}"
                     raise WindfallError(what, where=str(folder), fix="Stop it first.") from None
                 time.sleep(0.05)
         yield
@@ -200,7 +201,7 @@ def held(folder: Path, role: str = "") -> bool:
     """Whether a process holds the lock for this role of the run (default: the process that runs it)."""
     try:
         with _lock_file(folder, role).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two processes that check do not see each other
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two processes can check at the same time
             return False
     except FileNotFoundError:
         return False
@@ -213,7 +214,7 @@ def _lock_file(folder: Path, role: str) -> Path:
 
 
 def keep_newest(folder: Path, count: int, spare: set[str]) -> None:
-    """Remove all files but the newest `count` and those in `spare`, which do not count."""
+    """Remove all files except those in `spare` and the newest `count` of the others."""
     files = [p for p in folder.iterdir() if p.name not in spare and p.is_file()]
     files.sort(key=lambda p: p.stat().st_mtime)
     for path in files[: max(0, len(files) - count)]:
@@ -238,16 +239,16 @@ def address(folder: Path) -> dict[str, Any] | None:
 
 
 def fail(folder: Path, role: str, error: WindfallError) -> None:
-    """Write down the error that ends this process; the supervisor shows it."""
+    """Record the error that ends this process, so that the supervisor can show it."""
     fields = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
     try:
         replace(folder / f".{role}.failure", json.dumps(fields))
-    except OSError:  # the disk is full; there may be room left in the process's log
+    except OSError:  # the disk may be full; the process's log may still have room
         print(f"error: {error}", file=sys.stderr)
 
 
 def failure(folder: Path, role: str, code: int) -> WindfallError:
-    """The error that a process wrote down before it ended with this status; else the end of its log."""
+    """The error that a process recorded before it ended with this status, or else the end of its log."""
     log = folder / f"{role}.log"
     fields = read_json(folder / f".{role}.failure")
     if fields is not None and fields.get("what"):

@@ -1,6 +1,5 @@
-"""The nouns. They are frozen and keyword-only, compute only from their own fields, and need no heavy imports.
-
-The life of a token in these words:
+"""The data types of a run. They are frozen and keyword-only, compute only from their own fields, and need no heavy
+imports. The life of a token in these types:
 
     Task ──▶ Request ──▶ (engine) ──▶ Chunk, Chunk, ... ──▶ Response ──▶ Feedback ──▶ Group ──▶ (train)
 """
@@ -103,7 +102,7 @@ class Chunk:
     """New tokens of one response; the first is at `position`. A stop token is part of the response.
 
     `logprobs` are natural logs under softmax(logits / temperature), before top-p and top-k cut anything off (at
-    temperature 0, under softmax(logits)): the number a trainer can compute again.
+    temperature 0, under softmax(logits)). A trainer can compute the same values.
     """
 
     id: str

@@ -21,7 +21,8 @@ STEP = {
     "held_s": 0.41, "train_wait_s": 1.2,
 }  # fmt: skip
 SHOWN = {
-    "bound": 2, "mean": 0.44, "max": 1, "too_old": 3, "too_old_tokens": 1204, "held_s": 0.41, "train_wait_s": 1.2,
+    "bound": 2, "counts": [5, 4], "mean": 0.44, "max": 1, "too_old": 3, "too_old_tokens": 1204, "held_s": 0.41,
+    "train_wait_s": 1.2,
 }  # fmt: skip
 
 
@@ -69,5 +70,5 @@ def test_top_reads_the_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[st
         fleet.note_staleness(STEP)
         (tmp_path / "fleet.json").write_text(json.dumps(fleet.snapshot(step=3, now_s=1.0, ended=None)))
     top.show(tmp_path, once=True)
-    line = "staleness of the last step: mean 0.4, max 1, bound 2; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
-    assert line in capsys.readouterr().out
+    line = "mean 0.4, max 1, bound 2; lag 0:5 1:4; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
+    assert f"staleness of the last step: {line}" in capsys.readouterr().out

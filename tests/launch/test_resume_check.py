@@ -211,7 +211,7 @@ def trained_on(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
-    [("+", "-", "same length as before, but other contents"), ("1+1", "1+1+0", "68 bytes before, 70 now"),
+    [("+", "-", "same length as before, but different contents"), ("1+1", "1+1+0", "68 bytes before, 70 now"),
      ("4\"}\n", "4\"}\n{}\n", "3 bytes were added at its end, which changes the order of its rows")],
 )  # fmt: skip
 def test_edited_data_is_refused(trained_on: tuple[Path, Path], old: str, new: str, says: str) -> None:

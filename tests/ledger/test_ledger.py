@@ -101,6 +101,8 @@ class Truth:
 
     versions: list[int] = field(default_factory=list)
     turns: int = 0
+    lost_by: str = ""
+    """The worker that last lost it in this turn."""
 
 
 def _spoiled(sent: Tokens, how: int, at: int) -> Tokens:
@@ -196,6 +198,7 @@ class World:
     def _assign(self, worker: str, version: int) -> Work:
         id = self.ledger.queue.popleft()
         entry = self.ledger.assign(id, worker, version)
+        self.expected.moved += self.truth[id].lost_by not in ("", worker)
         assert entry.handle not in self.live
         assert entry.handle not in self.ended
         start = len(entry.episode.tokens)
@@ -219,6 +222,7 @@ class World:
             if entry.episode.observe([token(id, at), token(id, at + 1)]):
                 known.versions += [-1, -1]
                 self.ledger.next_turn(id)
+                known.lost_by = ""
                 return
         self.ledger.close(id)
         self._check_tokens(entry.episode)
@@ -251,10 +255,10 @@ class World:
     # Actions of workers.
 
     def _end(self, handle: int, how: str) -> None:
-        del self.live[handle]
+        work = self.live.pop(handle)
         self.ended[handle] = how
         if how == "moved":
-            self.expected.moved += 1
+            self.truth[work.id].lost_by = work.worker
 
     def lose(self) -> None:
         self._lose(self.choose(WORKERS))

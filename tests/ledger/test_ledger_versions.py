@@ -234,3 +234,17 @@ def test_random_swaps_of_many_workers_lose_nothing() -> None:
     ledger.check()
     assert ledger.counts.accepted > 1000
     assert ledger.counts.stale == ledger.counts.gaps == ledger.counts.repeated == 0
+
+
+def test_response_that_continues_on_the_same_worker_has_not_moved() -> None:
+    """All workers are on an old version when the window moves on. They load the new one, and continue."""
+    ledger = opened("1/0")
+    a = assign(ledger, 3)
+    ledger.accept("a", frame(3, (a, 0, 2)))
+    assert ledger.set_window(4, 6) == {"a": [a]}
+    assert ledger.counts.moved == 0, "nothing has moved yet"
+    assign(ledger, 6)
+    assert (ledger.counts.moved, ledger.counts.prefilled_again) == (0, 3)
+    ledger.release("a")
+    assign(ledger, 6, worker="b")
+    assert (ledger.counts.moved, ledger.counts.prefilled_again) == (1, 6)

@@ -47,7 +47,7 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(tmp_path: Path) -
     with pytest.raises(WindfallError) as caught:
         load(folder)
     said = str(caught.value)
-    assert f"{folder}: weights have another shape than the model's: {UP} ([3, 5] in the file, [384, 128] by" in said
+    assert f"{folder}: weights have the wrong shape for the model: {UP} ([3, 5] in the file, [384, 128] by" in said
     assert "Does config.json belong to these weights?" in said
 
 

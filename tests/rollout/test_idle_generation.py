@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,14 @@ def test_engine_takes_part_while_the_trainer_waits_and_rests_otherwise(tmp_path:
     assert few > 0.2
     assert many < 0.15
     assert off < 0.05, "it may generate until the first worker has its weights"
+
+
+def test_rates_of_a_step_cover_the_time_since_the_step_before(tmp_path: Path) -> None:
+    """Before the first step the run waits for an evaluation, and generation goes on meanwhile."""
+    steps, _ = run(tmp_path, "trace.nodes=4", "rollout.staleness=1", "eval.tasks=32", steps=4)
+    for before, e in pairwise(steps):
+        assert e["counted_s"] == pytest.approx(e["t"] - before["t"])
+    for e in steps:
+        assert e["tok_per_s"] == pytest.approx((e["made"] - e["restored"]) / e["counted_s"])
+        assert 0 <= e["held_s"] <= e["counted_s"] + 1.0
+    assert steps[0]["counted_s"] > steps[0]["s"] + 1.0

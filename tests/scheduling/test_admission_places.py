@@ -42,6 +42,26 @@ def test_trainer_waits_for_groups_that_would_be_too_old() -> None:
     assert admission.dropped.responses == 0
 
 
+def test_groups_that_have_not_begun_do_not_hold_the_trainer_back() -> None:
+    admission = Admission(batch=2, steps=10, staleness=1)
+    admission.admit()
+    for index in (0, 1):
+        admission.finish(group(index, 0))
+    assert take_all(admission) == [0, 1]
+    admission.publish()
+    admission.not_begun([3])  # 2 runs since version 0, and 3 waits for a free slot
+    admission.admit()
+    for index in (4, 5):
+        admission.finish(group(index, 1))
+    assert take_all(admission) == [4], "the other place is for 2"
+    admission.finish(group(2, 0))
+    assert take_all(admission) == [2]
+    admission.publish()
+    admission.finish(group(3, 1))
+    assert take_all(admission) == [3, 5], "3 has begun meanwhile and is not too old"
+    assert admission.dropped.responses == 0
+
+
 def test_free_places_go_to_younger_groups() -> None:
     admission = Admission(batch=3, steps=10, staleness=1)
     admission.admit()

@@ -273,8 +273,8 @@ def step_line(event: Event) -> str:
 def test_step_line_shows_what_staleness_cost() -> None:
     lost = {"too_old": 3, "too_old_tokens": 1204, "train_wait_s": 1.2, "held_s": 0.44}
     line = step_line(stale_step(7, [6, 4], **lost))
-    assert line.endswith("2.0 s  stale 0.4 (max 1)  too old 3 (1,204 tok)  waited 1.2 s  held 0.4 s")
-    assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("2.0 s  stale 2.0 (max 2)  held 2.0 s")
+    assert line.endswith("2.0 s  stale 0.4 (max 1)  lag 0:6 1:4  too old 3 (1,204 tok)  waited 1.2 s  held 0.4 s")
+    assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("2.0 s  stale 2.0 (max 2)  lag 2:8  held 2.0 s")
 
 
 @pytest.mark.parametrize(

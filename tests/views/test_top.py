@@ -88,6 +88,11 @@ def test_staleness_of_the_last_step_is_shown() -> None:
     text = shown(snapshot(staleness=STALENESS), live=True)
     expected = "mean 0.4, max 1, bound 2; too old 3 (1,204 tok); waited 1.2 s; held 0.4 s"
     assert f"\nstaleness of the last step: {expected}\n" in text
+    text = shown(snapshot(staleness=STALENESS | {"counts": [12, 40, 12]}), live=True, width=80)
+    assert (
+        "\nstaleness of the last step: mean 0.4, max 1, bound 2; lag 0:12 1:40 2:12;"
+        "\n  too old 3 (1,204 tok); waited 1.2 s; held 0.4 s\n" in text
+    )
     calm = STALENESS | {"mean": None, "max": 0, "too_old": 0, "too_old_tokens": 0, "held_s": 0.0, "train_wait_s": 0.0}
     assert "staleness of the last step: mean -, max 0, bound 2\n" in shown(snapshot(staleness=calm), live=True)
 

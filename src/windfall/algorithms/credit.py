@@ -10,8 +10,8 @@ EPS = 1e-6
 
 
 def centered(values: Floats, counts: Floats | None = None) -> Floats:
-    """Each value minus the mean, in which a value counts `counts` times. Equal values, or a single value, give exactly
-    0; otherwise a division by the deviation would amplify the rounding error of the mean.
+    """Each value minus the mean, weighted by `counts` if given. Equal values, or a single value, give exactly 0;
+    otherwise a division by the deviation would amplify the rounding error of the mean.
 
     >>> centered(np.array([1.0, 0.0])).tolist()
     [0.5, -0.5]
@@ -22,7 +22,7 @@ def centered(values: Floats, counts: Floats | None = None) -> Floats:
 
 
 def normalized(values: Floats, counts: Floats | None = None) -> Floats:
-    """Each value minus the mean, divided by the population standard deviation, which a group of any size has."""
+    """Each value minus the mean, divided by the population standard deviation, which exists for groups of any size."""
     differences = centered(values, counts)
     if not differences.any():
         return differences
@@ -32,8 +32,8 @@ def normalized(values: Floats, counts: Floats | None = None) -> Floats:
 def clipped(ratio: Floats, advantage: float, *, low: float, high: float) -> Floats:
     """The weight of PPO's min(r A, clip(r, 1 - low, 1 + high) A).
 
-    Where the minimum is r A, its gradient is A r grad log pi; where it is the clipped constant, it is 0: the ratio has
-    moved too far in the direction of the advantage, which is up for a good response and down for a bad one.
+    Where the minimum is r A, its gradient is A r grad log pi. Where it is the clipped constant, the gradient is 0: the
+    ratio has moved too far in the direction of the advantage (up for a good response, down for a bad one).
 
     >>> clipped(np.array([0.5, 1.0, 1.5]), 2.0, low=0.2, high=0.2).tolist()
     [1.0, 2.0, 0.0]

@@ -5,7 +5,7 @@
     loss  = - 1/sum_i |y_i| sum_i sum_t min(r_t A_i, clip(r_t, 1 - clip_low, 1 + clip_high) A_i)
     w_t   = A_i r_t, or 0 where clipped,   r_t = pi(y_t) / pi_prox(y_t)
 
-n_i counts all tokens of the response, including those of the environment, because the limit does: a truncated response
+n_i counts all tokens of the response, including those of the environment, as the limit does: a truncated response
 has n_i = limit and the full penalty. |y_i| counts sampled tokens only. Every token has the same weight in the mean,
 whichever response it is in; the sum of lengths is over the mini-batch. A group with equal rewards is replaced by
 another (dynamic sampling). The paper's overlong_cache is 4096 with a limit of 20480.
@@ -30,7 +30,7 @@ class DAPO(Algorithm):
     clip_low: float = 0.2
     clip_high: float = 0.28
     overlong_cache: int = 0
-    """Number of tokens before the limit in which the penalty grows from 0 to `overlong_penalty`. 0: no penalty."""
+    """Number of tokens before the limit over which the penalty grows from 0 to `overlong_penalty`. 0: no penalty."""
     overlong_penalty: float = 1.0
 
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
@@ -46,7 +46,7 @@ class DAPO(Algorithm):
         return outcome.reward - self.overlong_penalty * min(1.0, max(0.0, over))
 
     def informative(self, group: Sequence[Outcome]) -> bool:
-        """By the rewards alone: a task that is always solved stays uninformative, however long its responses are."""
+        """Judges by rewards alone: a task that is always solved is uninformative, however long its responses are."""
         return len({outcome.reward for outcome in group}) > 1
 
     def weights(self, tokens: SampledTokens) -> Floats:

@@ -14,12 +14,12 @@ Off-policy tokens: the importance weight belongs to the whole response, too, and
     v_i   = (pi_prox(y_i) / pi_behavior(y_i)) ^ (1/|y_i|),   truncated or masked as one number (importance.py)
     loss  = - 1/G sum_i v_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
 
-Then v_i s_i is the paper's ratio between the current policy and the one that sampled, and all tokens of a response
+Then v_i s_i is the paper's ratio between the current policy and the one that sampled the response, and all its tokens
 keep the same weight. Factors per token would bring back the noise that the paper removes, and their product with s_i
-is not the gradient of any loss of the response. A response from several versions has one v_i: its fresh tokens add
-about 0 to the mean. v_i is much closer to 1 than the ratio of a token, so an `importance_cap` of 2 hardly ever acts;
-1.05 is a real bound. A response of fresh tokens only keeps a factor per token: it corrects for the engine's rounding,
-which is about 1e-5 to 1e-2 nats, so both forms agree to that precision, and on-policy runs stay what they were.
+is not the gradient of any loss of the response. A response with tokens of several versions still has one v_i: its fresh
+tokens add about 0 to the mean. v_i is much closer to 1 than the ratio of a token, so an `importance_cap` of 2 hardly
+ever takes effect; 1.05 does. If all tokens of a response are fresh, each keeps its own factor, so that on-policy runs
+do not change: it corrects for the engine's rounding, 1e-5 to 1e-2 nats, and both forms agree to that precision.
 """
 
 from __future__ import annotations

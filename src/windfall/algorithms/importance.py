@@ -1,7 +1,7 @@
-"""Importance weights: a constant factor on the weight of tokens that another policy than the proximal one has sampled.
+"""Importance weights: constant factors for tokens that were sampled by a policy other than the proximal one.
 
-The log-prob with which a token was sampled, `behavior`, differs from the one that the trainer computes for the policy
-from which the step started, `proximal` (the words of base.py), for two reasons:
+A token has two log-probs (named as in base.py). `behavior` is the one with which it was sampled; `proximal` is the one
+that the trainer computes with the policy from which the step started. They differ for two reasons:
 
     older weights      with [rollout] staleness above 0, the token may be several versions old: the policy has moved
     another engine     rollout and training compute the same weights with different kernels or precision
@@ -54,6 +54,6 @@ def importance_weights(
     above = ratio > cap
     if mode == "truncate":
         return np.minimum(ratio, cap), above
-    # A ratio that is not a number is not masked: the gradient must show that something is wrong.
+    # A NaN ratio is not masked: the gradient must show that something is wrong.
     outside = above | (ratio < 1 / cap)
     return np.where(outside, 0.0, ratio), outside

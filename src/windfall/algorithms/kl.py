@@ -1,8 +1,8 @@
 """A KL penalty toward a reference policy, added to the weights of any algorithm.
 
 The estimator is k3 ("Approximating KL Divergence", J. Schulman, 2020; used by GRPO, arXiv 2402.03300). It is
-computed per sampled token, is never negative, and its mean is KL(pi || ref) if the token was sampled from pi. (The mean
-of its gradient is that of KL(ref || pi), which has the same minimum.)
+computed per sampled token, is never negative, and its mean is KL(pi || ref) if the tokens are sampled from pi. (The
+mean of its gradient is the gradient of KL(ref || pi), which has the same minimum.)
 
     k3        = exp(ref - logp) - (ref - logp) - 1
     d k3      = (1 - exp(ref - logp)) d logp
@@ -10,8 +10,8 @@ of its gradient is that of KL(ref || pi), which has the same minimum.)
     w_t      += - beta n_i / |y_i| (1 - exp(ref - logp_t))      as grad loss = - sum_t w_t grad logp_t
 
 A token that is more likely than under the reference is pushed down, a less likely one up. Only sampled tokens count.
-With n_i = |y_i| (DAPO, REINFORCE++, CISPO), the mean is over the tokens of the mini-batch. Otherwise all n_i are equal,
-and the mean is over the responses of the mini-batch, of each response's mean over its tokens, as in the GRPO paper.
+With n_i = |y_i| (DAPO, REINFORCE++, CISPO), the mean is over the tokens of the mini-batch. Otherwise all n_i are equal:
+the mean is taken over the tokens of each response, then over the responses of the mini-batch, as in the GRPO paper.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from windfall.algorithms.base import Floats
 
 
 def k3(logp: Floats, ref: Floats) -> Floats:
-    """The estimate itself, for the log. It uses expm1 because the terms cancel close to the reference."""
+    """The estimate itself, for the log. It uses expm1 because the terms nearly cancel close to the reference."""
     return np.expm1(ref - logp) - (ref - logp)
 
 
 def kl_weights(logp: Floats, ref: Floats, beta: float) -> Floats:
-    """Add these to `Algorithm.weights` after any importance factor: a penalty is not credit for a sampled reward."""
+    """Add these to `Algorithm.weights` after importance factors are applied: those are for credit, not a penalty."""
     return beta * np.expm1(ref - logp)

@@ -12,7 +12,7 @@ over all responses of the mini-batch, which is the same if all groups have the s
 Off-policy tokens: REINFORCE with an importance factor per token, w_t = A_i pi_prox / pi_behavior (importance.py). The
 exact weight of a whole response as one action is the product of the factors of all its tokens. Its variance grows
 exponentially with the length, so each token gets only its own factor: a small bias, as in all token-level corrections.
-Nothing corrects for the second and later updates of a step, as on-policy.
+As in on-policy training, nothing corrects for the second and later updates of a step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from windfall.algorithms.credit import centered
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RLOO(Algorithm):
     def advantages(self, groups: Sequence[Sequence[Outcome]]) -> list[list[float]]:
-        """A response without siblings gets 0, because it has no baseline. Its siblings may just have failed; its reward
-        must not become a weight on a different scale than that of all other responses."""
+        """A response without siblings (they may have failed) gets 0, because it has no baseline: its bare reward would
+        be a weight on a different scale than those of all other responses."""
         return [(centered(rewards(group)) * len(group) / max(len(group) - 1, 1)).tolist() for group in groups]
 
     def weights(self, tokens: SampledTokens) -> Floats:

@@ -46,7 +46,7 @@ def engine(name: str, *, requests: int, max_tokens: int, threads: int) -> None:
             figures = [f"{x:,.1f}" for x in (fast, exact, plain)]
             table.add_row(kind, *figures, f"{fast / plain:.2f}x", f"{different} of {requests}")
     out.print(table)
-    out.print("different: responses whose tokens differ between the two modes, because rounding decides a near tie")
+    out.print("different: responses whose tokens differ between the two modes, because rounding breaks a near tie")
 
 
 def _work(vocabulary: int, requests: int, max_tokens: int, kind: str, rng: random.Random) -> Requests:

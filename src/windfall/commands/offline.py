@@ -31,7 +31,7 @@ from windfall.worker.in_process import in_process_worker
 
 
 def find_checkpoint(name: str) -> tuple[str, Path | None]:
-    """The path of the model (of a run: its newest undamaged checkpoint), and the recipe of its run, if any."""
+    """The path of the model (for a run, its newest undamaged checkpoint), and the recipe of its run, if any."""
     path = Path(name)
     if (path / "recipe.toml").is_file():
         chosen = checkpoint.latest(path)
@@ -67,7 +67,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     async def run() -> Rollout:
         device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
         async with env_host(recipe.env, recipe.run.seed) as env:
-            await env.ready()  # before the model, which may take long to load
+            await env.ready()  # before loading the model, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
             text = text_for(load.load_tokenizer(model_path), model)
             prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
@@ -89,7 +89,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     lengths.append(group.responses[0].sampled_count)
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
-                    if group.index < HELD_OUT + show:  # the first tasks, not those that finish first: these are short
+                    if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
                         response = escape(text.decode(group.responses[0].tokens))
                         prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
                         shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {reward:g}\n"

@@ -1,6 +1,6 @@
 """Which recipe keys may change when a run is resumed. The table below is the only place that decides it.
 
-    fixed      refused, because figures before and after the change would not belong to one run
+    fixed      refused, because figures before and after the change would not be comparable
     noted      accepted; the console states the consequence
     free       accepted and listed. No token of a response depends on the key, so the journal stays valid
 
@@ -28,6 +28,8 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "env.path": ("free", "The contents of the file are compared with those at the start of the run."),
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),
+    "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
+    "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
@@ -87,11 +89,13 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
     """All keys that can affect the tokens of a training response, with their values.
 
     `run.steps` is not among them, so a run that is extended keeps the responses of the current step. [eval]
-    is not among them either, because evaluation generates its own responses.
+    is not among them either, because evaluation generates its own responses. `rollout.staleness` and
+    `rollout.on_new_weights` decide when a token is generated and whether it is used, not what it is: every token in the
+    journal has its version, which is compared with the bound when the response is opened again and when it is used.
     """
     values = recipe.model_dump(mode="json")
     sections = ("run", "model", "env", "algorithm", "rollout", "train")
-    excluded = {"run.name", "run.folder", "run.steps"}
+    excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}
     return {
         f"{section}.{key}": value
         for section in sections

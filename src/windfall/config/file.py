@@ -55,8 +55,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _recipes_in(folder: Path) -> list[str]:
-    """Names of the recipes in a folder. Other tools have TOML files, too: a recipe has a [model] table, or only tables
-    of a recipe, or is in a folder named `recipes`."""
+    """Names of the recipes in a folder. Other tools also use TOML files: a recipe has a [model] table, or has only
+    tables that recipes have, or is in a folder named `recipes`."""
     return [p.name for p in folder.glob("*.toml") if folder.name == "recipes" or _is_recipe(p)]
 
 

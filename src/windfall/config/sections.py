@@ -45,7 +45,7 @@ class Model(Section):
 class ArithmeticEnv(Section):
     name: Literal["arithmetic"]
     mean_steps: float = Field(default=6.0, gt=0)
-    """Mean length of a chain of sums, minus one step. Lengths are exponentially distributed."""
+    """Mean number of steps of a chain of sums after the first step. The number is exponentially distributed."""
     max_steps: Count = 16
     """Upper limit for the steps of one chain."""
 
@@ -67,16 +67,16 @@ class JsonLinesEnv(Section):
     path: FilePath
     """File of tasks, one JSON object per line."""
     prompt_field: str = "prompt"
-    """Field of each object with the prompt: text, or a list of messages with "role" and "content"."""
+    """Name of the field that holds the prompt: text, or a list of messages with "role" and "content"."""
     answer_field: str = "answer"
-    """Field of each object with the correct answer."""
+    """Name of the field that holds the correct answer."""
     scoring: Literal["math", "exact"] = "math"
     """How answers are compared. "math": mathematically equal (math-verify); "exact": the same text."""
     eval_path: FilePath | None = None
-    """File of tasks for evaluation only, in the same format; none of them is trained on. Excludes `held_out`."""
+    """File of tasks for evaluation only, in the same format; never trained on. Not together with `held_out`."""
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the rows of `path` that is kept for evaluation and never trained on, chosen by a hash of the prompt.
-    Excludes `eval_path`."""
+    """Share of the rows of `path` that is kept for evaluation and never trained on, chosen by a hash of the prompt. Not
+    together with `eval_path`."""
 
     @model_validator(mode="after")
     def _one_evaluation_source(self) -> JsonLinesEnv:
@@ -117,7 +117,7 @@ class AlgorithmSection(Section):
     kl: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the KL penalty toward the model that the run started from. 0 disables it."""
     importance: Literal["truncate", "mask", "off"] = "truncate"
-    """Correction for tokens that older weights, or an engine that rounds differently, have sampled: weight them by the
+    """Correction for tokens sampled by older weights, or by an engine that rounds differently: each is weighted by the
     ratio of the trainer's probability to that of the sampling policy. "truncate" limits the weight to `importance_cap`;
     "mask" ignores tokens whose ratio is above `importance_cap` or below its inverse; "off" does not correct."""
     importance_cap: float = Field(default=2.0, gt=0)
@@ -148,7 +148,7 @@ class RolloutSection(Section):
     top_k: int = Field(default=0, ge=0)
     """Sample only from this many most likely tokens. 0 disables the cut."""
     max_draws: Count = 3
-    """Upper limit for dynamic sampling: at most this many times `groups` tasks are drawn in one step."""
+    """Upper limit for dynamic sampling: at most `max_draws` * `groups` tasks are drawn in one step."""
     reward_tries: Count = 3
     """Attempts at computing one reward. After that many failures the reward counts as missing."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
@@ -156,11 +156,11 @@ class RolloutSection(Section):
     staleness: int = Field(default=0, ge=0)
     """Upper limit for the staleness of a response: the trainer's version minus the oldest version among the tokens of
     the response, when it is trained on. 0 is synchronous, on-policy training. Above 0, workers generate for later steps
-    while the trainer trains (docs/async.md); this excludes `run.deterministic`."""
+    while the trainer trains (docs/async.md); `run.deterministic` must then be false."""
     on_new_weights: Literal["interrupt", "finish"] = "interrupt"
     """What a worker does with its running responses when there are new weights, if `staleness` is above 0. "interrupt"
     swaps the weights between two engine steps: the responses keep their tokens, are prefilled again and continue.
-    "finish" finishes them with the old weights, takes no new work until then, and swaps."""
+    "finish" completes them with the old weights, accepts no new work until then, and swaps afterwards."""
 
     def sampling(self, temperature: float | None = None) -> Sampling:
         """Sampling parameters; `temperature`, if given, replaces that of the recipe."""
@@ -184,10 +184,9 @@ class Train(Section):
     minibatches: Count = 1
     """Optimizer updates per step. The groups of a step are split evenly among them."""
     micro_tokens: int = Field(default=0, ge=0)
-    """Tokens per forward and backward pass. 0 chooses by the memory; lower it if the trainer runs out of memory."""
+    """Tokens per forward and backward pass. 0 fits it to the memory; lower it if the trainer runs out of memory."""
     checkpoint_activations: bool | Literal["auto"] = "auto"
-    """Recompute activations in the backward pass to save memory. "auto" does so if they would take a large part of
-    it."""
+    """Recompute activations in the backward pass to save memory. "auto" does so if they would fill much of it."""
     lora: Lora | None = None
     """Train adapters instead of all weights: the keys of [train.lora] below."""
     engine_gap_alarm: float = Field(default=0.05, gt=0)
@@ -222,11 +221,11 @@ class Eval(Section):
 
 class EngineSection(Section):
     kv_tokens: int = Field(default=0, ge=0)
-    """Tokens that the KV cache can hold. 0 chooses what the responses of a step can need, within the free memory."""
+    """Tokens that the KV cache can hold. 0 covers what the responses of a step can need, within the free memory."""
     page_size: Count = 16
     """Tokens per page of the KV cache."""
     max_running: int = Field(default=0, ge=0)
-    """Upper limit for the responses in one engine step. 0 chooses by the device and the responses of a step."""
+    """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
 
@@ -248,7 +247,7 @@ class Fleet(Section):
     """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
     `workers` and scales between 0 and this limit by measured throughput and price."""
     autoscale: Literal["value", "wait_share"] = "value"
-    """What decides the number of workers that pays. "value" computes tokens per dollar from measured throughput and
+    """Rule for how many workers are worth their price. "value" computes tokens per dollar from measured throughput and
     prices; "wait_share" is AstraFlow's rule, which looks only at how long the trainer waits, and needs
     `rollout.staleness` above 0."""
     worker_threads: Count = 1
@@ -296,7 +295,7 @@ class Fleet(Section):
 
 
 class Techniques(Section):
-    """Switches that measure what each technique is worth (benchmarks/harvest.py). Otherwise leave all of them on."""
+    """Switches for measuring the benefit of each technique (benchmarks/harvest.py). Otherwise leave all of them on."""
 
     seeding: bool = True
     """Let the trainer's own engine generate at the start of a step. Off: it generates only if there is no other
@@ -322,7 +321,7 @@ class Trace(Section):
     mean_up_s: float = Field(default=60.0, gt=0)
     """Mean seconds that a machine of a generated trace stays up; exponentially distributed."""
     mean_down_s: float = Field(default=30.0, gt=0)
-    """Mean seconds that a machine of a generated trace stays away; exponentially distributed."""
+    """Mean seconds that a machine of a generated trace stays down; exponentially distributed."""
     seed: int = Field(default=0, ge=0)
     """Random seed of a generated trace."""
     speedup: float = Field(default=1.0, gt=0)
@@ -361,7 +360,7 @@ class Sim(Section):
     worker_slots: Count = 256
     """Responses that a worker runs at once."""
     worker_kv_tokens: int = Field(default=0, ge=0)
-    """Tokens that fit into a worker's KV cache, prompts included; other responses wait there. 0 means no limit."""
+    """Tokens that fit into a worker's KV cache, prompts included; responses that do not fit wait. 0 means no limit."""
     kinds: list[SimKind] = Field(default=[])
     """Kinds of machines in the trace, each in a [[sim.kinds]] table. If empty, all machines are like `sim.worker`."""
     worker_spread: float = Field(default=0.0, ge=0)
@@ -397,7 +396,7 @@ class Sim(Section):
     alike: float = Field(default=0.5, ge=0, le=1)
     """Correlation of the logarithms of the response lengths within a group."""
     lengths_file: FilePath | None = None
-    """File to draw response lengths from instead: one number per line, or the event log of a run."""
+    """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)
     """Probability that the reward of a response is 1; otherwise it is 0."""
     reward_s: float = Field(default=0.0, ge=0)
@@ -425,7 +424,7 @@ class Sim(Section):
 
 class Log(Section):
     tensorboard: bool = False
-    """Write every scalar for TensorBoard, too (`pip install 'windfall[tensorboard]'`)."""
+    """Also write every scalar for TensorBoard (`pip install 'windfall[tensorboard]'`)."""
 
 
 class Recipe(Section):

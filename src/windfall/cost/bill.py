@@ -2,9 +2,9 @@
 
 These are plain sums. accounts.py computes them from the events of workers and defines the buckets.
 
-Rules: seconds without a known price count in `unpriced_s`, never in dollars, so that the sum of dollars is then a lower
-bound. The machine that trains is a holder of its own ("trainer"); all other workers are summed by the terms of their
-lease.
+Rules: seconds without a known price count in `unpriced_s`, not in dollars; the total in dollars is then a lower bound.
+The machine that trains has an account of its own ("trainer"). The accounts of all other workers are added up by the
+kind of their lease.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tok_per_s(self) -> float | None:
-        """Tokens per second of generating time; None if it never generated."""
+        """Tokens per second of generating time; None if no tokens were generated."""
         generating_s = self.seconds.get("generating", 0.0)
         return self.tokens / generating_s if generating_s > 0 and self.tokens else None
 
@@ -92,10 +92,10 @@ def reserved_only(totals: Totals, *, train_s: float) -> ReservedOnly | None:
         usd = s * the trainer's price
 
     tok_per_s is the engine's tokens / its generating seconds. If the engine never generated, the rate of an average
-    reserved worker is used; the result is None if there is none either. `train_s`: measured seconds of training without
-    waits. The estimate leaves out booting, the transfer of the weights to the trainer's own engine, and the small
-    batches at the end of a rollout (the rate is measured while batches are full). All of these would make reserved
-    machines more expensive, so the comparison does not favor windfall.
+    reserved worker is used; if there is no such worker, the result is None. `train_s`: measured seconds of training
+    without waits. The estimate leaves out booting, the transfer of the weights to the trainer's own engine, and the
+    small batches at the end of a rollout (the rate is measured while batches are full). All of these would make
+    reserved machines more expensive, so the comparison does not favor windfall.
 
     A trainer at $84 per hour generated 1M tokens in 100 s, then trained; two spot workers at $6 generated 2M in 300 s:
 
@@ -135,7 +135,7 @@ def add(*accounts: Account) -> Account:
 
 def _subtract(now: Account, before: Account) -> Account:
     def less(a: dict[Bucket, float], b: dict[Bucket, float]) -> dict[Bucket, float]:
-        # The order of a sum changes when a worker leaves, and its rounding with it: a tiny negative difference is 0.
+        # When a worker leaves, sums are added in a different order and rounded differently: tiny negatives become 0.
         return {k: max(0.0, v - b.get(k, 0.0)) for k, v in a.items()}
 
     return Account(

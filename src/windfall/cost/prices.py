@@ -7,7 +7,7 @@ Rules:
 - A name must identify the GPU exactly: an L40 is not an L40S, an A100 with 40 GB is not one with 80 GB, and a MIG slice
   is not a whole GPU. A GPU that is not in the table has no price; this is reported (`known`), never guessed.
 - If no cloud is named, the price is that of the median cloud by on-demand price (the more expensive of two in the
-  middle). Both its prices are used, so that a discount is one that a cloud really offers.
+  middle). Its spot price is used as well, so that the spot discount is one that a cloud really offers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Price:
 
     @property
     def or_none(self) -> float | None:
-        """The price, or None if not known: for sums in which unknown must not mean free."""
+        """The price, or None if it is not known: for sums, in which an unknown price must not count as free."""
         return self.usd_per_h if self.known else None
 
 
@@ -93,8 +93,8 @@ UNKNOWN = Price(usd_per_h=0.0, source="unknown", known=False)
 
 
 def lookup(device: str, *, kind: LeaseKind, where: str = "") -> Price | None:
-    """The table's price of a device named as in torch; a prefix "8x" means eight of them. `where`: a cloud or a region;
-    only this cloud is used if it is in the table, as in "aws" or "aws/us-east-1". None: not in the table.
+    """The table's price for a device, named as in torch; a prefix "8x" means eight of them. None: not in the table.
+    `where`: a cloud or region, such as "aws" or "aws/us-east-1". Only this cloud is used if it is in the table.
 
     >>> lookup("NVIDIA H100 80GB HBM3", kind="spot", where="nebius")
     Price(usd_per_h=2.15, source='nebius H100 spot, skypilot-org/skypilot-catalog', date='2026-08-22', known=True)

@@ -28,4 +28,4 @@ class Counters:
     generated: int = 0  # tokens generated since the start
     reused_tokens: int = 0  # tokens found in the prefix cache since the start
     preemptions: int = 0
-    waiting: int = 0  # responses that wait for room now
+    waiting: int = 0  # responses that are waiting for room now

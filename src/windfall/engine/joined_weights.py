@@ -1,7 +1,7 @@
-"""Weights of linear layers that read the same input, joined into one tensor, so that they are one matrix product.
+"""Joins the weights of linear layers that read the same input, so that one matrix product computes all of them.
 
-The parameters stay the same objects with the same values and become adjacent views of the joined tensor. The module and
-an optimizer see what is written to the joined tensor, and the other way round.
+The parameters stay the same objects with the same values and become adjacent views of the joined tensor. A write to the
+joined tensor is seen by the module and by an optimizer, and vice versa.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor of all parts, which become views of it. They are moved only if they are not adjacent yet."""
+    """Join the parts into one tensor and make them views of it. They are copied only if they are not adjacent yet."""
     joined = adjacent(parts)
     if joined is None:
         joined = torch.cat([p.data for p in parts])
@@ -23,7 +23,7 @@ def join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """Matrices or vectors that are adjacent in one storage, as one tensor; None if they are not."""
+    """One tensor that covers all parts (matrices or vectors), or None if they are not adjacent in one storage."""
     first, address = parts[0], parts[0].data_ptr()
     for p in parts:
         here = p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and p.data_ptr() == address

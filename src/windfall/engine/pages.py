@@ -95,7 +95,7 @@ class Pages:
         assert count == self._references, "reference counts are wrong: a page leaked or was freed early"
         unheld = {p for p in range(self.count) if count[p] == 0}
         free = [*self._unused, *self._cached]
-        assert len(free) == len(set(free)), "a page is free twice"
+        assert len(free) == len(set(free)), "a page is in the free lists twice"
         assert set(free) == unheld, "the free pages are not exactly those that no sequence holds"
         assert {k: p for p, k in enumerate(self._key) if k is not None} == self._by_key, "keys and pages disagree"
         assert all(self._key[p] is not None for p in self._cached) and all(self._key[p] is None for p in self._unused)

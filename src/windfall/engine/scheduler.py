@@ -1,10 +1,10 @@
-"""Which tokens run in the next step. Pure: sequences in, rows out; no tensors, no clock.
+"""Decides which tokens run in the next step. Pure: sequences in, rows out; no tensors, no clock.
 
 A sequence is WAITING (no pages) or RUNNING (it has pages, and some or all of its tokens are computed). Each step first
 gives rows to the running sequences, oldest first, then admits waiting ones, all within one budget of rows:
 
 - a sequence with one token left to compute decodes: it gets one row, whose logits give the next token;
-- a sequence with more tokens left prefills in chunks of as many rows as the budget allows; only the last row samples;
+- a sequence with more tokens left is prefilled in chunks as large as the budget allows; only its last row samples;
 - when no page is free, the youngest running sequence is preempted: it returns to the head of the waiting queue and is
   prefilled again later. It keeps its tokens, and sampling depends on (seed, position), so only the timing changes.
 
@@ -33,7 +33,7 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Index within the response of the next token."""
+        """Index of the next token within the response."""
         return self.request.position + self.generated
 
 
@@ -107,7 +107,7 @@ class Scheduler:
             sequence.pages.append(page)
             sequence.keys.append(key)
         sequence.computed = len(sequence.pages) * size
-        # One page beyond its tokens, and one per running sequence, so that an admission rarely causes a preemption.
+        # Keep one page beyond its tokens and one per running sequence free, so that admission rarely causes preemption.
         need = len(tokens) // size + 1 - len(sequence.pages) + len(self.running)
         if need > self.pages.free:
             self._release(sequence)
@@ -117,7 +117,7 @@ class Scheduler:
 
     def _allocate(self, sequence: Sequence, stop: int, *, may_preempt: bool) -> bool:
         """Allocate pages for the sequence's tokens up to `stop`, if necessary by preempting younger sequences. Returns
-        False if the sequence itself was the youngest and was preempted."""
+        False if it must not preempt, or if the sequence itself was the youngest and was preempted."""
         while len(sequence.pages) * self.pages.size < stop:
             page = self.pages.allocate()
             if page is not None:

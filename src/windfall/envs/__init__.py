@@ -18,7 +18,7 @@ BUILT_IN = {
     "guess": ("windfall.envs.guess", "Guess"),
     "jsonl": ("windfall.envs.jsonl", "JsonLines"),
 }
-"""Module and class of each environment that ships with windfall. Some of the modules are heavy to import."""
+"""Module and class of each environment that ships with windfall. Some of the modules are slow to import."""
 
 
 def section_dict(section: Any) -> dict[str, Any]:

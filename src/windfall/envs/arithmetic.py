@@ -4,8 +4,8 @@
     response  37+58=95;95-12=83;#83
 
 Every number stays between 0 and 99. The number of steps has a long tail (1 + an exponential). With a tokenizer of
-single characters, responses have from a dozen to well over a hundred tokens: so uneven that some are still being
-generated long after others have ended. One wrong step spoils the rest.
+single characters, responses have between a dozen and well over a hundred tokens, so some are still being generated long
+after others have ended. One wrong step spoils the rest.
 """
 
 from __future__ import annotations

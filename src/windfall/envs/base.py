@@ -4,9 +4,9 @@ An environment keeps no state between calls: `task(i)` is always the same task, 
 far. So a run can resume from a task number, an episode can move to another process, and a failed call can be retried.
 
 An environment is foreign code. It may block, raise, print, exit the process or return garbage, so the rest of windfall
-never calls it directly, but through an EnvHost. `process_pool.pool.EnvPool` runs environments in child processes that
-can be killed. `in_process.InProcess` calls them in this process: for simulations, tests and the two environments whose
-calls take microseconds.
+calls it only through an EnvHost. `process_pool.pool.EnvPool` runs environments in child processes that can be killed.
+`in_process.InProcess` calls them in this process: for simulations, tests and the two environments whose calls take
+microseconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Env(Protocol):
         """Judge the episode: a reward ends it, an observation asks for one more turn.
 
         An observation may come with a reward, which counts only if the response has no tokens left for another turn.
-        The call may be slow, and may raise. It is then retried; if all tries fail, the reward is missing, never zero.
+        The call may be slow. If it raises, it is retried; if all tries fail, the reward is missing, never zero.
         """
         ...
 

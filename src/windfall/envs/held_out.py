@@ -37,8 +37,8 @@ class Split:
 def split(
     path: Path, prompt_field: str, answer_field: str, *, eval_path: Path | None = None, held_out: float = 0.0
 ) -> Split:
-    """Split the rows by a separate evaluation file, or by a hash of the prompt: adding rows never changes the use of
-    others, and rows with the same prompt have the same use. Without either, the evaluation uses the training rows."""
+    """Split the rows by a separate evaluation file, or by a hash of the prompt: adding rows never moves other rows, and
+    rows with the same prompt stay together. Without either, the evaluation uses the training rows."""
     rows = read(path, prompt_field, answer_field)
     if eval_path is not None:
         evaluation, known = _distinct(read(eval_path, prompt_field, answer_field)), {row.key for row in rows}

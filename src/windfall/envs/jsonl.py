@@ -55,7 +55,7 @@ class JsonLines:
         text, gold = turns[-1].text, task.answer
         if self._scoring == "exact":
             return Feedback(reward=float(extract(text, gold) == gold))
-        from windfall.envs.scoring import math_answer  # heavy, and its limits may end the process, so only in a child
+        from windfall.envs.scoring import math_answer  # slow to import, and may end the process: only in a child
 
         try:
             right = math_answer.means_the_same(gold, text, self._cpu_s)

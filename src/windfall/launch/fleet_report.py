@@ -29,7 +29,7 @@ STALENESS = {
     "mean": "staleness_mean", "max": "staleness_max", "too_old": "too_old", "too_old_tokens": "too_old_tokens",
     "held_s": "held_s", "train_wait_s": "train_wait_s",
 }  # fmt: skip
-"""Keys of `staleness` in a snapshot, and the fields of a step event that they show."""
+"""Keys of `staleness` in a snapshot, and the fields of a step event that they show. `counts` is added to them."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,8 @@ class FleetReport:
         values = {key: fields[name] for key, name in STALENESS.items()}
         # A mean over no responses is NaN, which JSON does not have.
         finite = {key: None if value is None or not math.isfinite(value) else value for key, value in values.items()}
-        self._staleness = {"bound": self._recipe.rollout.staleness, **finite}
+        counts = fields["staleness_counts"]
+        self._staleness = {"bound": self._recipe.rollout.staleness, "counts": counts, **finite}
 
     def snapshot(self, *, step: int, now_s: float, ended: Ended | None) -> dict[str, Any]:
         """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.

@@ -1,16 +1,15 @@
-"""What the ledger accepted, on disk: the controller can be killed at any moment and continues from here.
+"""Everything that the ledger accepted, on disk: a controller can be killed at any moment and continues from here.
 
     journal/000010.wal     everything since the checkpoint of step 10
 
-A file is begun when its checkpoint is on disk, and then replaces the files whose tokens no later step can train on.
-With staleness 0, these are all files before it. With a higher bound eta, generation goes on while a checkpoint is
-written, so the first tokens of version v are in a file that begins before step v: the last file that begins eta + 1
-steps earlier or more is kept, and those after it. Every file names the responses that run when it is begun. If a
-killed process left a record half-written at the end, it is cut off when the file is opened again. `flush` hands
-everything written to the operating system, where it outlives the process. Call it before anything that depends on what
-was written: work that is assigned, a turn that is graded, a group that is handed on. (It does not outlive the machine:
-after a power cut there is the last checkpoint, which is synced.) What can no longer be read is in
-`JournalContents.damage`.
+A new file is begun when its checkpoint is on disk; it replaces the files whose tokens no later step can train on. With
+staleness 0, these are all older files. With a higher bound eta, generation goes on while a checkpoint is written, so
+the first tokens of version v are in a file that begins before step v. Therefore the last file that begins eta + 1 or
+more steps earlier is kept, and all files after it. Every file starts with the ids of the running responses. If a killed
+process left a half-written record at the end, it is cut off when the file is opened again. `flush` hands everything to
+the operating system, where it outlives the process. Call it before anything that depends on what was written: assigning
+work, grading a turn, handing on a group. (It does not outlive the machine: after a power failure, the run continues
+from the last checkpoint, which is synced.) `JournalContents.damage` describes what can no longer be read.
 
 Rules: reading returns, for every response since the last checkpoint, exactly what was accepted, in order. After the
 first failed write every later write fails too, and `failed` has been called.
@@ -47,7 +46,7 @@ class Journal:
     def __init__(self, folder: Path, settings: str, *, staleness: int = 0) -> None:
         self.folder, self._settings, self._staleness = folder, settings, staleness
         self.failed: Callable[[WindfallError], None] = lambda e: None
-        """Called with the first write error: the code that writes may not be able to end the run."""
+        """Called with the first write error, because the code that writes may not be able to end the run."""
         self._error: WindfallError | None = None
         self._file: BinaryIO | None = None
         self._step = 0
@@ -61,8 +60,7 @@ class Journal:
         return read_journal(self.folder, self._settings, step, staleness=self._staleness)
 
     def open(self, step: int, contents: JournalContents | None = None) -> History:
-        """Continue after the checkpoint of `step` and return the history of later steps. Removes what cannot be
-        used."""
+        """Continue after the checkpoint of `step` and return the history of later steps. Unusable parts are removed."""
         self.close()
         contents = contents or self.read(step)
         kept = dict(contents.files)
@@ -70,7 +68,7 @@ class Journal:
             for file_step in list_files(self.folder)[0]:
                 if file_step not in kept:
                     file_path(self.folder, file_step).unlink()
-        # Always append to the newest file, even if a trainer came back with an earlier step than the file's.
+        # Always append to the newest file, even if a trainer returned with an earlier step than that of the file.
         self._open_file(*(contents.files[-1] if contents.files else (step, 0)))
         return contents.history
 
@@ -115,7 +113,7 @@ class Journal:
         file, self._file = self._file, None
         if file is None:
             return
-        if self._error is not None:  # nothing depends on what is still in memory
+        if self._error is not None:  # nothing depends on the records that are still in memory
             with contextlib.suppress(OSError):
                 file.close()
             return
@@ -123,7 +121,7 @@ class Journal:
             file.close()
 
     def abandon(self) -> None:
-        """Behave as if this process had been killed: what was not flushed yet never reaches the file."""
+        """Behave as if this process had been killed: unflushed records never reach the file."""
         file = self._file
         if file is not None:
             devnull = os.open(os.devnull, os.O_WRONLY)
@@ -169,7 +167,7 @@ class Journal:
             raise self._fail(path, e) from e
 
     def _fail(self, path: Path, e: OSError) -> WindfallError:
-        fix = "Free disk space or make it writable; then continue with `windfall resume`. Nothing that counted is lost."
+        fix = "Free disk space or make it writable, then run `windfall resume`. Nothing the run depends on is lost."
         self._error = WindfallError(f"cannot write the journal: {e.strerror or e}", where=str(path), fix=fix)
         self.failed(self._error)
         return self._error

@@ -23,7 +23,7 @@ MAX_RECORD_BYTES = 64 << 20
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1):
-    """The first record of every controller process. Responses of a run with other settings are not this run's."""
+    """The first record of every controller process. Responses from other settings do not belong to the run."""
 
     settings: str
 
@@ -97,6 +97,6 @@ def list_files(folder: Path) -> tuple[list[int], tuple[str, ...]]:
 
 
 def oldest_file(step: int, staleness: int) -> int:
-    """A file that begins at this step, or the last one before it, is the oldest with tokens that a run at `step` can
-    still train on. See journal.py."""
+    """Step of the oldest file that a run at `step` needs. If no file begins at that step, it needs the last one before
+    it. See journal.py."""
     return step - staleness - (1 if staleness else 0)

@@ -4,9 +4,9 @@
                                               │
                                               └─ first damage: use nothing after it, count what is lost (Damage)
 
-A journal has a row per response and engine step, millions of them; its reader wants a few token runs per response.
-Therefore rows are collected in columns and merged by response, many at a time. Nothing here writes, or keeps a file
-open: a thread may read while the event loop continues.
+A journal has one row per response and engine step: millions of rows, which become a few token runs per response.
+Therefore rows are collected in columns and merged by response, many at a time. Nothing here writes or keeps a file
+open, so a thread may read while the event loop continues.
 
 Rule: the history of every response is exactly what was accepted and graded, in order.
 """
@@ -50,11 +50,11 @@ class TokenRun:
     finish: Finish | None = None
 
     def extend(self, other: TokenRun) -> bool:
-        """Append the run that follows; False if `other` does not follow. Keeps a long journal small in memory."""
+        """Append `other` if it follows this run; otherwise return False. This keeps a long journal small in memory."""
         new = self.position + len(self.tokens) - other.position
         if self.finish is not None or self.version != other.version or not 0 <= new <= len(other.tokens):
             return False
-        self.tokens.extend(other.tokens[new:])  # of a frame that overlapped, only the tail is new
+        self.tokens.extend(other.tokens[new:])  # if the runs overlap, only the tail is new
         self.logprobs.extend(other.logprobs[new:])
         self.finish = other.finish
         return True
@@ -78,10 +78,10 @@ class JournalContents:
 
 
 def read_journal(folder: Path, settings: str, step: int, *, staleness: int = 0) -> JournalContents:
-    """Read what can be used after the checkpoint of `step`, if no later step trains on tokens from versions before
-    `step - staleness`. A long journal takes seconds."""
+    """Read everything after the checkpoint of `step` that can be used. No later step trains on tokens from versions
+    before `step - staleness`. A long journal takes seconds."""
     steps, strays = list_files(folder)
-    # Older files are covered by the last checkpoint, which may be older than `step`: a trainer can be ahead of it.
+    # The last checkpoint covers older files. It may be older than `step`: a trainer can be ahead of it.
     saved = min(step, steps[-1]) if steps else step
     first = max((s for s in steps if s <= oldest_file(saved, staleness)), default=0)
     steps = [s for s in steps if s >= first]
@@ -126,7 +126,7 @@ def count_tokens(history: History) -> dict[str, int]:
 
 
 def _add_unused_file(damage: Damage, path: Path, settings: str) -> Damage:
-    """Add a whole file, which comes after the damage, to the part that is not used."""
+    """Add a whole file that comes after the damage to the unused part."""
     history: History = {}
     file = _read_file(path, settings, history, {})
     rest = find_damage(path, file.valid_bytes, file.handles, settings)
@@ -188,7 +188,7 @@ class _Rows:
         self._counts: list[int] = []
         self._versions: list[int] = []
         self._version_rows: list[int] = []
-        """Number of rows that each item of `_versions` is for."""
+        """For each item of `_versions`: the number of rows with that version."""
         self._tokens, self._logprobs = bytearray(), bytearray()
         self._finished: dict[int, Finish] = {}
         self._grades: dict[int, TurnGraded] = {}

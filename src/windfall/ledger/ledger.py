@@ -1,4 +1,4 @@
-"""Every token of every open response, each exactly once; which worker generates the next one; what was rejected. Pure.
+"""Holds every token of every open response exactly once, who generates the next one, and what was rejected. Pure.
 
     response:  QUEUED ⇄ RUNNING ▶ TURN ▶ closed        TURN: a turn has ended and the environment is asked; if it
                  ▲                  │                   returns an observation, the response is QUEUED again
@@ -6,11 +6,11 @@
 
 Rules, all in `check()`:
 - A position is accepted once and in order, from the worker that holds the response. Its version is the one that the
-  response was assigned with or, if the worker has reported that it swapped in new weights, a newer one of the window. A
-  response with a fixed version (`Episode.version`) accepts only that one.
-- Every assignment has its own handle. A frame whose handle has ended changes nothing and is counted.
-- A response that lost its worker keeps every token it has, and is queued before those that have not begun.
-- No accepted token is ever lost: accepted = in open responses + in closed ones + in those that the run itself withdrew.
+  response was assigned with or, if the worker has reported that it swapped in new weights, a newer one within the
+  window. A response with a fixed version (`Episode.version`) accepts only that one.
+- Every assignment has its own handle. Tokens for a handle that has ended are counted, and change nothing else.
+- A response that lost its worker keeps its tokens, and is queued before responses that have not begun.
+- No accepted token is ever lost: accepted = in open responses + in closed ones + in withdrawn ones.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from windfall.types import Finish
 
 EntryState = Literal["queued", "running", "turn"]
 MAX_FRUITLESS = 12
-"""A response is poison after this many workers in a row were lost with it before they generated one token of it."""
+"""A response is poison after this many workers in a row were lost before they generated one token of it."""
 MIN_BLAMED = 3
-"""At least this many of them must be different workers: one worker may only have a bad link and keep reconnecting."""
+"""At least this many of them must be different workers: a single worker may just keep reconnecting."""
 MAX_ENDED_HANDLES = 1 << 16
-"""Ended handles that are remembered, to classify a late frame. A frame of an older handle is counted as late."""
+"""Number of ended handles that are remembered, to classify late tokens. Tokens for an older handle count as late."""
 
 
 @dataclass(slots=True)
@@ -53,11 +53,11 @@ class LedgerCounts:
     gaps: int = 0
     """Frames, not tokens, that did not continue at the next position. The response is requeued from its last token."""
     stale: int = 0
-    """Tokens of a version that the response may not have."""
+    """Tokens of a version that is not allowed for the response."""
     moved: int = 0
     """Responses that lost their worker and continued elsewhere."""
     discarded: int = 0
-    """Tokens that were accepted and then thrown away with a lost worker. This happens only without migration."""
+    """Tokens that were accepted, then discarded with their lost worker. This happens only without migration."""
     prefilled_again: int = 0
     """Tokens, prompts included, that had to be prefilled again because a response moved."""
 
@@ -86,14 +86,15 @@ class LedgerEntry:
     state: EntryState = "queued"
     handle: int = -1
     worker: str = ""
+    last_worker: str = ""
     version: int = -1
     recorded: int = 0
-    """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens are of `version`."""
+    """Number of tokens whose version is recorded in `episode.version_runs`. Later tokens have `version`."""
     moves: int = 0
     moved: bool = False
     """The response lost its last worker in this turn, so the next worker has to prefill it again."""
     fruitless: int = 0
-    """Number of workers in a row that were lost with this response before they generated one token of it."""
+    """Number of workers in a row that were lost before they generated one token of this response."""
     blamed: frozenset[str] = frozenset()
     """Names of these workers. A worker that reconnects has another id and the same name."""
 
@@ -111,7 +112,7 @@ class Ledger:
         self._context: dict[str, int] = {}
         self._next_handle = 0
         self._stops: set[int] = set()
-        """Every stop token of any response so far."""
+        """The stop tokens of all responses so far."""
         self._shortest = math.inf
         """Smallest `max_tokens` of any response so far."""
         self.longest = 0
@@ -119,7 +120,7 @@ class Ledger:
         self._window = range(0)
         """The versions that tokens may have. Empty: only the version that a response is assigned with."""
         self.fixed_versions: Counter[int] = Counter()
-        """Number of open responses that must have this version."""
+        """By version: number of open responses that must have it."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -136,7 +137,7 @@ class Ledger:
         return list(self._by_worker.get(worker, {}).values())
 
     def open(self, episode: Episode) -> None:
-        """Add a response with the tokens it has: it may have begun before."""
+        """Add a response with the tokens it already has: it may have begun earlier."""
         if episode.id in self.entries:
             raise ValueError(f"{episode.id} is already open")
         self.entries[episode.id] = LedgerEntry(episode, recorded=len(episode.tokens))
@@ -159,12 +160,13 @@ class Ledger:
         self._by_worker.setdefault(worker, {})[entry.handle] = entry
         self._context[worker] = self.context(worker) + _context(entry)
         if entry.moved:
+            self.counts.moved += worker != entry.last_worker
             self.counts.prefilled_again += len(entry.episode.prompt) + len(entry.episode.tokens)
         return entry
 
     def set_window(self, oldest: int, newest: int) -> dict[str, list[int]]:
-        """Tokens may have these versions from now on. Queues responses again that are assigned with an older version.
-        Returns the handles to cancel, by worker."""
+        """From now on, tokens may have these versions. Responses that are assigned with an older version are queued
+        again. Returns the handles to cancel, by worker."""
         self._window = range(oldest, newest + 1)
         handles: dict[str, list[int]] = {}
         for entry in list(self._running.values()):
@@ -188,7 +190,7 @@ class Ledger:
 
     def accept(self, worker: str, frame: Tokens, *, loaded: int | None = None) -> Acceptance:
         """Take in a worker's tokens. If this raises Malformed, nothing was accepted. `loaded`: the version that the
-        worker last reported as loaded, the only one that it may have swapped in; None: any."""
+        worker last reported as loaded, and the only one that it may have swapped in; None: any."""
         try:
             tokens, logprobs = columns(frame)
         except ValueError as e:
@@ -205,8 +207,8 @@ class Ledger:
         if entries is None:
             self._check_rows(held, frame, tokens, row_ends)
             return self._accept_rows(worker, frame, tokens, logprobs)
-        # Nearly every frame gets here, and most have one token per response. The time from here on limits how many
-        # tokens per second a controller can accept.
+        # Nearly every frame takes this path, mostly with one token per response. Its speed limits how many tokens per
+        # second a controller can accept.
         self._check_ends(entries, frame, tokens, row_ends)
         if not frame.counts:
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
@@ -231,7 +233,7 @@ class Ledger:
         return accepted
 
     def _follow_swap(self, held: dict[int, LedgerEntry], frame: Tokens) -> bool:
-        """The worker may have swapped in a newer version of the window. If so, the next tokens of its responses are of
+        """The worker may have swapped in a newer version of the window. If so, the next tokens of its responses have
         that version. Returns whether anything has changed."""
         if frame.version not in self._window:
             return False
@@ -252,7 +254,7 @@ class Ledger:
         return f", in {entry.episode.id}" if entry else ""
 
     def _accept_rows(self, worker: str, frame: Tokens, tokens: array[int], logprobs: array[float]) -> Acceptance:
-        """Row by row: some rows do not continue at the next position, or a response is in the frame twice."""
+        """Accept row by row, because some rows do not continue at the next position, or a response occurs twice."""
         held = self._by_worker.get(worker) or {}
         accepted, counts, at = Acceptance(), frame.counts, 0
         version, finished, positions = frame.version, frame.finished, frame.positions
@@ -281,8 +283,8 @@ class Ledger:
         return accepted
 
     def _check_ends(self, entries: list[LedgerEntry], frame: Tokens, tokens: array[int], row_ends: list[int]) -> None:
-        """A wrong or missing finish is a mistake of the worker. Only a row with a finish, a stop token or the last
-        allowed token can have one."""
+        """Raise Malformed for a wrong or missing finish reason. It can occur only in a row with a finish reason, a stop
+        token or the last allowed token."""
         doubtful = set(frame.finished)
         if not self._stops.isdisjoint(tokens):
             stops = self._stops
@@ -345,7 +347,7 @@ class Ledger:
         self._ended[entry.handle] = how
         if len(self._ended) > MAX_ENDED_HANDLES:
             self._ended.popitem(last=False)
-        entry.handle, entry.worker = -1, ""
+        entry.handle, entry.worker, entry.last_worker = -1, "", entry.worker
 
     def _record_version(self, entry: LedgerEntry) -> None:
         episode = entry.episode
@@ -357,7 +359,6 @@ class Ledger:
         self._end_assignment(entry)
         entry.moves += 1
         entry.moved = True
-        self.counts.moved += 1
         self._enqueue(entry)
 
     def _enqueue(self, entry: LedgerEntry) -> None:
@@ -385,7 +386,7 @@ class Ledger:
         return [e.episode.id for e in entries]
 
     def _discard(self, entry: LedgerEntry) -> None:
-        """Without migration: throw away what a lost worker had generated of this turn."""
+        """Without migration: discard the tokens of this turn that the lost worker had generated."""
         episode = entry.episode
         episode.version_runs, left = episode.version_runs[:], len(episode.tokens) - episode.turn_start
         self.counts.discarded += left
@@ -398,8 +399,8 @@ class Ledger:
         entry.recorded = len(episode.tokens)
 
     def find_poison(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
-        """Return one of these responses, which have just lost their worker, if every worker is lost with it before
-        its first token. With fewer than MIN_BLAMED different workers, far more losses are required."""
+        """Return one of these responses, which have just lost their worker, if it is poison; None if none is. With
+        fewer than MIN_BLAMED different workers, far more losses are required."""
         for entry in entries:
             limit = MAX_FRUITLESS if len(entry.blamed) >= MIN_BLAMED else MIN_BLAMED * MAX_FRUITLESS
             if entry.fruitless >= limit:
@@ -439,17 +440,17 @@ class Ledger:
 
     def _removed(self, episode: Episode) -> None:
         if episode.version is not None:
-            self.fixed_versions -= Counter([episode.version])  # drops what has become zero
+            self.fixed_versions -= Counter([episode.version])  # drops versions whose count has become zero
 
     def lost_tokens(self) -> int:
-        """Tokens that were accepted and are nowhere. This is always 0."""
+        """Number of accepted tokens that are in no response. This is always 0."""
         open_tokens = sum(_generated(e.episode, e.recorded) for e in self.entries.values())
         return self.counts.accepted - open_tokens - self.counts.closed - self.counts.withdrawn - self.counts.discarded
 
     def check(self) -> None:
         """Raise AssertionError if a rule above is broken."""
         assert self.lost_tokens() == 0, f"{self.lost_tokens()} tokens lost: {self.counts}"
-        assert len(set(self.queue)) == len(self.queue), "queued twice"
+        assert len(set(self.queue)) == len(self.queue), "a response is queued twice"
         queued = {i for i, e in self.entries.items() if e.state == "queued"}
         assert queued == set(self.queue), "queue and entries disagree"
         running = {e.handle for e in self.entries.values() if e.state == "running"}
@@ -458,8 +459,8 @@ class Ledger:
         assert all(self.context(w) == sum(map(_context, held.values())) for w, held in self._by_worker.items())
         for id, e in self.entries.items():
             n = len(e.episode.tokens)
-            assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: lengths"
-            assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: versions"
+            assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: wrong lengths"
+            assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: wrong versions"
             assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
             assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
             allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
@@ -483,7 +484,7 @@ def _expected_entries(held: dict[int, LedgerEntry], frame: Tokens) -> list[Ledge
 
 
 def room(episode: Episode) -> int:
-    """Tokens that a worker must have room for to generate this response, whatever position it continues from."""
+    """Tokens that a worker must have room for to generate this response, from whatever position it continues."""
     return len(episode.prompt) + episode.max_tokens
 
 

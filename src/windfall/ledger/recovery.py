@@ -1,8 +1,8 @@
 """Reports what a resumed run has lost: damaged checkpoints, and parts of its journal.
 
-The journal is compared with what it must hold according to the event log, so a lost part is always noticed: a step that
-was completed after the checkpoint has every response in the journal, with all its tokens, and the step's event has the
-length of each. For the current step there is nothing to compare the journal with.
+The journal is compared with the event log, so a lost part of a completed step is always noticed: every response of a
+step after the checkpoint must be in the journal with all its tokens, and the step's event has the length of each. For
+the current step there is nothing to compare the journal with.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Recovery:
     def __init__(self, events: EventLog, *, checkpoints: int = 1) -> None:
         """Observes new events of the log. For events that are already in the log, call `observe` with each.
 
-        `checkpoints` is the number of checkpoints that a run keeps, and so how far it may have to fall back.
+        `checkpoints`: how many checkpoints a run keeps, which is how far it may have to fall back.
         """
         self._events = events
         self._saved: deque[int] = deque(maxlen=checkpoints + 1)
         """Steps of the last checkpoints. Steps before the oldest are forgotten: a long log must not fill memory."""
         self._reported: set[tuple[str, str]] = set()
-        """Facts about checkpoints that are in the log: each is logged once, however many trainers report it."""
+        """Facts about checkpoints that are in the log: each is logged once, no matter how many trainers report it."""
         self._lengths: dict[int, list[list[int]]] = {}
         """By step since the last checkpoint: for every task that it used, the number of tokens of each response."""
         self._tasks: dict[int, list[int]] = {}
@@ -49,7 +49,7 @@ class Recovery:
     def report_journal(
         self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
     ) -> None:
-        """Log what is lost of the journal, and files that do not belong to it."""
+        """Log the lost parts of the journal, and files in its folder that do not belong to it."""
         lost = self.lost(contents, step=step, next_task=next_task, open_tasks=open_tasks)
         if lost is not None:
             self._events.instant("journal_lost", step=step, **lost)
@@ -57,7 +57,7 @@ class Recovery:
             self._events.instant("journal_strays", files=list(contents.strays))
 
     def observe(self, event: Event) -> None:
-        """Learn from an event of the log. Fields of another shape than windfall writes are ignored."""
+        """Learn from an event of the log. Fields that do not look as windfall writes them are ignored."""
         match event["kind"], event["name"]:
             case "scalar", "step":
                 lengths = event.get("lengths") or []
@@ -78,15 +78,15 @@ class Recovery:
                 self._reported.add((name, str(event.get("what", ""))))
 
     def saved(self, step: int) -> bool:
-        """The checkpoint of `step` is on disk. Returns whether the journal may be rotated: after a fall back, not
-        before all steps in it have been trained again."""
+        """The checkpoint of `step` is on disk. Returns whether the journal may be rotated: after a fallback, only once
+        all its steps have been trained again."""
         self._lengths = {s: rows for s, rows in self._lengths.items() if s > step}
         return not self._lengths
 
     def lost(
         self, contents: JournalContents, *, step: int, next_task: int, open_tasks: Collection[int] = ()
     ) -> dict[str, Any] | None:
-        """What must be generated again although it was in the journal, as fields of an event; None if nothing.
+        """What must be generated again because the journal lost it, as fields of an event; None if nothing.
 
         The run continues after `step`; tasks before `next_task` are trained, except `open_tasks`.
         """
@@ -125,7 +125,7 @@ class Recovery:
 
 
 def needed(id: str, next_task: int, open_tasks: Collection[int] = ()) -> bool:
-    """Whether a response may still be needed: not if its step is trained. The id of an evaluation has a scope."""
+    """Whether a response may still be needed: not if its step is trained. Ids of evaluation responses have a scope."""
     return ":" in id or (task := int(id.partition("/")[0])) >= next_task or task in open_tasks
 
 

@@ -1,8 +1,8 @@
 """Admission to the controller: accepts authenticated workers and the trainer, and refuses other peers with a reason.
 
-The trainer has a secret of its own that no worker knows, because the trainer determines what the run's weights are.
-Refusals are logged with clipped text and a rate limit of MAX_LOGGED_PER_S, so a peer that dials in a loop cannot fill
-the disk.
+The trainer has a secret of its own that no worker knows, because whoever is accepted as the trainer determines the
+run's weights. Refusals are logged with clipped text and a rate limit of MAX_LOGGED_PER_S, so a peer that dials in a
+loop cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Gate:
         """Without a `trainer_secret`, no trainer is accepted."""
         self.run, self._token, self._log, self.max_workers = run, token, log, max_workers
         self._trainer_secret = trainer_secret
-        self.terms: Terms | None = None  # None until a trainer has joined: workers are asked to dial again later
+        self.terms: Terms | None = None  # None until a trainer has joined; before that, workers must dial again later
         self.workers = 0  # workers connected now
         self._logged_at: list[float] = []  # times of the refusals logged within the last second (monotonic, s)
 

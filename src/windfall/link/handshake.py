@@ -1,7 +1,7 @@
 """The handshake on a new link. Both sides prove that they know the same secret; the secret never crosses the wire.
 
     controller ──▶ Challenge(nonce c)
-    peer       ──▶ Hello(nonce p, proof = HMAC(secret, "hello", run, c, p))       a replayed Hello has another c
+    peer       ──▶ Hello(nonce p, proof = HMAC(secret, "hello", run, c, p))       a replayed Hello has the wrong c
     controller ──▶ Welcome(proof = HMAC(secret, "welcome", run, c, p))            a false controller cannot compute it
                or  Refused
 
@@ -58,7 +58,7 @@ class ControllerUnverified(LinkClosed):
 
 
 async def challenge(link: Link, role: Role, run: str, secret: Callable[[Any], str]) -> tuple[Any, bytes]:
-    """The controller's side. Return the peer's hello and the proof for the welcome; PeerRefused if the peer fails.
+    """The controller's side. Return the peer's hello and the proof for the welcome, or raise PeerRefused.
 
     `secret` returns the secret that the sender of a hello must know. An empty secret accepts no peer.
     """
@@ -84,7 +84,7 @@ async def challenge(link: Link, role: Role, run: str, secret: Callable[[Any], st
 
 
 async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -> Any:
-    """The side of a worker or the trainer. Return the controller's verified welcome.
+    """The peer's side (a worker or the trainer). Return the controller's verified welcome.
 
     `hello` builds the hello message from `protocol`, `nonce` and `proof`. Raises JoinRefused, ControllerUnverified, or
     LinkClosed if the controller does not answer in time or is not a controller at all.
@@ -107,5 +107,5 @@ async def join(link: Link, role: Role, secret: str, hello: Callable[..., Any]) -
         raise JoinRefused(clip(answer.why), again=answer.again)
     expected = auth.proof(secret, role.welcome_purpose, opening.run, opening.nonce, nonce)
     if not isinstance(answer, role.welcome) or not hmac.compare_digest(answer.proof, expected):
-        raise ControllerUnverified(f"{link.peer}: does not know the secret: it is not the controller of this run")
+        raise ControllerUnverified(f"{link.peer}: does not know the secret, so it is not the controller of this run")
     return answer

@@ -1,7 +1,7 @@
 """A listening port that limits peers until they have authenticated. An unauthenticated peer has limited
 
-- time: its connection is closed AUTH_TIMEOUT_S after it was opened, whatever the peer has sent (a TLS handshake may
-  take the same time again);
+- time: its connection is closed AUTH_TIMEOUT_S after it was opened, no matter what the peer has sent (a TLS handshake
+  may take the same time in addition);
 - connections: at most `max_unauthenticated` are open. When the limit is reached, a new connection replaces the oldest
   one from the address with the most connections, so that one machine cannot keep other peers out;
 - bytes: `limit_bytes` sets the total of all frames.
@@ -36,7 +36,7 @@ LOG_INTERVAL_S = 60.0
 MAX_FILES = 1 << 20
 
 log = logging.getLogger(__name__)
-# A peer that does not speak HTTP is answered with 400. A traceback for each would let it fill the disk.
+# A peer that does not speak HTTP gets status 400. Logging a traceback each time would let such peers fill the disk.
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
@@ -155,7 +155,7 @@ def is_same_machine(peer: Any, own: Any) -> bool:
     """
     if not peer or not own:
         return False
-    if peer[0] == own[0]:  # the trainer dials the address on which the run listens, which need not be a loopback one
+    if peer[0] == own[0]:  # the trainer connects to the address on which the run listens, which need not be loopback
         return True
     try:
         address = ipaddress.ip_address(peer[0].partition("%")[0])
@@ -165,7 +165,7 @@ def is_same_machine(peer: Any, own: Any) -> bool:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files as far as allowed, and return it: every connection takes a file descriptor."""
+    """Raise the limit on open files as far as allowed, and return it: every connection takes a file descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -176,7 +176,7 @@ def raise_file_limit() -> int:
 
 
 def _limit_descriptor_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """asyncio reports every connection for which it has no descriptor, hundreds of times per second. Log only some."""
+    """asyncio reports each connection that it has no descriptor for, hundreds of times per second. Log only some."""
     previous, logged_s = loop.get_exception_handler(), -LOG_INTERVAL_S
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ class MemoryLink:
 
 
 def pair(left: str = "left", right: str = "right", depth: int = 256) -> tuple[MemoryLink, MemoryLink]:
-    """Two connected ends, that of `left` first. `depth` is the number of messages that wait in each direction."""
+    """Two connected ends, first that of `left`. `depth`: how many messages may wait in each direction."""
     shared = _Shared()
     to_right: asyncio.Queue[object] = asyncio.Queue(depth)
     to_left: asyncio.Queue[object] = asyncio.Queue(depth)

@@ -56,8 +56,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_tokens: int  # capacity of the KV cache, in tokens
     page_size: int  # tokens in one page of the KV cache
-    max_running: int  # limit of responses that are decoded at once
-    max_rows: int  # limit of token rows in one forward pass
+    max_running: int  # upper limit for responses that are decoded at once
+    max_rows: int  # upper limit for token rows in one forward pass
     deterministic: bool
     longest: int  # tokens of the longest possible sequence, prompt and response together
     wanted: int  # Responses of one training step. No worker needs room for more.
@@ -87,9 +87,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     handle: int
     prompt: bytes  # prompt and the tokens generated so far: consecutive uint32
-    position: int  # position in the response of the first token to generate
+    position: int  # position of the first token to generate, counted within the response
     seed: int  # sampling is a function of the seed, the position and the logits
-    max_tokens: int  # tokens to generate at most, from `position` on
+    max_tokens: int  # upper limit for the tokens to generate, from `position` on
     sampling: Sampling
     stop: tuple[int, ...]  # token ids that end the response
 
@@ -210,7 +210,7 @@ class Stats(Message, frozen=True, tag=16):
     idle_s: float  # seconds since the last engine step while the engine has work; 0 while it has none
     preemptions: int = 0  # responses that the engine evicted from its KV cache and must prefill again
     reused_tokens: int = 0  # tokens that were not prefilled because the prefix cache had them
-    waiting: int = 0  # part of `running` for which the engine has no room at present
+    waiting: int = 0  # responses among `running` that the engine has no room for at present
     loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap
     pulled_bytes: int = 0  # Bytes of weights received. A pull during which this does not grow is stuck.
 
@@ -219,11 +219,11 @@ class Left(Message, frozen=True, tag=17):
     """Worker to controller, last message on a link: the worker exits."""
 
     why: str
-    refused: bool = False  # True if this worker cannot run the model, and could not if it were restarted
+    refused: bool = False  # True if this worker cannot run the model, and a restart would not help
 
 
 class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A train.sample.Sample on the wire; arrays are bytes of float64, those of `lag` of uint16."""
+    """A train.sample.Sample on the wire. Arrays are bytes of float64, except `lag`: uint16."""
 
     ids: tuple[int, ...]
     targets: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""A link over a WebSocket, and the controller's one port, which workers and the trainer dial.
+"""A link over a WebSocket, and the controller's only port, to which workers and the trainer connect.
 
-Frames have a size limit. A frame that is not a message closes its link with the reason, and affects no other link. An
+Frames have a size limit. A frame that is not a valid message closes its own link, with the reason, and no other. An
 unauthenticated peer may send only a few bytes; link/listener.py has its other limits.
 """
 
@@ -42,7 +42,7 @@ class SocketLink:
         self.peer, self.max_frame_bytes, self.authenticated = peer, max_frame_bytes, authenticated
         self._socket, self._drop = socket, drop
         self._decode = msgspec.msgpack.Decoder(receives).decode
-        self._limit_closing: asyncio.Future[Any] | None = None  # the close, once the byte limit was exceeded
+        self._limit_closing: asyncio.Future[Any] | None = None  # closes the link, once the byte limit is exceeded
 
     def limit_exceeded(self) -> None:
         """Close the link: the peer has sent more than an unauthenticated peer may."""
@@ -59,7 +59,7 @@ class SocketLink:
         except (ConnectionError, RuntimeError, aiohttp.ClientError) as e:
             raise LinkClosed(f"{self.peer}: {e or type(e).__name__}") from e
         except asyncio.CancelledError:
-            # In aiohttp, all senders that wait for room share one future; a close that times out cancels it for them.
+            # In aiohttp, all senders that wait for room share one future. A close that times out cancels it for all.
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             raise LinkClosed(f"{self.peer}: closed while sending") from None
@@ -77,7 +77,7 @@ class SocketLink:
             await asyncio.wait([self._limit_closing], timeout=1.0)
             raise BadFrame(f"{self.peer}: too many bytes before authentication")
         if frame.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
-            # A regular close has a reason or code 1000. Without either the process, its machine or the network failed.
+            # A regular close has a reason or code 1000. Otherwise the process, its machine or the network has failed.
             why = f"closed: {frame.extra}" if frame.extra else "closed" if frame.data == 1000 else "connection lost"
             raise LinkClosed(f"{self.peer}: {clip(why)}")
         if frame.type is WSMsgType.ERROR:
@@ -196,6 +196,6 @@ class Dialer:
 
 
 def _shut_down(raw: Any) -> None:
-    """Close the connection even if data is unsent, so that senders that wait get an error."""
+    """Close the connection even if there is unsent data, so that waiting senders get an error."""
     with contextlib.suppress(OSError):
         raw.shutdown(sockets.SHUT_RDWR)

@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 
 
 def resolve(name: str) -> Path | str:
-    """The model's folder, or its hub id. Raises WindfallError for names that are wrong without asking the network."""
+    """The model's folder, or its hub id. Raises WindfallError for a name that cannot be either. Uses no network."""
     if name == "tiny":
         return TINY
     if name == "smollm2-135m":
@@ -75,7 +75,7 @@ def load(name: str, *, dtype: str, device: str) -> Any:
         )  # fmt: skip
     except (OSError, ValueError, SafetensorError) as e:
         raise _unreadable("model", where, e) from e
-    except Exception as e:  # fault boundary: model code of any kind; some supports only its own attention
+    except Exception as e:  # fault boundary: foreign model code; some models support only their own attention
         raise unsupported(e, str(where)) from e
     model, loaded = read
     _refuse_incomplete(loaded, where)
@@ -121,15 +121,15 @@ def adapter_base(folder: Path) -> str:
 
 
 def _refuse_incomplete(loaded: dict[str, Any], where: Path | str) -> None:
-    """Raise WindfallError for weights that are missing from the files or have another shape: transformers would give
-    them random values. It does not count tied weights and computed buffers as missing."""
+    """Raise WindfallError for weights that are missing from the files or have the wrong shape: transformers would
+    initialize them randomly. It does not count tied weights and computed buffers as missing."""
     fix = "Does config.json belong to these weights? Download the folder again, or repeat save_pretrained."
     wrong = [
         f"{name} ({list(found)} in the file, {list(wanted)} by config.json)"
         for name, found, wanted in sorted(loaded["mismatched_keys"])
     ]
     for names, what in (
-        (wrong, "weights have another shape than the model's"),
+        (wrong, "weights have the wrong shape for the model"),
         (sorted(loaded["missing_keys"]), "weights are missing from the model's files"),
     ):
         if names:
@@ -162,7 +162,7 @@ def _unreadable(what: str, where: Path | str, error: Exception) -> WindfallError
 
 
 def fetch(name: str) -> Path | str:
-    """Like `resolve`, but also converts a model that is not converted yet, so that the folder is complete."""
+    """Like `resolve`, but also converts the model if necessary, so that the folder is complete."""
     where = resolve(name)
     if name == "smollm2-135m" and not (Path(where) / "config.json").is_file():
         _convert(_smollm2_gguf(), Path(where))
@@ -178,7 +178,8 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert(gguf: Path, out: Path) -> None:
-    """Convert to Hugging Face format, with a new model: transformers does not save one that was loaded from a GGUF."""
+    """Convert to Hugging Face format. This builds a new model, because transformers cannot save one loaded from a
+    GGUF."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -196,7 +197,7 @@ def _convert(gguf: Path, out: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(work)
         try:
             work.rename(out)
-        except OSError:  # another process was faster
+        except OSError:  # another process has already created the folder
             if not (out / "config.json").is_file():
                 raise
     finally:

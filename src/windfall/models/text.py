@@ -35,7 +35,7 @@ class Text:
             return self._encode(text)
         rendered = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", text)])
         ids = self._encode(rendered.rpartition(_MARK)[2])
-        # The template ends the turn with a stop token, which the turn has already.
+        # The template ends the turn with a stop token, but the turn already has one.
         return ids[1:] if ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer as Backend
 from windfall.errors import WindfallError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# What a template can raise: its own errors, and any error of its expressions on messages that it did not expect.
+# What a template can raise: its own errors, and whatever its expressions raise for messages it does not expect.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -84,7 +84,7 @@ def load(folder: Path) -> Tokenizer:
     try:
         backend = Backend.from_file(str(file))
     except Exception as e:  # the package raises no more specific error for a file that it cannot read
-        raise WindfallError(f"cannot read the tokenizer: {e}", where=str(file), fix="Fetch the file again.") from e
+        raise WindfallError(f"cannot read the tokenizer: {e}", where=str(file), fix="Download the file again.") from e
     padding = backend.padding
     backend.no_padding()
     backend.no_truncation()
@@ -126,7 +126,7 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as e:
         raise WindfallError(f"the file is not JSON: {e}", where=str(file), fix="Download the file again.") from e
     if not isinstance(content, dict):
-        raise WindfallError("the file has no JSON object", where=str(file), fix="Download the file again.")
+        raise WindfallError("the file does not contain a JSON object", where=str(file), fix="Download the file again.")
     return content
 
 

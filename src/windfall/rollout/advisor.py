@@ -1,11 +1,11 @@
-"""Advises, after every step, how many workers of each kind would pay. Collects what scheduling/worker_value.py needs.
+"""Advises after every step how many workers of each kind would pay off, with the rules of scheduling/worker_value.py.
 
 Workers with the same terms, device and price are one kind. A kind with no workers left is remembered: its price and the
-rate of its workers are known, so the advice can be to have it back. Spot prices change all day, and each price is a
-kind of its own, so only the newest kinds without workers are remembered.
+rate of its workers are known, so the advice may be to add workers of that kind again. Spot prices change all day, and
+each price is a kind of its own, so only the newest kinds without workers are remembered.
 
-With `fleet.autoscale` = "wait_share", AstraFlow's rule is used instead (scheduling/wait_share.py). It knows no kinds:
-whichever kind the advice is about makes up the whole difference.
+With `fleet.autoscale` = "wait_share", AstraFlow's rule is used instead (scheduling/wait_share.py). It does not
+distinguish kinds: the advice for a kind assumes that this kind makes up the whole difference.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NEWEST = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class _KindMeasurement:
-    """What was measured of one kind so far."""
+    """The measurements of one kind so far."""
 
     lease: Lease
     tok_per_s: float = 0.0
-    """Tokens per second of one worker while it has work; pulls count as time."""
+    """Tokens per second of one worker while it has work; time spent on pulls is included."""
     boot_s: float = 0.0
-    """Seconds from the start of a worker until it is ready, with its first pull."""
+    """Seconds from the start of a worker until it is ready, including its first pull."""
     profile: Profile | None = None
     slots: int = 0
 
@@ -45,9 +45,9 @@ class Advisor:
         self, dispatch: Dispatch, *, responses: int, trainer_usd_per_h: float, max_count: int, overlap: bool = True,
         asynchronous: bool = False, by_wait_share: bool = False,
     ) -> None:  # fmt: skip
-        """`responses`: number of responses in a step. `trainer_usd_per_h`: 0: the price of the trainer's device, if its
-        engine reports one. `max_count`: largest number of workers of one kind that is available. `overlap`: groups are
-        trained on while others are generated. `by_wait_share`: use AstraFlow's rule."""
+        """`responses`: number of responses in a step. `trainer_usd_per_h`: if 0, the price of the trainer's device is
+        used, if its engine reports one. `max_count`: largest number of workers of one kind that is available.
+        `overlap`: groups are trained on while others are generated. `by_wait_share`: use AstraFlow's rule."""
         self.advice: dict[str, Advice] = {}
         """The newest advice, by kind."""
         self._dispatch, self._responses, self._max_count, self._overlap = dispatch, responses, max_count, overlap
@@ -127,7 +127,7 @@ class Advisor:
             del self._kinds[kind]
 
     def _kind(self, name: str, measured: _KindMeasurement, now_s: float) -> WorkerKind:
-        """The loss rate counts the workers that `members` remembers, per hour of their presence."""
+        """The loss rate is the preemptions of the workers that `members` remembers, per hour of their presence."""
         alike = [m for m in self._dispatch.members.all.values() if m.name != LOCAL and prices.kind(m.lease) == name]
         here = [m for m in alike if m.state is not WorkerState.GONE]
         present_s = sum((m.seen_s if m.state is WorkerState.GONE else now_s) - m.joined_s for m in alike)

@@ -23,7 +23,7 @@ class Offer:
 
 
 def work_frames(entries: list[LedgerEntry]) -> Iterator[tuple[m.Work, ...]]:
-    """Split work into frames that are well within a link's limit, however long the prompts are."""
+    """Split work into frames that are well within a link's limit, no matter how long the prompts are."""
     frame: list[m.Work] = []
     size = 0
     for work in map(_work, entries):
@@ -36,7 +36,7 @@ def work_frames(entries: list[LedgerEntry]) -> Iterator[tuple[m.Work, ...]]:
 
 
 def _work(entry: LedgerEntry) -> m.Work:
-    """A response, from its beginning or from its last token. Built from bytes: a response that moves may be long."""
+    """A response to begin or to continue. Its tokens are copied as bytes, because a response that moves may be long."""
     e = entry.episode
     position = len(e.tokens)
     return m.Work(

@@ -43,9 +43,9 @@ NO_WORKERS_S = 15.0
 OPERATOR_SOURCES = ("sigterm", "ctrl-c")
 """Notices that come from the person who runs the worker, not from the owner of its machine."""
 SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
-"""Scheduling takes a few microseconds per worker, however much there is to assign. For every worker above SMALL_FLEET
-it pauses PAUSE_PER_WORKER_S seconds between two rounds. With 10,000 workers a free slot may wait two fifths of a
-second, and scheduling takes an eighth of a core."""
+"""Scheduling takes a few microseconds per worker, no matter how much there is to assign. Between two rounds it pauses
+PAUSE_PER_WORKER_S seconds for every worker above SMALL_FLEET. With 10,000 workers, a free slot may wait for 0.4
+seconds, and scheduling takes an eighth of a core."""
 DRAIN_LEAD_S = 2.0
 """Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
 trip."""
@@ -53,7 +53,7 @@ trip."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listener:
-    """What to call about a response: the one that opened it listens. Any number of listeners may be there."""
+    """Callbacks for a response, given by the caller that opens it. There may be any number of listeners."""
 
     turn_ended: Callable[[str], None]
     rejected: Callable[[str, str], None]
@@ -78,16 +78,16 @@ class Dispatch:
         self._staleness, self._finish = staleness, on_new_weights == "finish"
         self.window, self.fixed = VersionWindow(), FixedVersions(self.members)
         self._listeners: dict[str, Listener] = {}
-        """By open response."""
+        """The listener of each open response."""
         self.on_failure: Callable[[WindfallError], None] = lambda error: None
         """Called on every tick while no worker will ever be able to do the queued work."""
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
         self.loading = Loading(self.members, self.accounts, events, self._send, self.drain)
         self._drain_timers: dict[str, asyncio.TimerHandle] = {}
-        """By worker that got a notice: when it is drained."""
+        """By worker that got a notice: the timer that drains it."""
         self._releasing: dict[int, str] = {}
-        """Handles that a worker was asked to release, and the worker. A handle may end otherwise before the worker
+        """By handle that a worker was asked to release: the worker. A handle may end in another way before the worker
         sends Released."""
         self._scheduled = self._flush_scheduled = False
         self._last_schedule_s = -math.inf
@@ -143,7 +143,7 @@ class Dispatch:
         self._schedule_soon()
 
     def has_free_slots(self) -> bool:
-        """Whether a worker could take more work, but none is queued."""
+        """Whether a worker could take more work, but no work is queued."""
         return not self.ledger.queue and any(
             self.ledger.running(w.id) < w.slots for w in self.members.routable(self.window)
         )
@@ -240,7 +240,7 @@ class Dispatch:
             self._schedule_soon()
 
     def _rejected_by(self, member: Member, message: m.Rejected) -> None:
-        """The worker is too small for this response and for all that need as much room. Another worker gets it."""
+        """The worker is too small for this response and others that need as much room. Another worker gets it."""
         entry = next((e for e in self.ledger.held(member.id) if e.handle == message.handle), None)
         if entry is None:
             return
@@ -277,7 +277,7 @@ class Dispatch:
             self.accounts.idle(asyncio.get_running_loop().time(), worker)
 
     def _handle_notice(self, member: Member, notice: m.Notice) -> None:
-        """Drain the worker shortly before its machine is taken. A later notice counts only if it is sooner."""
+        """Drain the worker shortly before its machine is taken. A second notice counts only if its end is earlier."""
         source, detail = notice.source[:MAX_CHARS], notice.detail[:MAX_CHARS]
         left_s = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
         loop = asyncio.get_running_loop()
@@ -318,7 +318,7 @@ class Dispatch:
 
     def resume(self, id: str) -> None:
         member = self.members.all[id]
-        member.requested = (member.version, member.digest)  # a load that failed meanwhile is not retried otherwise
+        member.requested = (member.version, member.digest)  # otherwise a load that failed meanwhile is not retried
         self.members.move(id, WorkerState.READY)
         self.accounts.resumed(asyncio.get_running_loop().time(), id)
         self._send(id, m.Resume())
@@ -393,8 +393,8 @@ class Dispatch:
     # Work is assigned and taken back.
 
     def _schedule_soon(self) -> None:
-        """Schedule once per round of the event loop, however many reasons there are. In a large fleet, where there are
-        more reasons and each round takes longer, schedule less often."""
+        """Schedule once per round of the event loop, no matter how often this is called. In a large fleet, where it is
+        called more often and scheduling takes longer, schedule less often."""
         if not self._scheduled:
             self._scheduled = True
             loop = asyncio.get_running_loop()
@@ -429,7 +429,7 @@ class Dispatch:
                 self._request_release(worker, [entry])
 
     def _assign_fixed(self, version: int) -> None:
-        """Assign the queued responses that must have this version. The newest can also be had from any other worker."""
+        """Assign the queued responses that must have this version. If it is the newest, any worker will do."""
         holders, newest = self.fixed.holders(version), self.window.newest
         if not holders and version == newest:
             holders = [w for w in self.members.routable(self.window) if w.version == version]
@@ -444,9 +444,9 @@ class Dispatch:
             self._assign(worker, entries)
 
     def _request_loads(self) -> None:
-        """Workers without the newest version load it. New workers do so at once. With staleness 0, others do when there
-        is work for them. Otherwise they do at once if running responses are interrupted, else when they are idle. The
-        trainer's engine has no other weights than the newest."""
+        """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
+        there is work for them; above 0, at once if running responses are interrupted, otherwise when idle. The
+        trainer's engine always has the newest weights."""
         now = asyncio.get_running_loop().time()
         for member in self.members.outdated(self.window, needed=bool(self._staleness or self.ledger.queue)):
             if self.fixed.keeps(member.id):

@@ -28,9 +28,9 @@ class Evaluation:
         self, recipe: Recipe, rollout: Rollout, events: EventLog, held_out: HeldOut | None = None, *,
         evaluated: Iterable[int] = (), lost: bool = False, on_change: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`held_out`: None: the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose evaluation
-        is in the log. `lost`: an evaluation was not completed before the controller was restarted. `on_change`: called
-        when an evaluation alongside training ends."""
+        """`held_out`: by default, the recipe's `eval.tasks` tasks, starting at HELD_OUT. `evaluated`: steps whose
+        evaluation is in the log. `lost`: an evaluation was not completed before the controller was restarted.
+        `on_change`: called when an evaluation alongside training ends."""
         tasks = recipe.eval.tasks
         self._recipe, self._rollout, self._events, self._on_change = recipe, rollout, events, on_change
         self._held_out = held_out or HeldOut(tasks=tasks, description=f"{tasks} held-out tasks")
@@ -97,7 +97,7 @@ class Evaluation:
         return list(running)
 
     def resume(self, steps: Iterable[int], *, reached: int) -> None:
-        """Start interrupted evaluations again, if the run has still `reached` their step."""
+        """Start interrupted evaluations again, except those of steps after `reached`, which are trained again."""
         for step in steps:
             if step <= reached:
                 self._run_beside_training(step)

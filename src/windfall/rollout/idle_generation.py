@@ -2,7 +2,7 @@
 
 The trainer may begin to train at any moment (`over` is always set): engine and trainer take turns on the machine, one
 engine step or one micro-batch at a time (worker/trainer_engine.py). Responses on the trainer's engine stand still while
-it trains, and become old there. So the engine takes part only if the trainer has time for it:
+it trains, and become old there. So the engine takes part only if the trainer waits enough of the time:
 
     GENERATES ── the trainer waited less than STOP_SHARE of a step ──▶ PAUSED     its responses go on elsewhere
               ◀── the trainer waited more than START_SHARE of a step ──

@@ -53,7 +53,7 @@ class Loading:
             self.request(member)
 
     def done(self, member: Member, message: m.Loaded, now_s: float) -> bool:
-        """The worker has loaded a version. True if it is one of the window, so that work can be assigned."""
+        """The worker has loaded a version. True if it is in the window, so that work can be assigned."""
         if message.slots < 1 or message.version < 0 or message.longest < 0:
             capacity = f"{message.slots} slots and room for {message.longest} tokens"
             raise Malformed(f"loaded version {message.version} with {capacity}")
@@ -62,9 +62,9 @@ class Loading:
             member.version, member.digest, member.slots = message.version, message.digest, message.slots
             self.retry(member.id)
             return False
-        was_ready = member.state is WorkerState.READY
+        was_pulling = member.state is WorkerState.PULLING  # a paused worker stays paused
         self._members.loaded(member.id, message.version, message.digest, message.slots, message.s)
-        if not was_ready:
+        if was_pulling:
             self._accounts.ready(now_s, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,

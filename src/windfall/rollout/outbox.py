@@ -1,4 +1,4 @@
-"""Messages on their way to workers: one queue and one link per worker. A worker whose queue is full does not read."""
+"""Messages on their way to workers: one queue and one link per worker. If a queue is full, its worker does not read."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Workers that refuse the run's model, and when that ends the run. Pure.
 
 A worker that builds its engine may refuse the model: its self-test measured a difference, or its memory is too small.
-One such worker is a fact about its machine, and the others do the work. The run ends when all of these hold:
+A single refusal concerns only one machine: the other workers do the work. The run ends when all of these hold:
 
 - no worker has ever been ready. Once one has been, the model works somewhere, and the run waits for such a worker;
 - work is queued, and REFUSED_S seconds have passed since the first refusal. A worker that left for another reason might
-  have been able to do the work, so the run waits as long for its replacement;
+  have been able to do the work, so the run waits equally long for its replacement;
 - no worker is still starting.
 
 If workers that refuse are restarted again and again, one is always starting. Therefore after REFUSALS refusals the run

@@ -238,8 +238,8 @@ class Seeding:
             self._resume(local)
 
     def _replan(self, now: float) -> None:
-        """While GENERATING: plan T_seed again if the fleet or its measured speed (by more than SPEED_CHANGE) has
-        changed."""
+        """While GENERATING: plan T_seed again if the fleet has changed, or its measured speed by more than
+        SPEED_CHANGE."""
         step, before, fleet = self._step, self._step.plan, self._step.fleet
         if self._phase is not Phase.GENERATING or fleet is None or step.generating_since_s is None:
             return
@@ -278,7 +278,7 @@ class Seeding:
             self._timer.cancel()
             self._timer = None
 
-    # what is known of the workers
+    # what is known about the workers
 
     def _new_step(self, number: int, now: float, plan: SeedPlan, fleet: RemoteFleet | None) -> _Step:
         return _Step(

@@ -181,7 +181,9 @@ class Stream:
         self._on_group, self._on_skipped, self._on_too_old = on_group, on_skipped, on_too_old
         self._scope, self._version = scope, version
         self._counted = version is None
-        """Whether tokens count toward the totals of a step. Those of an evaluation alongside training do not."""
+        """Tokens and turns count in the totals of a step. Those of an evaluation beside training do not."""
+        self._oldest = -1
+        """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[_Message] = asyncio.Queue()
         self._listener = Listener(
             turn_ended=lambda id: self.inbox.put_nowait(_TurnEnded(id)),
@@ -252,10 +254,24 @@ class Stream:
     # Responses that became too old.
 
     def expire(self, oldest: int) -> None:
-        """Drop the open responses that have a token of an older version: they can no longer be trained on."""
-        self.drop(
-            [id for id in self._live if (v := self._dispatch.ledger.oldest_version(id)) is not None and v < oldest]
-        )
+        """Drop the open responses that have a token of an older version: they can no longer be trained on. This also
+        holds for what the journal has of responses that are opened later."""
+        self._oldest = oldest
+        self._drop_too_old(list(self._live))
+
+    def _drop_too_old(self, ids: Sequence[str]) -> None:
+        oldest_version = self._dispatch.ledger.oldest_version
+        self.drop([id for id in ids if (v := oldest_version(id)) is not None and v < self._oldest])
+
+    def not_begun(self) -> list[int]:
+        """The open tasks of which nothing was generated or assigned to a worker yet."""
+        begun = {id.rpartition("/")[0] for id in self._rollout.history}  # the journal has a part of it
+        open_groups = {group.index: group for _, group in self._live.values()}
+        for id, (episode, group) in self._live.items():
+            queued = self._dispatch.ledger.entries[id].state == "queued"
+            if episode.tokens or group.responses or group.dropped or not queued:
+                begun.add(f"{self._scope}{group.index}")
+        return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
 
     def drop(self, ids: Sequence[str]) -> None:
         sampled = {id: self._dispatch.ledger.sampled(id) for id in ids}
@@ -330,6 +346,7 @@ class Stream:
             )  # fmt: skip
             self._live[episode.id] = (episode, group)
             self._open_episode(episode, group)
+        self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
 
     def _check_prompt(self, task: Task, prompt: tuple[int, ...]) -> None:
         context, max_tokens = self._rollout.context, self._rollout.options.max_tokens
@@ -389,7 +406,8 @@ class Stream:
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
                 return
-            r.graded_turns, r.grading_s = r.graded_turns + 1, r.grading_s + loop.time() - began_s
+            if self._counted:
+                r.graded_turns, r.grading_s = r.graded_turns + 1, r.grading_s + loop.time() - began_s
             self.inbox.put_nowait(_TurnAnswered(episode, graded))
 
         self._in_background(ask_environment())

@@ -13,11 +13,13 @@ its tokens. With the bound eta (`rollout.staleness`) and B groups per batch (`ro
   version that generates it is published: this is synchronous training.
 - The check at use: a response is never trained on if it is older than the bound, or newer than the trainer (after the
   trainer fell back to a checkpoint). The gate alone is not enough, because later groups overtake a long response.
-- The oldest ready group is taken first. A group may overtake older groups that are still open only if the batches that
-  are left before those become too old still have places for them; otherwise the trainer waits for them. Without this
-  rule, short groups overtake long ones until those are too old, and training is biased toward short responses. With it,
-  nothing is dropped as long as responses start at the version at which their task was admitted, or later. With
-  `in_order`, groups are taken in the order of their tasks.
+- Of the ready groups the oldest is taken first. A group may overtake older groups that are still open only if enough
+  places for those remain in the batches that are trained before they become too old; otherwise the trainer waits for
+  them. Without this rule, short groups overtake long ones until those are too old, and training prefers short
+  responses. With it, nothing is dropped as long as responses start at the version at which their task was admitted, or
+  later. A group ages only once it has begun: tasks that wait in the queue while versions are published (with a large
+  bound, most of those that a run opens at its start) do not hold the trainer back (`not_begun`). With `in_order`,
+  groups are taken in the order of their tasks.
 - A task that is dismissed or replaced frees its place at once. At most `max_draws` * B tasks are drawn for one batch;
   after that the step continues with the groups that it has.
 - No more tasks are admitted than the steps that are left can use.
@@ -74,12 +76,13 @@ class Admission:
         self.version = self.next_task = 0
         """Steps completed, and the index of the first task that was never admitted."""
         self.dropped = Dropped()
-        """Counted since the last publish()."""
+        self.too_new = 0
+        """Responses that were dropped as too old, and as newer than the trainer, since the last publish()."""
         self._again: deque[int] = deque()
         """Tasks to admit before new ones, because they were open when the run was interrupted."""
         self._open: dict[int, int] = {}
-        """By open task: the version at which it was admitted, or that of its oldest token in the journal if that is
-        older. No token of its responses is older than this."""
+        """Open tasks. No token of a task is older than this version: at first the one at which it was admitted, or that
+        of its oldest token in the journal, then the newest version at which it had not begun."""
         self._ready: dict[int, Group] = {}
         self._oldest: list[tuple[int, int]] = []
         """Heap of (oldest version, task) of the ready groups."""
@@ -116,7 +119,7 @@ class Admission:
         self._open, self._ready, self._oldest, self._order, self.taken = {}, {}, [], deque(), []
         self._held.clear()
         self._restored = dict(oldest or {})
-        self._replaced, self.dropped = 0, Dropped()
+        self._replaced, self.dropped, self.too_new = 0, Dropped(), 0
 
     @property
     def capacity(self) -> int:
@@ -159,6 +162,13 @@ class Admission:
         """Every response of this open task is too old."""
         self._held[self._open.pop(index)] -= 1
 
+    def not_begun(self, tasks: Iterable[int]) -> None:
+        """These open tasks have no token yet, and their first one will be of the current version or a newer one."""
+        for index in tasks:
+            self._held[self._open[index]] -= 1
+            self._open[index] = self.version
+            self._held[self.version] += 1
+
     def finish(self, group: Group, *, informative: bool = True) -> None:
         """A group is complete. One that is not informative is replaced by another task, unless it is planned."""
         self.drop(group.index)
@@ -196,15 +206,20 @@ class Admission:
         while not self.complete and (index := self._next()) is not None:
             group = self._ready.pop(index)
             self._held[_oldest(group, self.version)] -= 1
-            fresh = tuple(r for r in group.responses if is_usable(r, self.version, self.staleness))
-            if len(fresh) < len(group.responses):
-                for response in group.responses:
-                    if not is_usable(response, self.version, self.staleness):
-                        self.dropped.add(response.sampled_count)
-            if fresh:
+            if fresh := tuple(r for r in group.responses if self._check_use(r)):
                 self.taken.append(index)
                 return replace(group, responses=fresh)
         return None
+
+    def _check_use(self, response: Response) -> bool:
+        """Whether the response may be trained on now. Counts it otherwise."""
+        if is_usable(response, self.version, self.staleness):
+            return True
+        if staleness(response, self.version) > self.staleness:
+            self.dropped.add(response.sampled_count)
+        else:
+            self.too_new += 1
+        return False
 
     def _next(self) -> int | None:
         """The ready task to take next."""
@@ -240,7 +255,7 @@ class Admission:
         self._planned.pop(self.version + 1, None)
         self.version += 1
         self._held = +self._held  # remove the versions that no group has any more
-        self.taken, self._replaced, self.dropped = [], 0, Dropped()
+        self.taken, self._replaced, self.dropped, self.too_new = [], 0, Dropped(), 0
 
     @property
     def oldest_version(self) -> int:

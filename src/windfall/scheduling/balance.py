@@ -22,12 +22,12 @@ With four slots each, `a` has no free slots after four responses. `b` gets four,
 
 Rules:
 - Responses are placed in the order of the queue, and no worker gets more than its free slots. A response for which
-  there is no free slot stays in the queue, because from there it can still go anywhere. The share of workers that are
-  about to be ready is held back as well.
-- Delayed dispatch: a response is held back from a slow worker if a fast worker, now full, would finish it sooner, and
-  if that worker is free so soon that starting on the slow one is not worth the move that would follow.
-- Responses of one group go together. They go to a worker that has their prompt in its prefix cache if this makes the
-  longest step at most NEAR longer.
+  there is no free slot stays in the queue, because from there it can still go anywhere. So does the share of workers
+  that are about to be ready.
+- Delayed dispatch: a response waits instead of starting on a slow worker if a fast worker that is now full would finish
+  it sooner, and will be free so soon that starting on the slow one and moving later is not worthwhile.
+- Responses of one group stay together. They go to a worker that has their prompt in its prefix cache, unless that makes
+  the longest step longer by more than the share NEAR.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import numpy as np
 from windfall.scheduling.worker_speed import UNKNOWN, Profile
 
 NEAR = 0.1
-"""A cached prefix may make the longest step longer by this share."""
+"""The longest step may become longer by this share if that makes use of a cached prefix."""
 MIN_ROUND_TRIPS = 4.0
 """Start on a slow worker at once if that saves more than this number of round trips."""
 ROUND_TRIP_S = 0.05
@@ -83,7 +83,7 @@ def place(
         return []
     fleet = _Fleet(loads, coming)
     fleet.fill(len(queued) + backlog)
-    if fleet.new[: len(loads)].sum() > len(queued):  # the free slots that are left belong to the backlog
+    if fleet.new[: len(loads)].sum() > len(queued):  # more would fit: place only these
         fleet = _Fleet(loads, 0)
         fleet.fill(len(queued))
     fleet.hold_back(len(queued) + backlog, typical, round_trip_s)
@@ -119,8 +119,8 @@ class _Fleet:
     def fill(self, count: int) -> None:
         """Places `count` responses, each on the worker whose step would be shortest.
 
-        Placing them one by one would be slow. Instead, a common step time ("level") is computed up to which every
-        worker is filled; then the few responses lost to rounding are placed one by one."""
+        Placing them one by one would be slow. Instead, every worker is filled up to a common step time ("level"); then
+        the few responses lost to rounding are placed one by one."""
         free = np.maximum(self.slots - self.running, 0)
         count = min(count, int(free.sum()))
         start_s = self.fixed + self.each * self.running
@@ -161,8 +161,8 @@ class _Fleet:
             return
         full = full[np.argsort(now_s[full], kind="stable")]
         full_s = now_s[full]
-        # Slots that become free per time that one response takes on a worker with steps of one second. Response lengths
-        # cancel out, because both times are proportional to them.
+        # Slots that become free per unit of time. The unit is the duration of one response on a worker with steps of
+        # one second; response lengths cancel out, because all durations are proportional to them.
         freed = np.cumsum((self.running + self.new)[full] / full_s)
         backlog = count - int(self.new.sum())
         slowest = [(-s, n) for n, s in enumerate(now_s.tolist()) if self.new[n]]
@@ -187,7 +187,7 @@ def _match(
     queued: Sequence[str], loads: Sequence[WorkerLoad], new: list[int], fleet: _Fleet,
     prefix_holders: Mapping[str, Collection[str]], move_targets: Mapping[str, str],
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Chooses the worker of each response: `new[n]` go to worker n, groups together, where their prefix is cached."""
+    """Chooses a worker for each response, about `new[n]` for worker n. Groups go together, to their cached prefix."""
     names = [load.worker for load in loads]
     index = {name: n for n, name in enumerate(names)}
     steps = fleet.step_s()[: len(loads)][np.array(new) > 0]

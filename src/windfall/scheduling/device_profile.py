@@ -3,11 +3,11 @@
     step time = slowdown * (fixed + per_response * batch + per_context_token * tokens in the context of the whole batch)
 
 If only the batch size were considered, a worker with long responses would look slow and one that has just begun would
-look fast, because reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of
-every worker of a device: in relative error, with older measurements slowly forgotten, and with no coefficient below 0.
-A worker has one value of its own, its slowdown. A slowdown within NOISE counts as none; otherwise noise would give one
-of two equal workers twice as many responses as the other. A change is believed after three windows. Workers that do not
-report their context are not included.
+look fast, because reading the KV cache takes time, too. So the three coefficients are fitted to the measurements of all
+workers of a device. The fit minimizes the relative error, slowly forgets older measurements, and allows no coefficient
+below 0. A worker has one value of its own, its slowdown. A slowdown within NOISE counts as none; otherwise noise would
+give one of two equal workers twice as many responses as the other. A change is accepted after three windows. Workers
+that do not report their context are not included.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from windfall.scheduling.least_squares import non_negative
 
 RETAIN = 0.999
-"""Weight that older measurements keep with every new window."""
+"""Factor by which each new window multiplies the weight of all older measurements."""
 MIN_WINDOWS = 16
-"""Windows before a device has a profile."""
+"""Number of windows before a device has a profile."""
 MIN_REFIT_WINDOWS = 4
 """Minimum number of windows between two fits."""
 NOISE = math.log(1.15)
-"""A slowdown with a logarithm below this counts as none."""
+"""A slowdown whose logarithm is below this counts as none."""
 GAIN, FAST_GAIN = 0.05, 0.5
 """Weight of a new window in a slowdown: GAIN normally, FAST_GAIN from the third deviating window in a row."""
 DEVIATION, MAX_DEVIATION = math.log(1.3), math.log(4)
@@ -39,7 +39,7 @@ MIN_TOKENS = 2
 
 @dataclass(slots=True)
 class Window:
-    """Tokens that a worker generated in some time."""
+    """Tokens that a worker generated in an interval of time."""
 
     tokens: float = 0
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class _Device:
     fit: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Seconds: fixed, per response, per token in the context."""
     log_slowdown: float = 0.0
-    """Median of its workers."""
+    """Median over its workers."""
     refit_in: int = 0
     """Windows until fit and median are computed again. One window of one worker changes them little."""
 

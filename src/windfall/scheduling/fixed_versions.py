@@ -1,9 +1,9 @@
 """Chooses the workers that keep a version while training goes on, for evaluation on a fixed version. Pure.
 
-An evaluation during asynchronous training must get all its tokens from one version. So as few workers as have slots for
-it keep that version until the evaluation is over; all others load new versions as they appear. A worker that is lost is
-replaced by another one that holds the version, or that loads it while the trainer still serves it. If there is none,
-the evaluation cannot go on.
+An evaluation during asynchronous training must get all its tokens from one version. So the smallest number of workers
+that have enough slots for it keeps that version until the evaluation is over; all others load new versions as they
+appear. A lost worker is replaced by another one that holds the version, or that loads it while the trainer still serves
+it. If there is none, the evaluation cannot go on.
 
 Rule: a worker that keeps a version is not asked to load another one. The trainer's own engine never keeps one, because
 its weights are those of the trainer.
@@ -33,7 +33,7 @@ class FixedVersions:
         self._kept: dict[int, KeptVersion] = {}
 
     def keep(self, version: int, digest: str, responses: int) -> bool:
-        """Have workers keep this version, which is the newest, until `release`. False if there is no worker."""
+        """Have workers keep this version, the newest, until `release`. Returns False if there is no worker to do so."""
         if all(m.name == LOCAL or m.state is WorkerState.DRAINING for m in self._members.here()):
             return False
         self._kept[version] = KeptVersion(version=version, digest=digest, responses=responses)
@@ -46,7 +46,7 @@ class FixedVersions:
         """Choose workers for the versions that have too few. Call this before workers are asked to load versions."""
         for kept in self._kept.values():
             holders = {m.id: m for m in self._members.here() if _holds(m, kept)}
-            kept.workers &= holders.keys()  # also those that are silent for a moment
+            kept.workers &= holders.keys()  # a suspect worker may stay
             able = {id: m.slots for id, m in holders.items() if id in kept.workers or not m.suspect}
             for worker in sorted(able, key=lambda id: -able[id]):
                 if sum(able[id] for id in kept.workers) < kept.responses:

@@ -57,10 +57,10 @@ class LineSums(NamedTuple):
 
 
 def non_negative(products: np.ndarray) -> list[float]:
-    """The coefficients, none below 0, of the best fit of the last column by the others.
+    """The coefficients of the best fit of the last column by the others, with no coefficient below 0.
 
     `products`: weighted sums of the products of every two columns. Every subset of columns is tried, with the other
-    coefficients 0, so this is for few columns.
+    coefficients at 0, so use this only for a few columns.
 
     >>> rows = np.array([[1.0, batch, 3.0 + 2.0 * batch] for batch in (1, 2, 3)])
     >>> [round(x, 6) for x in non_negative(rows.T @ rows)]

@@ -3,17 +3,17 @@
     JOINING ▶ PULLING ▶ READY ⇄ PAUSED ▶ DRAINING ▶ GONE        every state may go straight to GONE
                  ▲────────┘  (a newer version)
 
-Rules, all in `check()`:
-- Only a READY worker that is not suspect and holds a version of the window gets work.
+Rules:
+- Only a READY worker that is not suspect and holds a version in the window gets work.
 - A worker without work pulls a new version in the state PULLING. With `on_new_weights = "interrupt"`, a worker with
   work stays READY and goes on generating while it pulls; its engine takes the new weights between two steps.
-- A worker that is silent for `suspect_s` becomes suspect and gets no new work. Any message ends this. A worker that is
+- A worker that is silent for `suspect_s` becomes suspect and gets no new work until its next message. A worker that is
   silent for `gone_s`, or has work but makes no engine step for `stalled_s`, is gone.
 - A PULLING worker that receives no byte of the weights for `stalled_s` is stuck, even if it sends messages and retries;
   it is drained. Every received byte extends the deadline, and so does any time in which no process serves the weights
   (`extend_deadlines`). Building the engine and swapping in the weights have their own limits, which the worker
-  enforces; LOADING_S is for a worker that does not.
-- A worker that was asked to drain and is still here after LEAVING_S is gone.
+  enforces; LOADING_S applies to a worker that fails to do so.
+- A worker that was asked to drain and is still connected after LEAVING_S is gone.
 - GONE is final: a worker that comes back is a new worker with a new id.
 - A stall of the controller itself counts against no worker: after a late tick every deadline is extended by the delay.
 """
@@ -35,7 +35,7 @@ LOADING_S = {"build": 960.0, "swap": 150.0}
 """Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/startup.py,
 session.py)."""
 LEAVING_S = 20.0
-"""Maximum seconds from the Drain message until the worker has left; it takes 8 s at most."""
+"""Maximum seconds from the Drain message until the worker has left; it should take 8 s at most."""
 
 
 class WorkerState(StrEnum):
@@ -161,7 +161,7 @@ class Members:
         return len(self._here)
 
     def join(self, name: str, lease: Lease, now_s: float, *, version: int = -1, digest: str = "") -> Member:
-        """Adds a new member, also if a worker of this name was here before."""
+        """Adds a new member, even if a worker of this name was here before."""
         self._generation[name] = n = self._generation.get(name, 0) + 1
         id = name if n == 1 else f"{name}#{n}"
         if len(self._generation) > 100 * self._remember:
@@ -257,7 +257,7 @@ class Members:
         return changes
 
     def _stuck(self, member: Member, now_s: float) -> str:
-        """Why its load will not complete; empty if it may."""
+        """Why the member's load is given up; empty if it may still complete."""
         if not member.loading or member.name == LOCAL:  # local gets its weights from the trainer
             return ""
         part = _part(member.stats) if member.stats is not None else ""
@@ -293,7 +293,7 @@ class Members:
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Raise AssertionError if a rule above is broken."""
+        """Raise AssertionError if the recorded states contradict each other."""
         for id, m in self.all.items():
             assert id == m.id
             assert m.state is not WorkerState.READY or (m.version >= 0 and m.slots > 0), (
@@ -306,5 +306,5 @@ class Members:
 
 
 def _part(stats: Stats) -> str:
-    """The part of the load that does not wait for bytes; empty otherwise. A pull that starts again is no progress."""
+    """The part of the load if it does not wait for bytes; empty otherwise. A pull that starts again is no progress."""
     return stats.loading if stats.loading in LOADING_S else ""

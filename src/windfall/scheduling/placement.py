@@ -6,11 +6,11 @@ Algorithm 2 (rlboost.py), to the ledger. No clock, no I/O.
 
     loads()     the running responses, slots and speed of every worker, from the ledger and the speeds measured here
     assign()    takes responses from the queue and assigns them: 1/0 and 1/1 to `b` (their prefix), 2/0 to `a`
-    reclaim()   once the queue is empty: responses that should move; the worker releases them, they return to the queue,
-                and assign() gives each to the worker for which it was moved
+    reclaim()   chooses, once the queue is empty, responses that should move; their workers release them, they return to
+                the queue, and assign() gives each to the target of its move
 
-The object stores what these decisions need: the speed of every worker, which workers have which group in their prefix
-cache, the target of every move, and how long responses are.
+`Placement` stores what these decisions need: the speed of every worker, which groups each worker has in its prefix
+cache, the target of every move, and the mean length of responses.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Placement:
         self.speeds = WorkerSpeeds()
         self._ledger, self._balancing = ledger, balancing
         self._prefix_holders: dict[str, dict[str, None]] = {}
-        """Group: the workers that have its prompt in their prefix cache, in the order in which they got it, which is
-        the same in every process."""
+        """By group: the workers that have its prompt in their prefix cache. They are in the order in which they got it,
+        so that the order does not depend on the process."""
         self._move_targets: dict[str, str] = {}
-        """Response: the worker to which it is being moved."""
+        """By response: the worker to which it is being moved."""
         self._finished = self._finished_tokens = 0
         self._prefilling: dict[str, _Prefill] = {}
-        """Workers that were assigned responses begun elsewhere, if these are a large part of their tokens."""
+        """By worker: the responses begun elsewhere that it prefills, if these are a large part of its tokens."""
 
     @property
     def typical(self) -> float:
@@ -74,7 +74,7 @@ class Placement:
         return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
     def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
-        """The combined speed of these workers; None if the speed of one is not known, or if there is none."""
+        """The combined speed of these workers; None if the speed of one is not known, or if there are no workers."""
         out = FleetSpeed()
         for member in members:
             profile = self.speeds.profile(member.id)
@@ -125,7 +125,7 @@ class Placement:
         out: dict[str, list[LedgerEntry]] = {}
         sizes = [(longest or {}).get(load.worker, math.inf) for load in loads]
         small = sorted({size for size in sizes if size < self._ledger.longest})
-        for n in range(len(small), -1, -1):  # in most fleets no worker is too small, and this is one pass
+        for n in range(len(small), -1, -1):  # one pass in most fleets, where no worker is too small
             fit = [load for load, size in zip(loads, sizes, strict=True) if n == 0 or size > small[n - 1]]
             fit = [_with(load, len(out.get(load.worker, ()))) for load in fit]
             self._assign_queued(self._queued(small, n, fixed), fit, versions, coming, out)
@@ -160,7 +160,7 @@ class Placement:
                 move_targets=self._move_targets, typical=self.typical,
             )  # fmt: skip
         for id, worker in chosen:
-            self._ledger.queue.remove(id)  # at its head, unless an earlier response must wait for more room
+            self._ledger.queue.remove(id)  # the head, unless an earlier response waits for more room
             self._move_targets.pop(id, None)
             self._prefix_holders.setdefault(id.rpartition("/")[0], {})[worker] = None
             out.setdefault(worker, []).append(self._ledger.assign(id, worker, versions[worker]))
@@ -168,7 +168,7 @@ class Placement:
     def reclaim(
         self, loads: Sequence[WorkerLoad], longest: Mapping[str, float] | None = None
     ) -> list[tuple[str, LedgerEntry]]:
-        """(worker, response that it should release), for an empty queue. `longest`: as in `assign`."""
+        """(worker, response that it should release) for each move; the queue is empty. `longest`: as in `assign`."""
         if not self._balancing:
             return []
         if self._balancing == "algorithm2":

@@ -8,14 +8,14 @@
     select    Choose the worker with the fewest pending responses among those with fewer than THETA. If there is none,
               hold the response back.
     balance   If one worker has no pending responses and another has some, move one from the worker with the most. If no
-              worker has any and one is idle, move from the busiest worker everything above B, the batch size at which
-              it has nearly its highest throughput.
+              worker has any and one is idle, reduce the batch of the busiest worker to B, the size with which it has
+              nearly its highest throughput, and move the rest.
 
 The paper leaves some points open. They are resolved here as follows:
 - A response is pending if a worker's engine holds it but does not run it. No worker gets more responses than it has
   slots, so there is usually no pending response. Workers with equally many pending responses are compared by their
   load, executing / slots. So the trainer's machine, which stands for several of the paper's instances, gets its share.
-- THETA is 8: of 1, 8 and 32 it was best or equal in benchmarks/balance.py.
+- THETA is 8: of 1, 8 and 32, no value was better in benchmarks/balance.py.
 - B is the knee of the profile that was measured for that worker (worker_speed.py).
 """
 
@@ -32,7 +32,7 @@ from windfall.scheduling.seed_time import GENERATE_ALL, RemoteFleet, SeedingPoli
 
 THETA = 8
 SAME = 1e-3
-"""Two mean numbers of workers that differ by less are equal; the difference is rounding."""
+"""Mean numbers of workers that differ by less than this count as equal; the difference is a rounding error."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Handles responses that are too long for some workers, or for all of them. Pure.
 
-A worker reports how many tokens it has room for when it is ready. If it rejects a response anyway, it has less room.
-This is a property of the worker, so the response goes to another one (`Placement.assign`). Only a response that fits on
-no worker ends the run: after NO_ROOM_S, and if every worker has booted, so that its room is known.
+When a worker is ready, it reports how many tokens it has room for. If it rejects a shorter response, it has less room
+than that. Room is a property of the worker, so the response goes to another one (`Placement.assign`). The run ends only
+if a response has fitted on no worker for NO_ROOM_S and every worker has booted, so that the room of each is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from windfall.ledger.ledger import Ledger, LedgerEntry, room
 from windfall.scheduling.members import Member, WorkerState
 
 NO_ROOM_S = 60.0
-"""Seconds for which a queued response may fit on no worker."""
+"""Maximum seconds for which a queued response may fit on no worker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,14 @@ class Verdict:
     most: float
     """Tokens for which the largest worker has room."""
     why: str
-    """Why the run cannot continue; empty in the first report, while it still may."""
+    """Why the run cannot continue; empty in the first report, when it still may."""
 
 
 class Room:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._since_s: float | None = None
-        """Time (loop seconds) from which a queued response has fitted on no worker. None if all fit."""
+        """When a queued response first fitted on no worker (loop time, seconds). None if all fit."""
 
     def look(self, here: Iterable[Member], now_s: float) -> Verdict | None:
         """Reports a queued response that fits on no worker: when it is first seen, and when NO_ROOM_S have passed."""

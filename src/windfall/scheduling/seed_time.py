@@ -7,21 +7,21 @@
 workers have nothing left to do while the trainer still trains. Without other workers T_seed must be unbounded: the step
 then generates everything and trains afterward.
 
-Policies with one interface:
+There are three policies with the same interface:
 
 - `rlboost.RLBoostSeeding` is RLBoost's Algorithm 1. It changes T_seed by the imbalance of the last step divided by eta,
   remembers the T_seed that worked for each fleet size, and bounds the number of instances that are worth having.
 - `PredictedSeeding` computes T_seed. A step has W tokens; local generates L tokens per second; the fleet generates R
   tokens per second once it has pulled the weights (after P seconds); training consumes A tokens per second. If work
-  could be split freely, generation and training would end together at
+  could be split freely, generation and training would end together with
 
       T_seed = (W (1 - R / A) + R P) / (L + R)
 
   Work cannot be split freely. How groups become complete, and how the last responses slow down, is learned from every
   step (scheduling/step_model.py), and T_seed is the value with which the step would end soonest. W, L and A are the
-  last measured values. R is the sum of the known speeds of today's workers, so a change of the fleet has an effect in
-  the step in which it is seen. Even with a very fast fleet nothing can be trained on before the first groups are
-  complete; until then local generates, too.
+  averages of recent steps. R is the sum of the known speeds of the present workers, so a change of the fleet takes
+  effect in the step in which it is seen. Even with a very fast fleet nothing can be trained on before the first groups
+  are complete; until then local generates, too.
 - `NoSeeding` lets local generate only when there is no other worker.
 """
 
@@ -62,7 +62,7 @@ class StepMeasurement:
     train_s: float
     """Seconds of training, including the update and excluding waits."""
     train_wait_s: float
-    """Seconds for which the trainer had stopped generating and waited for groups."""
+    """Seconds for which the trainer waited for groups after it had stopped generating."""
     remote_wait_s: float
     """Seconds from the last token of another worker to the end of the step."""
     remote_s: float
@@ -93,7 +93,7 @@ class SeedingPolicy(Protocol):
         ...
 
     def replan(self, fleet: RemoteFleet, now: Progress) -> SeedPlan | None:
-        """Plans again while local still generates and the step has come to `now`. None, the default, keeps the plan."""
+        """Plans again while local still generates. `now`: the progress of the step. None, the default: no new plan."""
         return None
 
 
@@ -102,7 +102,7 @@ GENERATE_ALL = SeedPlan(seed_s=math.inf, most_workers=math.inf, why="no other wo
 
 @dataclass(slots=True)
 class PredictedSeeding:
-    """The model in the module docstring. It contains no constants of any model or machine."""
+    """The model in the module docstring. It has no constants that are specific to a language model or machine."""
 
     newest: float = 0.5
     """Weight of the newest step in every average."""

@@ -1,8 +1,9 @@
-"""A model of how a step unfolds: what is trainable, and how fast tokens are generated, by the share generated. Pure.
+"""A model of how a step unfolds: how much is trainable, and how fast generation is, in each part of the step. Pure.
 
 Rates alone say when a step would end if work could be split freely. It cannot: groups become complete late, so little
-is trainable while much is generated; and the last responses are generated in batches too small to be fast, no matter
-how many workers there are. Both effects repeat from step to step at the same share of generated tokens, for any fleet:
+is trainable when much is generated; and the last responses are generated in batches too small to be fast, no matter how
+many workers there are. Both effects occur in every step at the same share of generated tokens, whatever the fleet. They
+are described by:
 
     generated     share of the step's tokens that is generated
     trainable     share of the step's tokens that is in complete groups
@@ -31,9 +32,9 @@ from windfall.scheduling.fleet_speed import FleetSpeed, StepRates
 PARTS = 32
 """Points at which the model stores its values."""
 SEARCH_POINTS = 24
-"""Values of T_seed that are compared in each of two rounds."""
+"""Number of values of T_seed that are compared in each of two rounds."""
 MIN_SLOWDOWN, MAX_SLOWDOWN = 0.25, 8.0
-"""Values outside this range are treated as errors in the rates."""
+"""Slowdowns outside this range are clipped: they are errors in the rates."""
 
 
 class Progress(NamedTuple):
@@ -82,8 +83,8 @@ class StepModel:
     def learn(
         self, progress: Sequence[Progress], speeds: Sequence[tuple[float, FleetSpeed]], responses: float, weight: float
     ) -> None:
-        """Learns from one step. `progress`: in order of time; the last entry is from when everything was generated.
-        `speeds`: (seconds from the start, speed of all workers from then on), in order. `weight`: of this step."""
+        """Learns from one step. `progress`: in order of time, until everything is generated. `speeds`: (seconds from
+        the start, speed of all workers from then on), in order. `weight`: weight of this step in every average."""
         total = progress[-1].generated if progress else 0.0
         if total <= 0:
             return
@@ -105,8 +106,9 @@ class StepModel:
             before = point
 
     def expected_tokens(self, rates: StepRates, start: Progress) -> float:
-        """The number of tokens that this step will have: a mean of two estimates, from earlier steps and from the usual
-        share of tokens at this share of unfinished responses. The more are finished, the more the second counts."""
+        """The number of tokens that this step will have, as a weighted mean of two estimates: that of earlier steps,
+        and the tokens generated so far / the share that is usually generated when this share of the responses is
+        unfinished. The more responses are finished, the more the second estimate counts."""
         unfinished = start.unfinished / rates.responses
         if not self.steps or not start.generated or unfinished >= 1:
             return rates.tokens
@@ -148,7 +150,7 @@ class StepModel:
     def end_s(
         self, rates: StepRates, seed_s: float, start: Progress = START, parts: Sequence[StepPart] | None = None
     ) -> float:
-        """Seconds from the start of the step until everything is trained. `parts`: those of `remaining`, if known."""
+        """Seconds from the start of the step until everything is trained. `parts`: result of `remaining`, if known."""
         at_s, trained_s = start.at_s, seed_s + start.trainable / rates.train_tok_per_s
         for part in self.remaining(rates, start) if parts is None else parts:
             begun_s = at_s

@@ -1,13 +1,13 @@
-"""AstraFlow's autoscaling rule (arXiv 2605.15565): how many workers asynchronous training needs, from the share of the
-time in which the trainer waits for data. Pure. It knows neither speeds nor prices.
+"""AstraFlow's autoscaling rule (arXiv 2605.15565). It computes how many workers asynchronous training needs from w, the
+share of the time in which the trainer waits for data. It uses neither speeds nor prices. Pure.
 
-    the trainer waits more than MORE_ABOVE    generation is the bottleneck: G / (1 - w) workers would keep it busy
-    the trainer waits less than FEWER_BELOW   training is the bottleneck: keep the workers whose work is used, and SPARE
-    otherwise                                 no change
+    w is above MORE_ABOVE     generation is the bottleneck: workers / (1 - w) workers would keep the trainer busy
+    w is below FEWER_BELOW    training is the bottleneck: keep SPARE times the workers whose work is used
+    otherwise                 no change
 
-AstraFlow takes the surplus from the samples that entered its buffer and the samples that were consumed. With an
-admission gate both are equal: the gate holds generation back instead. So the surplus is the share of the time in which
-it did (`held_s` of a step).
+AstraFlow computes the surplus from the numbers of samples that entered its buffer and that were consumed. With an
+admission gate both are equal, because the gate holds generation back instead. So here the surplus is the share of the
+time in which it did (`held_s` of a step).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ can be predicted for batch sizes that were never seen.
 
 Rules:
 - Tokens count for the batch size at which they were generated; sizes within half an octave count as one size.
-- A worker that becomes slower or faster does so at every batch size: a measurement at one size moves all sizes alike.
-  So a change is believed after three windows, and what was learned about the other sizes is kept.
-- One odd window has little effect: it counts as off by a factor of four at most, with a weight of a tenth.
+- A worker is assumed to become slower or faster at all batch sizes alike: a measurement at one size changes all sizes.
+  So a change is accepted after three windows, and what was learned about the other sizes is kept.
+- One outlier has little effect: its deviation is limited to a factor of four and has a weight of a tenth.
 - Unseen batch sizes are predicted from workers of the same device, or else from all, scaled to the worker's own speed.
 - Where the context of the responses is reported, workers of one device share a profile (device_profile.py).
 """
@@ -26,13 +26,13 @@ from windfall.types import LOCAL
 WINDOW_FRAMES, WINDOW_MIN_S, WINDOW_MAX_S = 8, 0.1, 2.0
 """A window has 8 frames and at least 0.1 s, or all frames of 2 s; shorter windows are mostly noise."""
 PREFILL_WEIGHT = 0.3
-"""Weight of the newest prefill."""
+"""Weight of the newest prefill in the average."""
 GAIN, FAST_GAIN = 0.1, 0.5
 """Weight of a new window: GAIN normally, FAST_GAIN from the third deviating window in a row."""
 DEVIATION, MAX_DEVIATION = math.log(1.2), math.log(4)
 """A window deviates if its log ratio exceeds DEVIATION. Values above MAX_DEVIATION are clipped."""
 ENOUGH_WINDOWS = 8
-"""Windows after which more windows do not make a batch size better known."""
+"""Number of windows after which a batch size is well known; further windows do not raise its weight."""
 MIN_RATIO = 1 / 4096
 """Minimum of each_s / fixed_s, so that no response is free."""
 KNEE = 0.8
@@ -55,7 +55,7 @@ class Profile:
     each_s: float
     """Seconds that a response with the usual context adds to a step."""
     context_s: float = 0.0
-    """Seconds within `each_s` for every token in the context of a response."""
+    """The part of `each_s` that is due to each token in the context of a response, in seconds."""
     context: float = 0.0
     """The usual context of a response, in tokens."""
 
@@ -126,7 +126,7 @@ class _Worker:
         else:
             deviation = _clip(log_s - known.log_step_s)
             gain = known.gain(deviation)
-            # With few windows, the first ones may have been odd: then the other sizes do not change.
+            # With few windows, the first ones may have been outliers: then the other sizes do not change.
             for other in self.sizes.values() if known.windows >= ENOUGH_WINDOWS else (known,):
                 other.log_step_s += deviation * gain
             known.batch += (batch - known.batch) * gain
@@ -148,7 +148,7 @@ class WorkerSpeeds:
 
     def join(self, worker: str, device: str) -> None:
         self._workers[worker] = _Worker(device)
-        local = worker.partition("#")[0] == LOCAL  # it may consist of several engines
+        local = worker.partition("#")[0] == LOCAL  # the trainer may have several engines
         self._devices.join(worker, f"{device} of the trainer" if local else device)
 
     def forget(self, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""Measures how far engine and trainer differ from transformers on a small model. judge.py decides what is too far."""
+"""Measures how much the engine and the trainer differ from transformers on a small model. judge.py sets the limits."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Difference:
 
 
 def engine_difference(small: SmallModel, make: EngineFactory, *, longest: int, limit: float = math.inf) -> Difference:
-    """The largest difference of the log-probs of sampled tokens, in nats, or the first above `limit`. It covers chunked
-    prefill, decoding beyond any window, siblings on shared pages, a lone response, resuming, and preemption."""
+    """The largest difference in the log-probs of sampled tokens, in nats, or the first one above `limit`. It covers
+    chunked prefill, decoding beyond any window, siblings on shared pages, a lone response, resuming, and preemption."""
     largest = Difference(size=0.0, where="nothing")
     for difference in _engine_differences(small, make, longest):
         largest = max(largest, difference, key=lambda d: d.size)
@@ -106,12 +106,12 @@ def _largest(where: str, differences: Any) -> Difference:
 
 
 def trainer_differences(small: SmallModel) -> tuple[Difference, Difference]:
-    """The largest difference of log-probs, in nats, and of gradients. The gradient of each weight is compared
-    separately: the norm of the difference, relative to that of transformers' gradient."""
+    """The largest difference in log-probs, in nats, and in gradients. Gradients are compared weight by weight: the norm
+    of the difference, relative to the norm of transformers' gradient."""
     rng = np.random.default_rng(2)
     samples = [random_sample(rng, small.vocabulary, n, first) for n, first in ((41, 7), (25, 1), (6, 3))]
     weights = [rng.normal(size=len(s.targets)) for s in samples]
-    with contextlib.suppress(ValueError, AttributeError):  # not every model has it
+    with contextlib.suppress(ValueError, AttributeError):  # not every model has this setting
         small.model.gradient_checkpointing_enable({"use_reentrant": False})
     gradients = Gradients(small.model)
     learner = Learner(small.model, gradients, say=lambda line: None)

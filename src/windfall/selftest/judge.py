@@ -13,8 +13,8 @@ from windfall.selftest.small_model import SmallModel, build_small_model
 
 FIX = "Use another model: docs/models.md lists the families that were checked."
 SEEDS = (0, 1)
-"""Seeds of the random weights. In a model with experts, one rounding may route a token to another expert; a real error
-shows with all weights. So such a model is refused only if it fails with all seeds."""
+"""Seeds of the random weights. In a model with experts, a rounding error may route a token to another expert, while a
+real error shows with any weights. So such a model is refused only if it fails with all seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ def judge_engine(
         if found.size > limit:
             refused = f"{what}: log-probs differ by {found.size:.2g} nats ({found.where}); rounding is below {limit:g}"
         elif deterministic and not determinism.batch_invariant(small, make, longest=longest):
-            refused = f"run.deterministic does not hold for {_name(config)}: alone and in a batch its bits differ"
+            refused = f"run.deterministic does not hold for {_name(config)}: results alone and in a batch differ"
         return Measured(nats=found.size, refused=refused)
 
     return _judge(measure, what, config, device, longest, names)
@@ -92,7 +92,7 @@ def _judge(
             measured = measure(small)
         except WindfallError as e:
             raise WindfallError(f"{what}: {e.what}", where="model.path", fix=FIX) from e
-        except Exception as e:  # fault boundary: the code of any model, which windfall does not know
+        except Exception as e:  # fault boundary: foreign model code
             error = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
             raise WindfallError(f"{what}: {error}", where="model.path", fix=FIX) from e
         if not measured.refused:
@@ -107,7 +107,7 @@ def _judge(
 
 
 def _small_model(config: Any, names: list[str] | None, longest: int, device: str, seed: int) -> SmallModel:
-    """The trainer's test leaves its small model to the engine's, which is next: building it takes half the time."""
+    """Build the small model, or reuse that of the trainer's test, which runs before: building takes half the time."""
     cached = _cached.pop(_key(config, longest, device, seed), None)
     _cached.clear()
     return cached or build_small_model(config, names, longest=longest, device=device, seed=seed)

@@ -1,6 +1,6 @@
-"""Smaller configurations of the same architecture, so small that a model can be tested in a second.
+"""Derives configurations of the same architecture that are so small that a model can be tested in a second.
 
-What a model computes does not depend on its size, so windfall's engine and trainer are tested on a small random one.
+The operations of a model do not depend on its size, so windfall's engine and trainer are tested on a small random one.
 Sizes are recognized by their names in the configuration; everything else (rotary embeddings, caps, scales, norms,
 biases, activation functions, head sizes) stays unchanged. Windows become shorter than the sequences of the test.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 VOCABULARY = 128
 WINDOW = 20  # Tokens. The sequences of the test are longer, so a missing window is noticed.
-ROPE_CHANGE = 24  # tokens after which a rotary embedding changes in the test, if it changes within the run
+ROPE_CHANGE = 24  # tokens after which a rotary embedding changes in the test, if it also changes in the run
 WIDTH, RANK, HIDDEN = 48, 16, 64
 DEPTHS = (4, 6, 8, 12, 16)
 LEVELS: tuple[frozenset[str], ...] = (
@@ -140,7 +140,7 @@ def _shrink_depth(fields: dict[str, Any], layers: int, depth: int) -> None:
 
 
 def _move_rope_change(fields: dict[str, Any], longest: int) -> None:
-    """Let a rotary embedding that changes at some length change within the test, if it changes within the run."""
+    """If a rotary embedding changes at some length within the run, make it change within the test."""
     for rope, before in _changing_ropes(fields):
         if longest <= before:
             continue
@@ -152,7 +152,7 @@ def _move_rope_change(fields: dict[str, Any], longest: int) -> None:
 
 
 def fixed_rope_tokens(fields: Mapping[str, Any]) -> int | None:
-    """Number of tokens up to which the rotary embedding is constant; None if it never changes."""
+    """Number of tokens after which the rotary embedding changes; None if it never does."""
     return min((before for _, before in _changing_ropes(fields)), default=None)
 
 

@@ -1,12 +1,12 @@
-"""Whether windfall may run a model: checked on a small model of its architecture, and remembered.
+"""Checks on a small model of the same architecture whether windfall may run a model, and remembers the result.
 
     check_engine     wherever an engine is built: workers, generate, eval, the trainer's own engine
     check_trainer    where a run's trainer is built
 
-Both raise WindfallError with the measured difference. A passed check is remembered under a key of everything that could
-change the result (configuration, code, package versions, kind of device): in this process, in a file of the cache
+Both raise WindfallError with the measured difference. A passed check is remembered under a hash of everything that
+could change the result (configuration, code, package versions, kind of device): in this process, in a file in the cache
 folder, and in the run, which sends the trainer's passed checks to its workers (`EngineSpec.checked`). A failed check is
-measured again each time.
+repeated each time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_trainer(fields: Fields, *, device: str, longest: int, names: Iterable[
 
 
 def check_weights(model: Any) -> None:
-    """Check the loaded weights with a few tokens: the log-probs must be finite and equal those of plain attention
+    """Check the loaded weights with a few tokens: the log-probs must be finite, and equal to those of plain attention
     within the precision of the weights. This finds damaged files and files of another architecture."""
     from windfall.selftest import compare
 
@@ -72,7 +72,7 @@ def _run_once(key: str, checked: Iterable[str], test: Callable[[Any], object]) -
         from windfall.selftest import judge  # imports torch and transformers: only if the result is not known
 
         test(judge)
-        with contextlib.suppress(OSError):  # then the next process runs the test again
+        with contextlib.suppress(OSError):  # without the file, the next process runs the test again
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     _passed.add(key)
@@ -83,7 +83,7 @@ def cache_key(what: str, fields: Fields, *, device: str, longest: int, determini
     """A hash of everything that the result depends on."""
     irrelevant = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
     named = {name: value for name, value in fields.items() if name not in irrelevant}
-    short = longest if longest < 64 else 0  # then the sequences of the test are shorter
+    short = longest if longest < 64 else 0  # below 64, the sequences of the test are shorter
     rest = [_kind(device), deterministic, shrink.rope_changes_within(fields, longest), short, *_versions()]
     text = json.dumps([named, rest], sort_keys=True)
     return f"{what}-{fields.get('model_type', 'model')}-{xxhash.xxh3_128_hexdigest(text.encode())}"

@@ -24,7 +24,7 @@ BARS = "▁▂▃▄▅▆▇█"
 LARGE = ("lengths", "replaced", "speeds")
 """Fields of a step event that grow with the number of responses. The summary does not need them."""
 MAX_ADVISED = 64
-"""Kinds of workers for which the last advice shown is remembered."""
+"""Maximum number of kinds of workers for which the last advice is remembered."""
 
 
 def spark(values: list[float], width: int = 30) -> str:
@@ -54,7 +54,7 @@ class Console:
         self._too_small: set[str] = set()
         """Workers that were reported as too small for a response."""
         self._shown_gap = 0.0
-        """The widest gap between engine and trainer shown so far (nats)."""
+        """The largest gap between engine and trainer shown so far (nats)."""
 
     def __enter__(self) -> Console:
         self._bar.start()
@@ -116,7 +116,7 @@ class Console:
                 self._show_damage(event)
 
     def _show_fleet(self, event: Event) -> None:
-        """Workers that join and leave, and refused connections."""
+        """Show workers that join and leave, and refused connections."""
         match event["name"]:
             case "worker_joined":
                 self._out.print(f"[green]+[/] {escape(event['worker'])} joined ({event['lease']}, {event['device']})")
@@ -147,7 +147,7 @@ class Console:
                     f"{event['tokens']} tokens, and no worker has more than {event['most']:g}; waiting for a larger one"
                 )
             case "worker_suspect":
-                self._out.print(f"[yellow]?[/] {escape(event['worker'])} is {event['why']}")
+                self._out.print(f"[yellow]?[/] {escape(event['worker'])} has been {event['why']}")
             case "no_workers":
                 self._out.print(
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
@@ -156,7 +156,7 @@ class Console:
                 self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}")
 
     def _show_damage(self, event: Event) -> None:
-        """Damaged files of the run."""
+        """Show damage to files of the run."""
         match event["name"]:
             case "checkpoint_damaged":
                 self._out.print(
@@ -183,7 +183,7 @@ class Console:
                 self.notice(f"{self._folder / 'events.jsonl'}: {gap}; the run continues without them in its totals")
 
     def _advise(self, e: Event) -> None:
-        """Show advice that asks for a change, once."""
+        """Show advice to change the number of workers, but only once."""
         if e["count"] == e["now"] or self._advised.get(e["lease"]) == e["count"]:
             return
         self._advised[e["lease"]] = e["count"]
@@ -206,7 +206,7 @@ class Console:
         self._out.print(f"add a worker from {'any machine' if remote else 'this machine'}: {command}")
         if remote:
             self._out.print("  (on another machine, --token names a copy of that file, readable by its owner only;")
-            self._out.print("  the worker must also reach the port of the weights: fleet.weights_port sets it)")
+            self._out.print("  the worker must also be able to reach the weights port, which fleet.weights_port sets)")
 
     def is_finished(self, steps: int) -> None:
         self._out.print(f"this run is finished: all {steps} steps are done, and nothing was started")
@@ -214,7 +214,7 @@ class Console:
         self._out.print(f"  to extend it               {more}")
 
     def resuming(self, changes: Sequence[KeyChange], warnings: Sequence[str]) -> None:
-        """Shown before a run is resumed. `changes`: since its start."""
+        """Shown before a run is resumed. `changes`: recipe keys that have changed since its start."""
         for line in warnings:
             self.notice(line)
         if changes:
@@ -254,7 +254,7 @@ class Console:
         prompt = "12+34-5=" if self._recipe.env.name == "arithmetic" else "..."
         try:
             lines = summarize(events, self._folder, finished=finished, prompt=prompt)
-        except Exception as e:  # fault boundary: others may have written to the log, and a view must never fail the run
+        except Exception as e:  # fault boundary: a view must never fail the run, whatever the log contains
             self.notice(f"{path}: cannot summarize this log: {type(e).__name__}: {e}")
             lines = summarize([], self._folder, finished=finished, prompt=prompt)
         for line in lines:
@@ -275,7 +275,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         out.append(f"  training reward            {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
     if steps:
         generated = sum(e["made"] - e.get("restored", 0) for e in steps)
-        speed = generated / max(1e-9, sum(e["s"] for e in steps))
+        speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
         asynchronous = "staleness_max" in steps[-1]  # generation and training overlap
         including = "" if asynchronous else " including training"
         out.append(f"  tokens                     {generated:,} generated, {speed:,.0f} tok/s{including}")

@@ -38,26 +38,52 @@ def losses(fields: Mapping[str, Any]) -> list[str]:
 def of_step(step: Mapping[str, Any]) -> list[str]:
     """The parts of a step line, from a step event.
 
-    >>> of_step({"staleness_mean": 0.42, "staleness_max": 1, "too_old": 0, "held_s": 0.4, "train_wait_s": 0.01})
-    ['stale 0.4 (max 1)', 'held 0.4 s']
+    >>> of_step({"staleness_mean": 0.4, "staleness_max": 1, "staleness_counts": [36, 24], "too_old": 0, "held_s": 0.4})
+    ['stale 0.4 (max 1)', 'lag 0:36 1:24', 'held 0.4 s']
     >>> of_step({"train_wait_s": 3.0})  # synchronous
     []
     """
     if not _is_asynchronous(step):
         return []
     mean, most = step["staleness_mean"], step.get("staleness_max")
-    return ([f"stale {mean:.1f} (max {most})"] if mean is not None and most else []) + losses(step)
+    if mean is None or not most:
+        return losses(step)
+    return [f"stale {mean:.1f} (max {most})", *lags(step.get("staleness_counts") or []), *losses(step)]
 
 
-def of_snapshot(fields: Mapping[str, Any]) -> str:
-    """The line that `windfall top` shows for the last step, from `staleness` in fleet.json.
+def of_snapshot(fields: Mapping[str, Any], width: int) -> list[str]:
+    """The lines of `windfall top`, from `staleness` in fleet.json: the last step. A part that does not fit into `width`
+    columns goes to the next line.
 
-    >>> of_snapshot({"bound": 2, "mean": 0.42, "max": 1, "too_old": 0, "too_old_tokens": 0, "held_s": 0.4})
-    'staleness of the last step: mean 0.4, max 1, bound 2; held 0.4 s'
+    >>> fields = {"bound": 2, "mean": 0.42, "max": 1, "counts": [36, 24], "too_old": 0, "held_s": 0.4}
+    >>> of_snapshot(fields, 80)
+    ['staleness of the last step: mean 0.4, max 1, bound 2; lag 0:36 1:24; held 0.4 s']
+    >>> of_snapshot(fields, 72)
+    ['staleness of the last step: mean 0.4, max 1, bound 2; lag 0:36 1:24;', '  held 0.4 s']
     """
     mean, most = ("-" if fields[k] is None else f"{fields[k]:{form}}" for k, form in (("mean", ".1f"), ("max", "d")))
     figures = f"mean {mean}, max {most}, bound {fields['bound']}"
-    return "; ".join([f"staleness of the last step: {figures}", *losses(fields)])
+    lines = [f"staleness of the last step: {figures}"]
+    for part in [*lags(fields.get("counts") or []), *losses(fields)]:
+        if len(longer := f"{lines[-1]}; {part}") < width:  # one column is for a semicolon
+            lines[-1] = longer
+        else:
+            lines[-1] += ";"
+            lines.append(f"  {part}")
+    return lines
+
+
+def lags(counts: Sequence[int]) -> list[str]:
+    """The histogram in one part of a line, from the number of responses with staleness 0, 1, 2, ...; empty if there is
+    no response.
+
+    >>> lags([12, 40, 0, 12])
+    ['lag 0:12 1:40 3:12']
+    >>> lags([1] * 8)
+    ['lag 0:1 1:1 2:1 3:1 4:1 5+:3']
+    """
+    rows = " ".join(f"{label}:{count}" for label, count in _rows(counts).items() if count)
+    return [f"lag {rows}"] if rows else []
 
 
 def of_run(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -95,17 +121,23 @@ def histogram(counts: Sequence[int]) -> list[str]:
     1   30.0% ███████████████
     2   10.0% █████
     """
+    rows = _rows(counts)
+    most = max(rows.values(), default=1)
+    return [
+        f"{label:<2} {_percent(count, sum(counts)):>6} {'█' * round(BAR * count / most)}".rstrip()
+        for label, count in rows.items()
+    ]
+
+
+def _rows(counts: Sequence[int]) -> dict[str, int]:
+    """The rows of a histogram: responses by label. Empty rows at the end are left out."""
     rows = {str(n): count for n, count in enumerate(counts[: ROWS - 1])}
     rest = list(counts[ROWS - 1 :])
     if any(rest):
         rows[f"{ROWS - 1}+" if any(rest[1:]) else f"{ROWS - 1}"] = sum(rest)
     while rows and not rows[last := next(reversed(rows))]:
         del rows[last]
-    most = max(rows.values(), default=1)
-    return [
-        f"{label:<2} {_percent(count, sum(counts)):>6} {'█' * round(BAR * count / most)}".rstrip()
-        for label, count in rows.items()
-    ]
+    return rows
 
 
 def _is_asynchronous(step: Mapping[str, Any]) -> bool:

@@ -19,14 +19,14 @@ from windfall.views import staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
-"""Columns of output that goes to a file or a pipe."""
+"""Width, in characters, of output that goes to a file or a pipe."""
 COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
 LEFT_OUT = ("moved", "version", "device", "tokens", "age", "lease")
-"""Columns that a narrow terminal does not show: as many as needed, in this order."""
+"""Columns left out on a narrow terminal, in this order, until the table fits."""
 REASON_WIDTH = 20
-"""The reason may be cut to this many characters before another column is left out."""
+"""The reason is shortened, at most to this many characters, before any column is left out."""
 GONE_SHOWN = 8
-"""Number of newest gone workers in the table."""
+"""Number of gone workers in the table: those that left last."""
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", True: "ended"}
 """Text for each value of `ended` in fleet.json. Earlier versions wrote True."""
 
@@ -90,7 +90,7 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
     for row in rows:
         out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
-    stale = [staleness.of_snapshot(snapshot["staleness"])] if snapshot.get("staleness") else []
+    stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
     return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)
 
 

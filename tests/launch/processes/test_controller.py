@@ -301,7 +301,8 @@ def test_steps_missing_from_the_log_are_reported_once(
      ("train.engine_gap_limit=0.9", False), ("env.path='/moved.jsonl'", False), ("run.steps=99", False),
      ("run.device='cpu'", False), ("eval.tasks=3", False), ("run.seed=3", True), ("run.deterministic=true", True),
      ("model.dtype='bfloat16'", True), ("model.path='smollm2-135m'", True), ("env.scoring='exact'", True),
-     ("algorithm.kl=0.1", True), ("rollout.temperature=0.5", True), ("train.lr=0.5", True)],
+     ("algorithm.kl=0.1", True), ("rollout.temperature=0.5", True), ("train.lr=0.5", True),
+     ("rollout.staleness=2", False), ("rollout.on_new_weights='finish'", False)],
 )  # fmt: skip
 def test_journal_is_void_only_if_tokens_could_differ(tmp_path: Path, change: str, void: bool) -> None:
     recipe = tmp_path / "recipe.toml"

@@ -90,7 +90,7 @@ def test_every_variant_builds() -> None:
         (["--set", "sim.medain_tokens=3"], "median_tokens"),
         (["--set", "sim.lengths_file=nowhere.txt"], "cannot read the lengths"),
         (["--set", "sim.prices_file=nowhere.txt"], "cannot read the prices"),
-        (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "no engine would ever generate"),
+        (["--set", "trace.nodes=0", "--set", "fleet.local=false"], "nothing could be generated"),
         (["--set", "run.steps=1"], "1 steps were completed"),
         (["second.toml"], "one recipe at a time"),
     ],

@@ -47,7 +47,7 @@ def unsupported_reason(model: Any) -> str | None:
     if len({(p.dtype, p.device) for p in parameters}) != 1:
         return "its parameters are not all of one dtype on one device"
     if parameters[0].dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"its parameters are {parameters[0].dtype}"
+        return f"its parameters are {parameters[0].dtype}, not bfloat16, float16 or float32"
     return None
 
 
@@ -107,7 +107,7 @@ class Decoder:
         self.sin = (angles.sin() * rotary.attention_scaling).to(self.dtype)
 
     def sharing(self) -> PrefixSharing:
-        """Which rows may form prefix groups. There are none if every layer has a window: windows are read per row."""
+        """Which rows may form prefix groups. If every layer has a window, none: each row reads its own window."""
         windows = all(w.window is not None for w in self.layers)
         return PrefixSharing(max_rows=0) if windows else PrefixSharing.for_heads(self.heads, self.kv_heads)
 

@@ -56,7 +56,7 @@ class DeviceRunner:
             layers=len(decoder.layers), pages=pages, page_size=page_size, kv_heads=decoder.kv_heads, head=decoder.head,
             dtype=decoder.dtype, device=str(self.device),
         )  # fmt: skip
-        # A finished response is one token past its end.
+        # The position of a finished response is one token past its end.
         decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
         self.state, self._rows, self._ring_row = state_views(self.buffer, host_state)
@@ -188,12 +188,12 @@ def truncates(sampling: Any) -> bool:
 
 
 def _next_power_of_two(n: int) -> int:
-    """Sizes are rounded up, so that there are few different graphs."""
+    """Used to round sizes up, so that there are few different graphs."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def section(buffer: Tensor, host_state: HostState, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
-    """The view of one section of the host state's copy on the device."""
+    """A view of one section of the device's copy of the host state."""
     return buffer[host_state.offsets[name] : host_state.offsets[name] + host_state.sizes[name]].view(dtype)
 
 

@@ -58,7 +58,7 @@ class GraphEngine:
         sharing: PrefixSharing | None = None,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
-        device's. `sharing`: which siblings form prefix groups; by default as many as fit, none if `max_rows` is 0."""
+        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)

@@ -1,8 +1,8 @@
-"""The host's copy of the device's state, as one int32 array: the host's changes are sent in one small copy.
+"""The host's copy of the device's state, as one int32 array, so that all changes are sent in one small copy.
 
-The device starts with the same array, and `DeviceState` consists of views of it (`device.py`). Tokens, lengths and
-whatever else changes with every token change on the device alone: this array holds the values that the host wrote last,
-and remembers which of them have not been sent. Pure: numpy, no tensors.
+The device starts with the same array, and `DeviceState` consists of views of it (`device.py`). Values that change with
+every token, such as lengths, are updated on the device alone: this array holds the values that the host wrote last, and
+remembers which of them have not been sent. Pure: numpy, no tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HostState:
         self._changed: list[tuple[int, int]] = []
 
     def assign(self, slot: int, request: Request, *, length: int, left: int, position: int) -> None:
-        """Give a slot to a response. `length`: the index in the sequence of its last known token."""
+        """Give a slot to a response. `length`: the index of its last known token in the sequence."""
         sampling, at = request.sampling, self.offsets
         seed = np.array([request.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32)
         temperature, top_p = np.array([sampling.temperature, sampling.top_p], np.float32).view(np.int32)
@@ -66,7 +66,7 @@ class HostState:
         self._replace("rows", new)
 
     def set_prefix_groups(self, groups: np.ndarray, batch: int, room: int) -> None:
-        """Set the prefix groups of the rows: (first row, rows, shared tokens) of each, padded with zeros to `room`."""
+        """Set the prefix groups of the rows: (first row, row count, shared tokens), padded with zeros to `room`."""
         first, count, tokens = groups.T
         shared = np.zeros(batch, np.int32)
         shared[np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())] = np.repeat(tokens, count)

@@ -1,18 +1,19 @@
 """What the GPU runs next: which prompts, which rows, how many decode steps. Pure: no tensors, no clock.
 
 A sequence is WAITING (no slot, no pages) or RUNNING. A running one is first prefilled, in chunks, and then decodes: it
-has a row in every burst of steps until all tokens that it may generate were launched. The host plans ahead: `_planned`
-tokens of a slot will be in the pool when all launches have run, and pages are allocated for all of them.
+has a row in every burst of steps until all tokens that it may generate have been launched. The host plans ahead:
+`_planned` tokens of a slot will be in the pool when all launches have run, and pages are allocated for all of them.
 
-- a burst has `burst` steps; only one while prompts wait for room in the next launch, and fewer where pages run out;
-- launches run in order, so pages that are free here may be used by the next launch, even while the device still writes
+- a burst has `burst` steps, but only one while prompts wait for room in a launch, and fewer if pages run out;
+- launches run in order, so the next launch may use pages that the host has freed, even if the device still writes
   discarded tokens to them;
 - when there are no pages for even one step, the launches in flight are collected first, because a response may have
   ended in them; then the youngest running sequence is preempted: it returns to the head of the waiting queue and is
   prefilled again later;
-- pages are registered by the tokens they hold: pages of a prefill when it is planned (siblings in the same launch may
-  use them: every layer writes all keys and values before it reads any), other pages when their sequence releases them;
-- rows that share the pages of their prompt are adjacent, and form prefix groups where that pays (`splits.py`).
+- pages are registered by the tokens they hold. Those of a prefill are registered when it is planned: siblings in the
+  same launch may use them, because every layer writes all keys and values before it reads any. Other pages are
+  registered when their sequence releases them;
+- rows that share the pages of their prompt are adjacent, and form prefix groups where that pays off (`splits.py`).
 
 Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
 slot has one sequence; the host state has the pages of every slot.
@@ -37,7 +38,7 @@ class DeviceSequence:
     tokens: list[int]  # all tokens known to the host: the prompt, and the generated tokens that were collected
     generated: int = 0
     slot: int = -1  # -1: the sequence is waiting
-    prefilled: int = 0  # number of first tokens whose keys and values were launched or found in the prefix cache
+    prefilled: int = 0  # number of leading tokens whose keys and values were launched or found in the prefix cache
     pages: list[int] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
@@ -69,7 +70,7 @@ class Launch:
     slots: np.ndarray  # the slots of `rows`
     steps: int
     longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
-    prefix_groups: np.ndarray  # (G, 3): first row, rows, shared tokens of each group
+    prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
 
 
 class BatchPlanner:
@@ -87,7 +88,7 @@ class BatchPlanner:
         self._by_slot: list[DeviceSequence | None] = [None] * slots
         self._decoding = np.zeros(slots, bool)
         self._planned, self._end, self._page_count = (np.zeros(slots, np.int64) for _ in range(3))
-        # Number of full pages of the prompt, and the last of these pages: siblings have the same.
+        # Number of full pages of the prompt, and the last of these pages. Siblings have the same values.
         self._prompt_pages, self._prefix_id = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
 
     def __len__(self) -> int:
@@ -239,8 +240,8 @@ class BatchPlanner:
             assert self._by_slot[s.slot] is s, f"{s.request.id} is not in its slot"
             pages = -(-self._planned[s.slot] // size)
             assert len(s.pages) == self._page_count[s.slot] == pages, f"{s.request.id} has a wrong number of pages"
-            assert len(s.tokens) - 1 <= self._planned[s.slot] <= self._end[s.slot], f"{s.request.id}: planned tokens"
-            assert (s in self._prefilling) == (not self._decoding[s.slot]), f"{s.request.id} prefills and decodes"
+            assert len(s.tokens) - 1 <= self._planned[s.slot] <= self._end[s.slot], f"{s.request.id}: wrong plan"
+            assert (s in self._prefilling) == (not self._decoding[s.slot]), f"{s.request.id} must prefill or decode"
             first = s.slot * self.host_state.pages_each
             assert table[first : first + len(s.pages)].tolist() == s.pages, f"{s.request.id}: page table differs"
         for s in self.waiting:

@@ -3,8 +3,8 @@
 Rules:
 - values are rounded in the order of transformers' Llama and Qwen3 modules; `cos` and `sin` are tables in the model's
   dtype, because transformers rounds them before use;
-- a row's keys and values are written to the page that its slot's page table has for the row's position; if the slot is
-  inactive, to the scratch page;
+- a row's keys and values are written to the page that its slot's page table lists for the row's position, or to the
+  scratch page if the slot is inactive;
 - tokens are sampled as in `windfall.engine.torch.sampler`: from (seed, position, logits) and nothing else;
 - an inactive slot never changes, whatever rows refer to it.
 """
@@ -56,7 +56,7 @@ def rope_and_store(
     qkv: Tensor, slots: Tensor, positions: Tensor, state: DeviceState, pool: KVPool, layer: int, cos: Tensor,
     sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, kv_heads: int,
 ) -> Tensor:  # fmt: skip
-    """Normalize queries and keys where there are weights, rotate them, and store keys and values in the pool. Returns
+    """Normalize queries and keys if norm weights are given, rotate them, and store keys and values in the pool. Returns
     the queries (T, heads, head)."""
     head = qkv.shape[-1] // (heads + 2 * kv_heads)
     q, k, v = qkv.view(-1, heads + 2 * kv_heads, head).split([heads, kv_heads, kv_heads], 1)

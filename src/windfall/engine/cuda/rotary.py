@@ -1,7 +1,7 @@
 """The frequencies of rotary embeddings, computed from a model's configuration alone: bit for bit those of transformers.
 
 Every formula here follows the order in which transformers rounds. `unsupported_reason` rejects, with an explanation,
-every configuration that is not known for certain; the caller then lets transformers build the model.
+every configuration that is not certain to be handled exactly; the caller then lets transformers build the model.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ few values of the configuration. `ModelSkeleton` quickly allocates the tensors o
 Rules:
 - names, shapes, order and tied weights are those of transformers' module, so pulled weights can be copied unchanged;
 - projections that read the same input are adjacent in memory from the start, so the decoder moves nothing;
-- `unsupported_reason` rejects, with an explanation, a configuration that leaves anything open: transformers must build
-  that model.
+- `unsupported_reason` rejects, with an explanation, a configuration that leaves anything undetermined: transformers
+  must build that model.
 """
 
 from __future__ import annotations

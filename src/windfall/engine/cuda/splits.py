@@ -1,6 +1,6 @@
 """How the reads of a decode step are divided: contexts are split, and rows read a shared prefix together.
 
-Splits give every multiprocessor work. A prefix group is a set of adjacent rows whose page tables start with the same
+Splits keep every multiprocessor busy. A prefix group is a set of adjacent rows whose page tables start with the same
 pages: these are read once for the group, and then every row reads only the rest of its own context. Pure.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-TILE = 16  # queries that read a shared prefix together (rows times query heads of a kv head): the smallest tile
+TILE = 16  # queries (rows * query heads of a kv head) that read a shared prefix together: the smallest tile
 
 
 def min_split_tokens(pairs: int) -> int:
@@ -45,7 +45,7 @@ def fit_tiling(block: int, stages: int, *, tile: int, head: int, itemsize: int, 
     """
 
     def needed(block: int, stages: int) -> int:
-        """Found by compiling for several GPUs: keys and values of all stages but one, plus the needs of the tile."""
+        """Bytes, as found by compiling for several GPUs: keys and values of all stages but one, plus the tile."""
         return 2 * block * head * itemsize * (stages - 1) + max(tile * (head + block) * itemsize, 96 * head)
 
     while needed(block, stages) > max_bytes and (stages > 2 or block > 16):
@@ -62,7 +62,8 @@ class PrefixSharing:
     min_saved_tokens: int = 49_152
     """Minimum number of tokens that all groups together must save in a step. Groups cost one more launch per layer, and
     rows that read the same pages at about the same time find some of them in the L2 anyway. Measured on an H200 with
-    prompts of 512 tokens: equally fast at 30,000 to 60,000, a sixth faster at 120,000, a third faster at 200,000."""
+    prompts of 512 tokens: equally fast if 30,000 to 60,000 tokens are saved, a sixth faster at 120,000, a third at
+    200,000."""
 
     @staticmethod
     def for_heads(heads: int, kv_heads: int) -> PrefixSharing:
@@ -76,8 +77,8 @@ class PrefixSharing:
     def find_groups(self, prefix_id: np.ndarray, pages: np.ndarray, table: np.ndarray, size: int) -> np.ndarray:
         """The prefix groups among the rows of a step: (first row, rows, shared tokens) of each, (G, 3).
 
-        Rows form a group if they are adjacent, have the same `prefix_id` (a hint: it may be wrong) and if their page
-        tables have the same first pages. The shared prefix has as many pages as all rows have in common, but at most
+        Rows form a group if they are adjacent, have the same `prefix_id` (a hint: it may be wrong) and have page tables
+        that start with the same pages. The shared prefix has as many pages as all rows have in common, but at most
         `pages` (the full pages of each row's prompt, all before its newest token). Larger groups are divided.
 
         >>> table = np.array([[5, 6, 1], [5, 6, 2], [5, 7, 3], [8, 9, 4]])
@@ -105,7 +106,7 @@ class PrefixSharing:
 
 
 def _common_prefix(table: np.ndarray, leader: np.ndarray) -> np.ndarray:
-    """Number of first entries that each row has in common with its leader."""
+    """Number of leading entries that each row has in common with its leader."""
     other = np.ones((len(table), table.shape[1] + 1), bool)
     np.not_equal(table, table[leader], out=other[:, :-1])
     return other.argmax(1)

@@ -1,4 +1,4 @@
-"""The attention function that engine and trainer share, registered with transformers under the name "windfall".
+"""The attention function that the engine and trainer share, registered with transformers under the name "windfall".
 
 transformers' model code passes the query, key and value (1, heads, rows, size) of every layer to the registered
 function, along with the keyword `batch` that the caller gave to the model. The batch determines what a row attends to:
@@ -6,7 +6,7 @@ function, along with the keyword `batch` that the caller gave to the model. The 
     Paged    the engine: rows of many sequences; each row attends to the pages of its own sequence
     Packed   the trainer (packed.py): whole sequences, concatenated
 
-So every decoder of transformers runs in both, without patches, and both compute the same values.
+So every decoder of transformers runs in the engine and in the trainer without patches, with the same results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "windfall"
 
 class AttentionBatch(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attention of (rows, heads, size) tensors. Called once for every attention of the model, in order."""
+        """Attention of (rows, heads, size) tensors. Called once for every attention module of the model, in order."""
         ...
 
 
@@ -48,7 +48,7 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 
 
 class KVShape(NamedTuple):
-    """What one attention of a model caches per token: (heads, size) of its keys and of its values."""
+    """What one attention module caches per token: (heads, size) of its keys and of its values."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -72,8 +72,8 @@ class _ShapeRecorder:
 
 @torch.inference_mode()
 def cache_shapes(model: Any) -> list[KVShape]:
-    """What the KV cache of this model must hold: one entry per call of attention, in order. Found by running one token,
-    because configurations describe it in too many ways, and a layer may have two attentions or none."""
+    """What the KV cache of this model must hold: one entry per attention module, in order. Found by running one token,
+    because configurations describe it in too many ways, and a layer may have two attention modules or none."""
     batch, zero = _ShapeRecorder(), torch.zeros(1, 1, dtype=torch.long, device=model.device)
     model(input_ids=zero, position_ids=zero, use_cache=False, batch=batch)
     return batch.shapes
@@ -106,7 +106,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    pools: Iterator[tuple[Tensor, Tensor]]  # keys and values of every attention: (pages, page size, heads, size) each
+    pools: Iterator[tuple[Tensor, Tensor]]  # keys and values of each attention module: (pages, page size, heads, size)
     slots: Tensor  # index in the cache for each row's own key and value: page * page size + offset
     blocks: Sequence[Block]  # all rows of the step, in order
 
@@ -115,7 +115,7 @@ class Paged:
         if pool is None or any(c.shape[2:] != x.shape[1:] for c, x in zip(pool, (k, v), strict=True)):
             have = "nothing" if pool is None else f"{[tuple(c.shape[2:]) for c in pool]} (heads, size)"
             need = [tuple(x.shape[1:]) for x in (k, v)]
-            raise WindfallError(f"the KV cache has {have} for an attention whose keys and values are {need}")
+            raise WindfallError(f"the KV cache has {have} for attention whose keys and values are {need}")
         for c, x in zip(pool, (k, v), strict=True):
             c.view(-1, *x.shape[1:]).index_copy_(0, self.slots, x)
         parts = [self._block(b, q, *pool, scale, window) for b in self.blocks]
@@ -123,7 +123,7 @@ class Paged:
 
     @staticmethod
     def _block(b: Block, q: Tensor, kc: Tensor, vc: Tensor, scale: float, window: int | None) -> Tensor:
-        """The query heads that share a key head become more queries of that head, so that no key is copied per head."""
+        """Query heads that share a key head become more queries of that head, so keys are not copied per query head."""
         kv, size, out_size = *kc.shape[2:], vc.shape[3]
         (s, n), share = b.positions.shape, q.shape[1] // kv
         q = q[b.first : b.first + s * n]

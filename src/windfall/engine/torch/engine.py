@@ -6,7 +6,7 @@
     engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
 
 The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits, starts no thread
-and reads no clock: the worker around it does.
+and reads no clock: that is left to the worker around it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def check_request(request: Request, vocabulary: int, limit: int) -> None:
         raise WindfallError("max_tokens must be at least 1 and position at least 0", where=where)
     s = request.sampling
     if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0):
-        raise WindfallError(f"temperature >= 0, 0 < top_p <= 1 and top_k >= 0 are needed, not {s}", where=where)
+        raise WindfallError(f"needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, but got {s}", where=where)
     if len(request.prompt) + request.max_tokens > limit:
         need = f"{len(request.prompt)} prompt tokens + {request.max_tokens} new tokens"
         fix = "Raise engine.kv_tokens, or lower rollout.max_tokens."

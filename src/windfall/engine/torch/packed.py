@@ -29,7 +29,7 @@ class Packed:
 
     @staticmethod
     def pads(device: torch.device | str, dtype: torch.dtype) -> bool:
-        """Whether sequences are padded: then cost grows with sequences times the longest one, otherwise with tokens."""
+        """Whether sequences are padded. The cost then grows with sequences * longest length, otherwise with tokens."""
         return torch.device(device).type != "cuda" or dtype not in (torch.bfloat16, torch.float16)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

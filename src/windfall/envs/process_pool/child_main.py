@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def start_group_killer(*held: int) -> None:
-    """Start a process that waits for the end of this one, however it comes, and then kills its process group, with all
+    """Start a process that waits until this one ends, for whatever reason, and then kills its process group, with all
     processes that the environment started. It is not a child of this process, so an environment that waits for its
     children does not see it. `held` are file descriptors that it must close."""
     try:

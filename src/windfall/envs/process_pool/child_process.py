@@ -61,7 +61,7 @@ class ChildProcess:
     def send(self, messages: list[tuple[Any, ...]]) -> None:
         data = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
         if self._open and not self._unsent:
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # the reader notices its end
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # the reader notices that the child has ended
                 data = data[self._link.send(data) :]
         if self._open and data and not self._unsent:
             self._loop.add_writer(self._link, self._writable)

@@ -7,7 +7,7 @@
 - A time limit counts from when a call begins to run, which the child records (running_call.py). Over the limit, an
   `async def` that waits is canceled. A call that blocks is killed with its child, and the failure contains its stack.
 - A child runs one plain call at a time. sizing.py decides when another child is useful.
-- The only results are a value, a failure, or the error why the environment cannot be built.
+- A call ends with a value, a failure, or the error that says why the environment cannot be built.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ QUIET_S = 5.0
 CHECK_S = 0.1
 """Seconds between checks of the children."""
 SILENT_S = 5.0
-"""Extra seconds beyond the limit of a call before a child is killed, if it neither runs a call nor answers, or if a
-call continues after it was canceled."""
+"""A child is killed this many seconds after the limit of a call if it neither runs a call nor answers, or if the call
+continues after it was canceled."""
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
 MAX_MOVES = 5
@@ -83,7 +83,7 @@ class EnvPool:
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
 
     async def ready(self) -> None:
-        assert self._built is not None, "entered with `async with` first"
+        assert self._built is not None, "enter the pool with `async with` first"
         await asyncio.wait([self._built], timeout=QUIET_S)
         if not self._built.done():
             line = f"building environment {self.name}; waiting up to {self._build_s:g} s"
@@ -151,7 +151,7 @@ class EnvPool:
             self._handle_invalid_line(child, line)
 
     def _handle_invalid_line(self, child: PoolChild, line: bytes) -> None:
-        """Environments can write to the link: one that forks answers a call twice."""
+        """An environment can write to the link: if it forks, a call may be answered twice."""
         why = "its process sent a message that is not an answer to a call; does it fork?"
         print(f"environment {self.name}: {why} It sent {line[:200]!r}", file=sys.stderr, flush=True)
         for call in child.sent.values():

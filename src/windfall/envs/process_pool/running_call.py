@@ -18,7 +18,7 @@ from windfall.envs.failures import coroutine_stack
 LAYOUT = struct.Struct("<Qd")
 """The number of the running call (0: none), and when it began to run (CLOCK_MONOTONIC, seconds)."""
 SHORT_S = 0.005
-"""The sleep time of shorter steps (seconds) is not measured."""
+"""Sleep time is not measured in steps shorter than this (seconds)."""
 
 
 class RunningCall:
@@ -38,7 +38,7 @@ class RunningCall:
         return now
 
     def slept_s(self, took_s: float, cpu_s: float) -> float:
-        """For how much of a step of `took_s` this process neither ran nor waited for a core."""
+        """Seconds of a step of `took_s` during which this process neither ran nor waited for a core."""
         before, self._delay_s = self._delay_s, run_delay_s()
         return max(0.0, took_s - cpu_s - (self._delay_s - before))
 
@@ -50,7 +50,7 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
     task: asyncio.Task[None]
 
     def __init__(self, number: int, limit_s: float, running_call: RunningCall, send: Callable[..., None]) -> None:
-        """`send` gets `number, "waits"` when the call lets others run, `number, "late", stack` when it is too late."""
+        """`send` gets `number, "waits"` when the call lets others run, `number, "late", stack` when it is overdue."""
         self.number, self.limit_s, self.late, self.answered = number, limit_s, False, False
         self._running_call, self._send_message, self._first = running_call, send, True
         self._began_s = self._cpu_s = self._took_s = self._slept_s = 0.0
@@ -92,7 +92,7 @@ class TrackedCoroutine(Coroutine[Any, Any, None]):
         self.task.cancel()
 
     def used(self) -> tuple[float, float]:
-        """Seconds for which the call has blocked other calls so far, and for how many of them the process slept."""
+        """Seconds for which the call has blocked other calls so far, and how many of these the process slept."""
         took_s = time.monotonic() - self._began_s
         slept_s = self._running_call.slept_s(took_s, time.thread_time() - self._cpu_s) if took_s > SHORT_S else 0.0
         return self._took_s + took_s, self._slept_s + slept_s

@@ -47,8 +47,8 @@ class Sizing:
         return 1 + int(AHEAD_S / max(1e-4, self._took_s.get(what, 2 * AHEAD_S)))
 
     def children_to_start(self, what: str, pending: int, children: int, running_s: float) -> int:
-        """Start as many children as have more work than their start takes: up to one per core for calls that compute,
-        and more for calls that sleep. `running_s` is for how long the longest call has been running."""
+        """Number of children to start: those that would get more work than their start takes, up to one per core for
+        calls that compute, and more for calls that sleep. `running_s`: how long the longest call has been running."""
         start_s = max(MIN_START_S, self.start_s)
         each_s = max(self._took_s.get(what, 0.0), running_s if running_s > start_s else 0.0)
         useful = int(pending * each_s / start_s)

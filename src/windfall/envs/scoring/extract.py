@@ -14,7 +14,7 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 def extract(text: str, gold: str | None) -> str:
     """The content of the last <answer>...</answer> or \\boxed{...}. Without these, the last number if the gold answer
-    is a number, and the last line otherwise. A number equal to the gold answer is returned in the gold spelling.
+    is a number, and the last line otherwise. A number equal to the gold answer is returned as spelled there.
 
     >>> extract("3 + 4 = 7, so <answer>7.0</answer>", "7"), extract("3 + 4 = 7.", "7"), extract("Hm.\\n\\nYes\\n", "No")
     ('7', '7', 'Yes')

@@ -1,8 +1,8 @@
 """Checks before a run begins whether the gold answers of a JSONL file can be scored as mathematics.
 
-If math-verify could not compare an answer with anything, every response to its task would be wrong. math-verify runs in
-a child process, because one answer may keep it busy for hours: the kernel ends the child, and the next child continues
-after that answer.
+If math-verify cannot compare a gold answer with anything, every response to its task is graded as wrong. math-verify
+runs in a child process, because one answer may keep it busy for hours: the kernel then ends the child, and the next
+child continues after that answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHOWN = 5
 
 
 def check_answers(section: Any, limit_s: float = CHECK_S, cpu_s: float = 5.0) -> int:
-    """Raise if math-verify cannot compare a gold answer with anything: every response to it would be wrong.
+    """Raise if math-verify cannot compare a gold answer with anything, so that no response could be right.
 
     `section` is a JSONL section of windfall.config. Distinct answers are checked for up to `limit_s`. The others are
     checked when they are scored; a bad one is an error then, never a zero. Returns the number of checked answers.

@@ -35,7 +35,7 @@ def means_the_same(gold: str, text: str, cpu_s: float) -> bool:
 
 
 def check() -> None:
-    """The program of a child: for every gold answer on stdin, print a line with why it cannot be scored, or ''."""
+    """The program of a child: for every gold answer on stdin, print the reason why it cannot be scored, or ''."""
     request = json.load(sys.stdin)
     for gold in request["golds"]:
         with cpu_limit(request["cpu_s"], Feedback(reward=0.0)):
@@ -55,6 +55,6 @@ def _parse_gold(gold: str) -> tuple[list, str]:
 
 
 def _parse(answer: str) -> list:
-    """All of the answer is mathematics, which math-verify assumes only between $ signs: of a bare '2x+5' it reads 2."""
+    """Parse the whole answer as mathematics. Without $ signs around it, math-verify would read only the 2 of '2x+5'."""
     enclosed = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
     return math_verify.parse(enclosed, parsing_timeout=0) or math_verify.parse(answer, parsing_timeout=0)

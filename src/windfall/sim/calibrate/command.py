@@ -2,7 +2,7 @@
 recipe.
 
 A file is the event log of a run or its folder (event_log.py), or the JSON that benchmarks/engine_gpu.py writes
-(gpu.py). The times from a log are those of that run's model and lengths. Printed errors are on held-out points.
+(gpu.py). Times from a log hold for that run's model and lengths. Printed errors are on held-out points.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _training(events: Sequence[Event], numbers: Sequence[int]) -> list[str]:
     half = max(1, len(numbers) // 2)
     every, first, later = (event_log.training(events, part) for part in (numbers, numbers[:half], numbers[half:]))
     if every is None:
-        return ["training: this log has no training"]
+        return ["training: nothing was trained in this log"]
     rate = f"training: {1 / every.train_s:,.0f} tok/s, update {every.update_s:.3g} s"
     if first is None or later is None:
         return [f"{rate}; nothing held out"]
@@ -125,7 +125,7 @@ def _pulls(events: Sequence[Event]) -> list[str]:
 def _lengths(steps: Sequence[Event]) -> list[str]:
     keys = ", ".join(f"{key} {value:g}" for key, value in event_log.length_keys(steps).items())
     count = sum(len(row) for e in steps for row in e.get("lengths", ()))
-    return [f"lengths: {keys}, of {count} responses; or set sim.lengths_file to this log"] if keys else []
+    return [f"lengths: {keys}, from {count} responses; or set sim.lengths_file to this log"] if keys else []
 
 
 def _boots(steps: Sequence[Event], events: Sequence[Event]) -> list[str]:

@@ -1,9 +1,9 @@
 """Fits service times to measured points, and reports the error on held-out points. Pure.
 
-The time of a step is a line over the batch size, fitted in relative error, with neither coefficient below 0. The
-reported error leaves one point out, fits the others, and predicts it. The smallest and the largest batch are left out
-in turn as well, which makes this a hard test. An engine that slows down at large batches gets a second, steeper line
-that starts at one of the measured batches, if the first line alone is far off.
+The time of a step is a line over the batch size. The fit minimizes the relative error, with neither coefficient below
+0. The reported errors are found by leaving out one point at a time and predicting it from a fit of the others. The
+smallest and the largest batch are left out as well, which makes this a hard test. An engine that slows down at large
+batches gets a second, steeper line, which starts at a measured batch, if the first line alone is far off.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from windfall.scheduling.least_squares import LineSums
 from windfall.sim.core.service import Service
 
 FLAT = 1e-4
-"""Smallest time that a response adds to a step, as a share of the fixed time."""
+"""Minimum time that a response adds to a step, as a share of the fixed time."""
 BEND_POINTS = 3
-"""Fewest points on the first line."""
+"""Minimum number of points on the first line."""
 BEND_GAIN = 0.5
 """A bend is used only if it removes at least half of the error."""
 
@@ -40,7 +40,7 @@ def line(points: Sequence[StepTime]) -> Service:
     (0.01, 0.001)
     """
     sums = LineSums.relative(points)
-    fixed_s, each_s = sums.line() or (sums.constant(), 0.0)  # with one batch size only, nothing is known of others
+    fixed_s, each_s = sums.line() or (sums.constant(), 0.0)  # one batch size says nothing about others
     if fixed_s <= 0:
         fixed_s, each_s = FLAT * sums.slope(), sums.slope()
     elif each_s <= 0:
@@ -115,8 +115,8 @@ SLACK = 1.25
 
 
 def scaled(service: Service, source: str, target: str) -> tuple[Service, Service, Service]:
-    """Estimate the same work on another GPU: lower bound, estimate, upper bound. Steps scale with memory bandwidth,
-    prefill and training with FLOP/s. The time that a response adds to a step, and an update, may be bound by either."""
+    """Estimate the same times on another GPU: lower bound, estimate, upper bound. Steps scale with memory bandwidth,
+    prefill and training with FLOP/s. An update, and the time that a response adds to a step, may be bound by either."""
     for name in (source, target):
         if name not in SPECS:
             raise WindfallError(f"no published figures for GPU {name!r}", where="--gpu, --to", fix=nearest(name, SPECS))

@@ -1,9 +1,9 @@
 """Fits the service times of a machine to the JSON that benchmarks/engine_gpu.py writes.
 
-Fitted: milliseconds per step at several batch sizes, prefill tokens per second, and rollouts whose batch is larger
-than any of them. All other rollouts are predicted and reported, but not fitted. Reading the KV cache is not measured
-separately. The file gives its time at full memory bandwidth, and that part of the time per response is attributed to
-the cache.
+The fit uses milliseconds per step at several batch sizes, prefill tokens per second, and rollouts with a larger batch
+than any of these sizes. All other rollouts are predicted and reported, but not fitted. The time to read the KV cache is
+not measured separately: it is taken to be the time at full memory bandwidth, which the file gives, and is subtracted
+from the time per response.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _batch(row: dict[str, Any]) -> float:
 
 
 def _floor_s(decode: Sequence[dict[str, Any]]) -> float:
-    """Seconds to read one token of the KV cache at full memory bandwidth. `share` is the time of a step at that
-    bandwidth as a share of the measured time, so two batch sizes give the slope. 0: the file does not say."""
+    """Seconds to read one token of the KV cache at full memory bandwidth; 0 if the file does not say. `share` is the
+    time of a step at that bandwidth as a share of the measured time, so two batch sizes give the time per response."""
     floors = sorted((_batch(r), r["share"] * r["value"] / 1e3) for r in decode if r.get("share"))
     if len(floors) < 2 or floors[-1][0] == floors[0][0]:
         return 0.0
@@ -111,7 +111,7 @@ def _held_out(service: Service, row: dict[str, Any]) -> str:
 
 
 def log_normal(count: int, mean: float, most: int, sigma: float = 0.8) -> list[int]:
-    """Quantiles of the lengths that benchmarks/gpu_job.py draws: log-normal with this mean, truncated at `most`.
+    """Quantiles of the lengths that benchmarks/gpu_job.py draws: log-normal, truncated at `most`, with this mean.
 
     >>> lengths = log_normal(512, 600, 2048)
     >>> round(sum(lengths) / 512), max(lengths)

@@ -4,9 +4,9 @@ other lines of the log and compared with the bills.
 A worker's seconds start when its process starts, or where the last bill of a killed controller ends. They include the
 time between its links and end when the controller gives it up for the last time.
 
-Two kinds of time are not billed after a kill. For a worker that the next controller never sees, it is the time since
-the last bill of the killed controller. For a worker that was given up and never comes back, it is the time after it was
-given up. The trainer is checked only if it has an engine and therefore is a worker.
+Two kinds of time are not billed. If a controller is killed and the next one never sees a worker, it is that worker's
+time since the last bill. If a worker is given up and never comes back, it is its time after that. The trainer is
+checked only if it has an engine and is therefore a worker.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`windfall sim chaos`: runs trials of several seeds. Prints the injected faults by kind and a verdict, or the seed
-that broke an invariant with its last events."""
+"""`windfall sim chaos`: runs trials with several seeds. Prints the injected faults by kind and the verdict. If an
+invariant is broken, prints the seed and the last events before that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windfall.sim.report.compare import output_folder
 
 
 def main(*, seeds: int, seed: int, faults: int, out: Path | None = None) -> None:
-    """Stop at the first broken invariant. `out`: folder that keeps the event logs."""
+    """Stop at the first broken invariant. `out`: folder for the event logs."""
     began, done = time.perf_counter(), list[TrialResult]()
     with output_folder(out) as folder, redirect_stderr(io.StringIO()):  # injected faults print their tracebacks
         for n in range(seed, seed + seeds):

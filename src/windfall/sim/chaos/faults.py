@@ -5,12 +5,12 @@
     false_notice  a worker is warned, but its machine is never preempted
     cut           a link breaks at its `n`th message from now, and messages in flight are lost
     flap          a link breaks `n` times in a row
-    freeze        a worker is frozen for `s`, which may be longer or shorter than the controller's patience
+    freeze        a worker is frozen for `s`, which may be longer or shorter than the controller's timeouts
     delay         messages of a link take `s` longer, for a while
     double        the next `n` frames of a worker arrive twice
-    echo          old frames arrive again, also over the worker's next link to the same controller
+    echo          old frames arrive again, possibly over the worker's next link to the same controller
     hole          a frame never arrives
-    stale         a frame claims another version
+    stale         a frame claims the wrong version
     garbage       a frame is malformed
     slow          a worker's next pulls take far longer
     refuse        a worker fails to load the next `n` versions that it is asked to load
@@ -22,10 +22,10 @@
     trainer       the trainer's process is killed, and `local` with it
     controller    the controller's process is killed
 
-Faults come in bursts, with time to recover in between. A fleet that is hit without a pause makes no progress, so such a
-trial shows nothing.
+Faults come in bursts, with time to recover in between. Without pauses a fleet would make no progress, and the trial
+would test nothing.
 
-To add a fault, name it in `FaultKind` and describe it above, then put it into effect in inject.py.
+To add a fault, name it in `FaultKind`, describe it above, and implement it in inject.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MEDIAN_S: dict[FaultKind, float] = {
 }  # fmt: skip
 """Median duration of each kind in seconds. Durations range from a tenth of it to ten times as long."""
 BURSTS = (0.95, 0.98, 0.99)
-"""Share of faults that directly follow the previous one. The seed chooses one of these."""
+"""Possible shares of faults that directly follow the previous one. The seed chooses one of these values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class Fault:
 
 
 def draw(seed: int, *, gap_s: float = 1.5) -> Iterator[Fault]:
-    """Draw faults without end. `gap_s`: average time between two bursts, in seconds.
+    """Draw an endless sequence of faults. `gap_s`: average time between two bursts, in seconds.
 
     >>> from itertools import islice
     >>> a, b = (list(islice(draw(7), 50)) for _ in range(2))

@@ -2,7 +2,7 @@
 
 Every link of a worker is a FaultyLink. It applies link faults to messages and keeps their order. Machines that are
 preempted, or that leave after a notice, are replaced; so are the processes of the trainer and the controller. After the
-last fault, the run completes one more step, or several if they overlap, and is asked to stop.
+last fault, the run completes one more step, or several if steps overlap; then it is asked to stop.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ MACHINE_FAULTS = ("kill", "notice", "false_notice", "freeze", "slow", "hang", "r
 
 
 class LinkFaults:
-    """Faults that wait for the next messages of one node, over all links of its workers."""
+    """Faults that will apply to the next messages of one node, on any link of its workers."""
 
     def __init__(self) -> None:
         self.cut_after: int | None = None
         self.double = self.hole = self.stale = self.garbage = self.refuse = self.echo = self.hang = self.reject = 0
         self.sent_frames: deque[tuple[int, m.Tokens]] = deque(maxlen=6)
-        """The last frames, each with the number of the controller that it was for: handles are valid for that one."""
+        """The last frames, each with the number of its controller: handles are valid only for that controller."""
 
 
 class FaultyLink(SimLink):
@@ -104,7 +104,7 @@ class FaultyLink(SimLink):
         elif faults.stale:
             faults.stale -= 1
             message = msgspec.structs.replace(message, version=message.version + 1)
-        elif faults.hole and not message.finished:  # no later frame would reveal that the last one is lost
+        elif faults.hole and not message.finished:  # the loss of a last frame would go unnoticed
             faults.hole -= 1
             return
         super().send_to_controller(message)
@@ -113,7 +113,7 @@ class FaultyLink(SimLink):
             super().send_to_controller(message)
 
     def _record_versions(self, frame: m.Tokens) -> None:
-        """Record with which weights these tokens were generated."""
+        """Record which weights generated these tokens."""
         counts, injector = frame.counts or (1,) * len(frame.handles), self._injector
         for handle, position, count in zip(frame.handles, frame.positions, counts, strict=True):
             id_token = injector.responses.get((injector.simulation.controller_starts, handle), -1)
@@ -165,21 +165,21 @@ class FlakyEnv:
 
 class FaultInjector:
     def __init__(self, simulation: Simulation, faults: Iterator[Fault], count: int) -> None:
-        """Inject the first `count` of these faults. With 0, only the rewards that are always missing are missing."""
+        """Inject the first `count` of these faults. With 0, nothing fails but the rewards that are always missing."""
         self.simulation, self.done = simulation, Counter[str]()
         self.on_send: Any = lambda link, message: None
         """Called with every message from the controller to a worker, before it is sent."""
         self._faults, self._left, self._stalled_s = faults, count, 0.0
         self._steps_after = 2 * simulation.scenario.recipe.rollout.staleness
-        """Steps to complete after the last fault and the step that it strikes. With staleness, most of what was open
-        then is trained on."""
+        """Number of steps to complete after the step in which the last fault strikes. With staleness, these train on
+        most of what was open at that time."""
         self.stall_ended_s = 0.0
         """End of the last stall (loop time, seconds)."""
         self.responses: dict[tuple[int, int], int] = {}
         """By controller and handle: the first token of the response, which identifies it."""
         self.generated: dict[tuple[int, int], set[tuple[int, str]]] = {}
-        """By first token of a response and position: version and digest of the weights that generated the token. A
-        token may have been lost and generated again."""
+        """By first token of a response and position: versions and digests of the weights that generated the token.
+        There may be several, because a token may be lost and generated again."""
         self._link_faults: dict[str, LinkFaults] = {}
         """Pending link faults by node."""
         self._fleet, self._loop = simulation.fleet, cast(VirtualLoop, asyncio.get_running_loop())
@@ -194,7 +194,7 @@ class FaultInjector:
         return self._link_faults.setdefault(peer.partition(".")[0], LinkFaults())
 
     def on_event(self, event: Event) -> None:
-        """Stop the run when the log has a complete step after the last fault."""
+        """Stop the run when enough steps are complete after the last fault."""
         if not self._left and self.done and (event["kind"], event["name"]) == ("scalar", "step"):
             self._steps_after -= 1
             if self._steps_after < 0:
@@ -210,7 +210,7 @@ class FaultInjector:
         if self._apply(fault):
             self.done[fault.kind] += 1
         else:
-            self._left += 1  # no worker was available for it
+            self._left += 1  # the fault could not strike
         self._schedule_next()
 
     def _apply(self, fault: Fault) -> bool:
@@ -276,7 +276,7 @@ class FaultInjector:
     # replacing machines
 
     def _end_reject(self, node: str) -> None:
-        """Replace the machine that is too small, which may have been replaced meanwhile by another one."""
+        """Replace the machine that was too small, even if another one has replaced it meanwhile."""
         self.link_faults(node).reject = 0
         if (worker := self._fleet.workers.get(node)) is not None:
             self._replace_machine(node, worker)

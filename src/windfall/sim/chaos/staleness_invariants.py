@@ -1,13 +1,13 @@
-"""The invariants of asynchronous training (`rollout.staleness` above 0), checked against an account of their own: which
-version with which digest a worker had when it generated a token, and which weights followed from which.
+"""The invariants of asynchronous training (`rollout.staleness` above 0). They are checked against records that are kept
+here: which version and digest a worker had when it generated a token, and which weights were trained from which.
 
-- window: a token is accepted only from a worker that had, when it generated it, a version that the bound allows at the
-  moment it is accepted, with the digest that belongs to it. Only workers that have reported such a version get work;
-- bound: no token is trained on with a lag above the bound, and the lag that the trainer is told is the true one;
-- twice: no response is trained on in two steps of the weights' history. After a fall back, the history ends at the
-  checkpoint;
-- lost: every task that was admitted is trained on, still open, or given up for a reason that the account confirms: all
-  its responses are too old, or nothing can be learned from them. The same holds for a response that is missing from its
+- window: a token is accepted only if the weights that generated it, by version and digest, are within the bound when it
+  is accepted. Only workers that have reported such weights get work;
+- bound: no token is trained on with a lag above the bound, and the trainer is told the true lag;
+- twice: no response is trained on in two steps of the weights' history. If the trainer falls back to a checkpoint, the
+  history continues from there;
+- lost: every admitted task is trained on, still open, or given up for a reason that these records confirm: all its
+  responses are too old, or nothing can be learned from them. The same holds for a response that is missing from its
   group in a batch.
 """
 
@@ -36,11 +36,11 @@ class StalenessInvariants:
         self._previous: dict[str, tuple[int, str]] = {}
         """By digest: its version, and the digest of the weights that it was trained from."""
         self._digest = ""
-        """What the trainer has."""
+        """Digest of the trainer's weights."""
         self._versions: dict[int, array[int]] = {}
         """By first token of a response, which identifies it: the version of each of its accepted tokens."""
         self._trained_in: dict[int, int] = {}
-        """By first token of a response: the step of the weights' history that was trained on it."""
+        """By first token of a response: the step, in the weights' history, that trained on it."""
 
     # the weights' history
 
@@ -62,12 +62,12 @@ class StalenessInvariants:
     # window
 
     def check_tokens(self, entry: LedgerEntry, offer: Offer | None, checked: int, *, restored: bool) -> None:
-        """The tokens of this entry from `checked` on are new. `restored`: the entry is new, and they were accepted
-        before."""
+        """Check the tokens of this entry from position `checked` on. `restored`: they come from the journal and were
+        accepted before."""
         assert offer is not None, "a response is open without an offer"
         episode, window = entry.episode, set(self._window(offer))
         if entry.handle >= 0 and not any(entry.version in (v, episode.version) for v, _ in window):
-            raise InvariantBroken("window", f"{episode.id} is assigned with version {entry.version}, not of {window}")
+            raise InvariantBroken("window", f"{episode.id} is assigned with version {entry.version}, not in {window}")
         versions = array("q", chain.from_iterable(repeat(v, n) for v, n in episode.version_runs))
         versions.extend(repeat(entry.version, len(episode.tokens) - len(versions)))
         id_token = id_token_of(episode.seed)
@@ -99,7 +99,7 @@ class StalenessInvariants:
         return id_token_of(seed_of(self._recipe.run.seed, task, sibling))
 
     def is_too_old(self, id_token: int, version: int) -> bool:
-        """Whether a trainer at this version cannot train on the tokens that the response has so far."""
+        """Whether the response already has tokens that a trainer at this version cannot train on."""
         versions = self._versions.get(id_token)
         return bool(versions) and not version - self.bound <= min(versions) <= max(versions) <= version
 
@@ -129,7 +129,7 @@ class StalenessInvariants:
             self._trained_in[id_token] = step
 
     def check_lost(self, admission: Admission, version: int) -> None:
-        """`version`: the trainer's, when it last took or dropped a group."""
+        """`version`: the trainer's version when a group was last taken or dropped."""
         here = {*admission.open_tasks, *admission.taken}
         for task in set(range(admission.next_task)) - here:
             id_tokens = [self._id_token(task, n) for n in range(self._size)]

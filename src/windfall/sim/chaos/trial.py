@@ -2,8 +2,8 @@
 
     trial(seed) ──▶ recipe(seed) ──▶ disturbed run ──▶ n steps ──▶ undisturbed run of n steps ──▶ the same batches
 
-With staleness 0, the steps of the run are compared with those of the same run without faults. With more, the batches
-depend on the timing; then only the rules of asynchronous training hold (sim/chaos/staleness_invariants.py).
+With staleness 0, the steps of the run are compared with those of the same run without faults. With a higher staleness,
+batches depend on the timing, so only the rules of asynchronous training are checked (staleness_invariants.py).
 
 The same seed gives the same event log, byte for byte.
 """
@@ -105,8 +105,8 @@ def trial(seed: int, *, faults: int, folder: Path) -> TrialResult:
 
 
 def _check_ended(small_run: Recipe, disturbed: _ChaosRun, calm_log: Path | None) -> InvariantBroken | None:
-    """What can be checked only when the run has ended. `calm_log`: run the same recipe without faults, with this log,
-    and compare every step."""
+    """Check what can be checked only when the run has ended. `calm_log`: if given, also run the same recipe without
+    faults, write its events to this log, and compare every step."""
     steps = max(disturbed.invariants.batches, default=0)
     if not steps:
         return InvariantBroken("progress", "the run completed no step")

@@ -1,8 +1,8 @@
 """The controller's end of a link to a simulated worker or trainer: the Link interface, without a task per message.
 
-It follows the rules of any link. Messages arrive in the order in which they were sent. What was sent before the link
-closed still arrives, unless the link breaks; after that, `LinkClosed` is raised. Every message takes `latency_s` in
-either direction. The latency may change, but no message overtakes another.
+It follows the rules of every link. Messages arrive in the order in which they were sent. Messages sent before the link
+closed still arrive, unless the link breaks; after that, `LinkClosed` is raised. A message in either direction takes
+`latency_s`. The latency may change, but no message overtakes another.
 """
 
 from __future__ import annotations

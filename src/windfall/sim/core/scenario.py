@@ -24,11 +24,11 @@ from windfall.sim.machines.decode import simulated
 from windfall.sim.machines.market import MarketRates, Prices
 
 STEPS_PER_MEDIAN = 32
-"""Simulated tokens of a median response, unless the recipe sets `sim.granule`."""
+"""Number of simulated tokens in a response of median length, unless the recipe sets `sim.granule`."""
 TRACE_S = 30 * 86400.0
 """Longest trace, in seconds."""
 GENERATED_STAYS = 10_000
-"""Machine stays in a generated trace if the simulation has no time limit."""
+"""Number of machine stays in a generated trace if the simulation has no time limit."""
 MICRO_TOKENS = 16384
 """Micro-batch size in tokens if the recipe lets the trainer choose."""
 
@@ -53,10 +53,10 @@ class Scenario:
     granule: int
     """Real tokens that one simulated token stands for."""
     quantum_s: float
-    """Workers report tokens at multiples of this time, about as long as a granule takes. 0: after each change."""
+    """Workers report tokens at multiples of this time, about as long as a granule takes. 0: when a response ends."""
     trainer: Service
     worker: MachineKind
-    """The machine of workers that stay for the whole run."""
+    """The kind of machine of workers that stay for the whole run."""
     kinds: tuple[MachineKind, ...]
     """Kinds of the machines in the trace, assigned in turn."""
     lengths: LengthDistribution
@@ -73,7 +73,7 @@ def build(recipe: Recipe) -> Scenario:
         raise WindfallError("prices are given, but trace.nodes is 0", where="sim.prices_file", fix="Set trace.nodes.")
     if not recipe.fleet.local and not (t.nodes or recipe.fleet.workers):
         raise WindfallError(
-            "no engine would ever generate: fleet.local is off, and there are no workers", where="fleet",
+            "nothing could be generated: fleet.local is off, and there are no workers", where="fleet",
             fix="Set trace.nodes or fleet.workers.",
         )  # fmt: skip
     prices = market.prices(s.prices_file) if s.prices_file else market.constant(t.price_usd_per_h)

@@ -15,7 +15,7 @@ import xxhash
 class Service:
     """Service times of one machine. A decode step takes `fixed_s` (reading the weights), plus `each_s` per response in
     the batch, plus `context_s` per token of their contexts (reading the KV cache). Prefill takes `prefill_s` per token.
-    Training takes `train_s` per token, and an optimizer update with the publishing after it takes `update_s`.
+    Training takes `train_s` per token. An optimizer update takes `update_s`, including the publication of the weights.
 
     >>> h = Service(fixed_s=0.02, each_s=0.0001, prefill_s=0.00001, train_s=0.0002)
     >>> round(h.step_s(100, 1000), 3), h.training_s(5000)
@@ -31,7 +31,7 @@ class Service:
     """Seconds of an optimizer update, including the copy of the weights that workers pull."""
     over_batch: float = 0.0
     over_s: float = 0.0
-    """Extra seconds for every response in a step above `over_batch`, for engines that slow down there. 0: none."""
+    """Extra seconds for each response above `over_batch` in a step, for engines that slow down there. 0: none."""
     TIMES: ClassVar = ("fixed_s", "each_s", "context_s", "prefill_s", "train_s", "update_s", "over_s")
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Service:
         return decode_s + self.prefill_s * prefill_tokens
 
     def steps_s(self, count: float, batch: float, context: float) -> float:
-        """Seconds of `count` consecutive steps of one batch. Every step adds a token to each context.
+        """Seconds for `count` consecutive steps of one batch. Every step adds a token to each context.
 
         >>> s = Service(fixed_s=1.0, each_s=0.1, context_s=0.01)
         >>> round(s.steps_s(3, 2, 100), 9) == round(sum(s.step_s(2, 0, 100 + 2 * n) for n in range(3)), 9)
@@ -116,7 +116,7 @@ def _correlated_normal(seed: int, group: int, alike: float) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def _normal(name: str) -> float:
-    """A standard normal number for this name. Cached, because a group's number is needed for every sibling."""
+    """A standard normal sample for this name. Cached, because all siblings use the sample of their group."""
     a, b = uniform(f"{name}/a"), uniform(f"{name}/b")
     return math.sqrt(-2 * math.log(max(a, 1e-300))) * math.cos(2 * math.pi * b)
 

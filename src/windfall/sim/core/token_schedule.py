@@ -34,7 +34,7 @@ class TokenSchedule:
         """Every token depends on its response and position, so that chaos can check it."""
         self._lengths, self._prompt_tokens, self._max_tokens = lengths, prompt_tokens, max_tokens
         self._generated: dict[int, int] = {}
-        """By seed: real tokens generated so far of unfinished responses that no worker holds."""
+        """By seed, for unfinished responses that no worker holds: real tokens generated so far."""
         self._finished_lengths: dict[int, int] = {}
         self.real_tokens = 0
         """Real tokens of all finished responses."""
@@ -44,7 +44,7 @@ class TokenSchedule:
         g = self.granule
         prompt_and_sent = array("I", work.prompt)
         prompt = prompt_and_sent[: len(prompt_and_sent) - work.position]
-        number = array("I", [id for id in prompt if id != FILLER])  # without the padding, which depends on the granule
+        number = array("I", [id for id in prompt if id != FILLER])  # the padding depends on the granule
         group = xxhash.xxh3_64_intdigest(number.tobytes())
         drawn = self._lengths.draw(work.seed, group)
         known, early = self._generated.get(work.seed, 0), work.seed % g

@@ -1,19 +1,19 @@
-"""The batch of a simulated engine: which responses are in it, how far each is, and how long the next steps take. Pure;
-exact in real tokens for any granule.
+"""The batch of a simulated engine: which responses are in it, their progress, and how long the next steps take. Pure.
+It counts real tokens exactly, for any granule.
 
     generated  real tokens of a response so far, including those that other workers generated
     length     real tokens at which it ends
-    sent       simulated tokens reported to the controller: one per `granule` real ones, and the last one
+    sent       simulated tokens reported to the controller: one per `granule` real tokens, and one at the end
     early      real tokens, less than a granule, by which its reports are early. Without this, responses that started
                together would all report at the same moments, and short intervals could not be measured.
 
-With `kv_tokens`, a response runs only if all its tokens fit in the KV cache, each response with its own prompt. The
-others wait in order of arrival. When the cache is full, the youngest response returns to the head of the queue, and its
-tokens are prefilled again when it is admitted, as in engine/scheduler.py. At least one response always runs.
+With `kv_tokens`, a response runs only if all its tokens fit in the KV cache; prompts are not shared. The others wait in
+order of arrival. When the cache is full, the youngest response returns to the head of the queue, and its tokens are
+prefilled again when it is admitted, as in engine/scheduler.py. At least one response always runs.
 
 A step adds a token to every response in the batch, so only the number of steps is counted. The progress of a response
-follows from the step at which it was admitted, and rows are sorted by the step at which they end. A step costs nothing
-here, adding or removing a row costs a look-up, and a frame is built from columns.
+follows from the step at which it was admitted, and rows are sorted by the step at which they end. So a step takes no
+computation here, adding or removing a row takes one look-up, and a frame is built from columns.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STOP, FILLER = 0, 1
 LOGPROB = array("f", [-1.0]).tobytes()
 DISTINCT_TOKENS = 1 << 20
 CLOSE_S = 1e-9
-"""Times that differ by less are treated as equal."""
+"""Times that differ by less than this are treated as equal."""
 HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN = range(6)
-"""Columns. GENERATED (with `early`) and END are in steps since the engine started. LAST is `sent` at the end."""
+"""Columns. GENERATED (including `early`) and END count steps since the engine started. LAST is the final `sent`."""
 
 
 def simulated(length: int, granule: int) -> int:
@@ -62,7 +62,7 @@ def distinct_token(id_token: N, position: N) -> N:
 
 @dataclass(slots=True, kw_only=True)
 class DecodeRow:
-    """A response as it is handed to an engine. When it is removed, `generated` is its progress."""
+    """A response as it is handed to an engine. `generated` is updated when the row is removed."""
 
     handle: int
     seed: int
@@ -81,7 +81,7 @@ class DecodeRow:
 class Decode:
     def __init__(self, service: Service, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
         """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `distinct_tokens`: every token depends on its
-        response and position, at some cost."""
+        response and position, which is slower."""
         self.service, self.granule, self._kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
         self.rows: dict[int, DecodeRow] = {}
         """Running and waiting responses by handle."""
@@ -94,9 +94,9 @@ class Decode:
         self._admitted: dict[int, int] = {}
         """Step at which each running response was admitted, by handle."""
         self._ends: list[tuple[int, int, int]] = []
-        """(step at which it ends, its context minus the step count, handle), sorted by the end."""
+        """(step at which it ends, its context minus the step count, handle) of each running response, sorted."""
         self._context_base = 0
-        """Sum of the second entries."""
+        """Sum of the second entries of `_ends`."""
         self._columns = np.empty((6, 0), dtype=np.int64)
         self._new_rows: list[DecodeRow] = []
         """Rows that are not in the columns yet."""
@@ -127,7 +127,7 @@ class Decode:
         self.prefill += prefill
 
     def _fit_cache(self) -> None:
-        """Preempt or admit responses. Every running response also has room for its next token."""
+        """Preempt or admit responses, so that every running response has room for its next token."""
         while len(self._ends) > 1 and self.context + len(self._ends) > self._kv_tokens:
             self._fill_columns()
             row = self.rows[int(self._columns[HANDLE, -1])]
@@ -197,14 +197,14 @@ class Decode:
         plain_s = s.prefill_s * self.prefill + s.fixed_s * longest + s.each_s * tokens + s.context_s * context
         if not s.over_s:
             return plain_s
-        # At any step, the rows that end last count as those below `over_batch`.
+        # The `over_batch` rows that end last never count as extra ones.
         return plain_s + s.over_s * sum(min(steps, end - now) for end, _, _ in rows[: -int(s.over_batch) or None])
 
     def done_by(self, elapsed_s: float) -> tuple[int, float]:
         """Number of steps completed after `elapsed_s`, up to the horizon, and when the last of them ended."""
         most, prefill_s = self.horizon, self.service.prefill_s * self.prefill
         guess, s = 1, self.seconds(1)
-        for _ in range(4):  # step times change little from one step to the next
+        for _ in range(4):  # converges fast, because step times change little
             new = min(most, max(1, guess + int((elapsed_s - s) / max(1e-12, s - prefill_s) * guess)))
             if new == guess:
                 break

@@ -1,4 +1,4 @@
-"""A simulated environment: tasks that are only numbers, rewards drawn by seed after a fixed time, and no tokenizer."""
+"""A simulated environment: tasks are numbers, rewards are drawn by seed after a fixed time; there is no tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated fleet: workers of the recipe that stay, and machines that come and go by a trace.
+"""The simulated fleet: the recipe's own workers, which stay, and machines that come and go according to a trace.
 
 A machine that comes up boots, then its worker dials in. Each time the same node comes up, its worker has a new name
 (`n3.1`, `n3.2`), as in fleet/trace_provider.py. If the recipe asks for it, a worker is warned before its machine is
@@ -55,14 +55,14 @@ class SimFleet:
         f = scenario.real.fleet
         self._autoscale = Autoscaler(f.workers, f.workers_max)
         self._own_workers: dict[str, SimWorker | float] = {}
-        """Workers that are not of the trace, by name. A number is the time at which the worker started to boot."""
+        """Workers that are not in the trace, by name. A number is the time at which the worker started to boot."""
         self._snapshots = 0
 
     def local(self) -> SimWorker | None:
         return self.workers.get(LOCAL)
 
     async def run(self) -> None:
-        """Start the workers that stay, then play the whole trace."""
+        """Start the workers that stay, then play back the whole trace."""
         f, s = self._scenario.real.fleet, self._scenario.real.sim
         self._scale_to(f.workers)
         for at_s, what, change in with_notices(self._scenario.changes, s.notice_s):
@@ -131,10 +131,10 @@ class SimFleet:
         price = stay.prices.at(asyncio.get_running_loop().time())
         self._start(node, self._worker_spec(stay.name, self._kinds[node], "spot", price), stay.start_s)
 
-    # workers that stay, or are scaled by advice
+    # workers that stay or are autoscaled
 
     def follow(self, snapshot: dict[str, Any]) -> None:
-        """Scale our own workers where that pays, as the supervisor does. `snapshot`: the fleet after a step."""
+        """Autoscale the recipe's own workers, as the supervisor does. `snapshot`: the fleet after a step."""
         if not self._scenario.real.fleet.workers_max:
             return
         self._snapshots += 1

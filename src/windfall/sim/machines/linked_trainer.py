@@ -1,12 +1,12 @@
-"""A simulated trainer at its end of a link: train/agent.py in virtual time. It counts real tokens.
+"""A simulated trainer, with its end of a link: train/agent.py in virtual time. It counts real tokens.
 
     start ──▶ dial ──▶ [ Prepare | Accumulate | Update | Save ]* ──▶ dial again when the link closes
       ▲                                                   │
       └── down_s ── killed, or the link closed between two updates of a step: restart from the last checkpoint
 
-One machine trains and, as the worker `local`, generates, but never both at once. A decode step or a piece of training
-that has started is finished first. When the trainer is killed, `local` dies with it. When the link closes, the current
-order is finished and its reply is lost: an update counts, and samples accumulated for the next update are dropped.
+One machine trains and, as the worker `local`, generates, but never both at once: a decode step or training order that
+has started is completed first. When the trainer is killed, `local` dies with it. When the link closes, the current
+order is completed, but its reply is lost: an update counts, and samples accumulated for the next update are dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENGINE = m.EngineSpec(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimWeights:
-    """The weights of a checkpoint or a trainer. The same step trained by another process gives other weights."""
+    """The weights of a checkpoint or a trainer. A step that is trained again by another process gives other weights."""
 
     state: CheckpointState
     digest: str
@@ -50,7 +50,7 @@ class LinkedTrainer:
         """Returns the worker on the same machine, if there is one."""
         self.attend: Callable[[Any, m.TrainerHello], Coroutine[Any, Any, None]] | None = None
         self.on_start: Callable[[float], None] = lambda started_s: None
-        """Called when its process starts, with the time since which it is paid for."""
+        """Called when its process starts, with the time from which it is paid for."""
         self.on_exit: Callable[[], None] = lambda: None
         self.on_trained: Callable[[int, list[m.SampleMessage]], None] = lambda step, samples: None
         """Called after every completed step with all its samples."""
@@ -59,14 +59,14 @@ class LinkedTrainer:
         self.starts = 0
         self.saved = self.weights = SimWeights(state=CheckpointState(step=0, next_task=0), digest="v0")
         self.published: set[str] = set()
-        """Digests of the versions that can be pulled: those of this process."""
+        """Digests of the versions that can be pulled: those that this process has published."""
         self._began_s = 0.0
         self._link: SimLink | None = None
         self._process: asyncio.Task[None] | None = None
         self._attending: asyncio.Task[None] | None = None
         self._samples: list[m.SampleMessage] = []
         self._updated_samples = self._updates = 0
-        """Samples that were already part of an update, and updates since the last complete step."""
+        """Number of samples that were part of an update, and number of updates since the last complete step."""
 
     # its process
 

@@ -1,8 +1,8 @@
-"""Spot markets: traces of machines that come and go, and prices that change over time. Pure but for the price file.
+"""Spot markets: traces of machines that come and go, and prices that change over time. Pure except for the price file.
 
     machines   every machine comes and goes independently (fleet.trace.synthetic)
-    poisson    machines arrive at `arrivals_per_h`, however many have left, and stay `mean_up_s` on average
-    bursts     like machines, but `bursts_per_h` times an hour a `burst_share` of the machines is preempted at once
+    poisson    machines arrive at `arrivals_per_h`, independent of departures, and stay `mean_up_s` on average
+    bursts     like machines, but `bursts_per_h` times an hour, the share `burst_share` of them is preempted at once
     diurnal    like machines, but availability varies over a day of `day_s`: at the best hour stays are twice as long,
                at the worst hour they are close to zero
 
@@ -56,7 +56,7 @@ def _poisson(rates: MarketRates, seconds: float, seed: int) -> list[Change]:
 
 
 def _bursts(rates: MarketRates, seconds: float, seed: int) -> Iterator[Change]:
-    """A machine that a burst preempts stays away as long as after any other loss."""
+    """After a burst, a machine stays away as long as after any other preemption."""
     draw, moments, at_s = random.Random(f"bursts/{seed}"), list[float](), 0.0
     while rates.bursts_per_h > 0 and (at_s := at_s + draw.expovariate(rates.bursts_per_h / 3600)) < seconds:
         moments.append(at_s)
@@ -88,7 +88,7 @@ def _diurnal(rates: MarketRates, seconds: float, seed: int) -> Iterator[Change]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """A price per hour as a step function of time, starting at 0.
+    """A price per hour as a step function of time, which starts at 0 s.
 
     >>> p = Prices(from_s=(0.0, 3600.0), usd_per_h=(2.0, 4.0))
     >>> p.at(1800), p.at(3600), p.between(1800, 5400)
@@ -102,7 +102,7 @@ class Prices:
         return self.usd_per_h[max(0, bisect_right(self.from_s, now_s) - 1)]
 
     def between(self, start_s: float, end_s: float) -> float:
-        """Dollars for one machine over this time."""
+        """Dollars for one machine from `start_s` to `end_s`."""
         edges = [start_s, *(s for s in self.from_s if start_s < s < end_s), end_s]
         return sum(self.at(a) * (b - a) for a, b in pairwise(edges)) / 3600
 
@@ -112,8 +112,8 @@ def constant(usd_per_h: float) -> Prices:
 
 
 def prices(path: Path) -> Prices:
-    """Read prices from a file with lines `seconds,usd_per_h`, in order of time, the first at 0."""
-    fix = "Write lines 'seconds,usd_per_h', in order of time, the first at 0."
+    """Read prices from a file with lines `seconds,usd_per_h`, in order of time; the first is for 0 s."""
+    fix = "Write lines 'seconds,usd_per_h', in order of time; the first is for 0 s."
     rows: list[tuple[float, float]] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
-"""The workers of a recorded run, simulated: each one joins, becomes ready and has its incidents when it did in the run.
+"""Simulates the workers of a recorded run: each one joins, becomes ready and has its incidents when it did in the run.
 
 Until the predicted steps begin, the clock is aligned at the end of every step: an event happens as long after the end
-of that step as in the run. From then on the clock runs freely. A simulation that is too fast or too slow then meets
-every change of the fleet at another point of its work, as a prediction must.
+of that step as in the run. From then on the clock runs freely. If the simulation is then too fast or too slow, changes
+of the fleet come too late or too early in its work, as they would in any prediction.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReplayedFleet:
         self, simulation: Simulation, events: Sequence[Sequence[FleetEvent]], services: Mapping[str, Service],
         pulls: Pulls, start_s: float, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`seed`: with 0, workers are as fitted; with any other, they are a little faster or slower."""
+        """`seed`: 0 uses the fitted speeds; any other seed makes each worker a little faster or slower."""
         self._simulation, self._events, self._services, self._pulls = simulation, events, services, pulls
         self._start_s, self._seed = start_s, seed
         self._network = Network(pulls.egress_per_s)
@@ -121,7 +121,7 @@ class ReplayedFleet:
     def _join(self, record: RecordedWorker) -> None:
         now, recipe = asyncio.get_running_loop().time(), self._simulation.scenario.real
         local = record.name == LOCAL
-        waited_s = max(0.0, self._start_s - record.joined_s)  # for the run to start, which is not simulated
+        waited_s = max(0.0, self._start_s - record.joined_s)  # until the run started, which is not simulated
         spec = WorkerSpec(
             name=record.name, lease=record.lease, service=self._service(record), slots=record.slots,
             network=None if local else self._network, weights_bytes=self._pulls.size_bytes,

@@ -3,7 +3,7 @@ files.
 
 A run that died can be replayed like one that finished, because only its completed steps count. Times are wall-clock
 times, which all processes of a run share. A worker that became silent counts as frozen since its last message. A lost
-worker counts as killed at the moment the controller noticed.
+worker counts as killed at the moment when the controller noticed the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from windfall.sim.calibrate.event_log import steps_of
 from windfall.types import LOCAL, Lease
 
 MIN_STEPS = 2
-"""Fewest completed steps that can be compared."""
+"""Minimum number of completed steps for a comparison."""
 RUN_IS_OVER = "the run is over"
 """Part of the reason in `worker_left` events at the end of a run."""
 INCIDENTS = {
@@ -40,7 +40,7 @@ class Incident:
     what: str
     """One of the values of INCIDENTS."""
     left_s: float | None = None
-    """Notice in seconds, if it was warned."""
+    """Seconds of notice, if the worker was warned."""
     source: str = ""
 
 
@@ -96,14 +96,14 @@ def record(folder: Path) -> Record:
         skipped = (f"{foreign.lines} lines of the log are not from windfall and were skipped",) if foreign.lines else ()
         return replace(parsed, remarks=(*parsed.remarks, *skipped))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        what = f"the log lacks what a simulation needs: {type(e).__name__}: {e}"
+        what = f"the log lacks data that a simulation needs: {type(e).__name__}: {e}"
         raise WindfallError(what, where=str(log), fix="It may be from an older windfall. Run it again.") from e
 
 
 def _record(recipe: Recipe, events: Sequence[Event], where: str) -> Record:
     steps = steps_of(events)
     if len(steps) < MIN_STEPS:
-        fix = f"A replay needs at least {MIN_STEPS} steps, and a prediction more. Let the run continue."
+        fix = f"A replay needs at least {MIN_STEPS} steps, and a prediction needs more. Let the run continue."
         raise WindfallError(f"the run completed {len(steps)} steps", where=where, fix=fix)
     if "lengths" not in steps[0] or [e["step"] for e in steps] != list(range(1, len(steps) + 1)):
         what = "the log has no response lengths" if "lengths" not in steps[0] else "the log lacks steps"
@@ -134,8 +134,8 @@ def _remarks(events: Sequence[Event]) -> list[str]:
 
 
 def recorded_workers(events: Sequence[Event], suspect_s: float) -> tuple[RecordedWorker, ...]:
-    """Every worker in the order of joining, with its incidents. A worker that is present at the end of the log stays. A
-    worker that joins again under the same id lost its link because the controller was killed."""
+    """All workers in the order of joining, with their incidents. A worker that is present at the end of the log stays.
+    If a worker joins again under the same id, its link was lost because the controller was killed."""
     joined: list[RecordedWorker] = []
     present: dict[str, RecordedWorker] = {}
     for e in events:

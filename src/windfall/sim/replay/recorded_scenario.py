@@ -1,5 +1,5 @@
-"""Builds the scenario that replays a recorded run: service times fitted to some of its steps, lengths and rewards as
-recorded.
+"""Builds the scenario that replays a recorded run. Service times are fitted to some of its steps; lengths and rewards
+are as recorded.
 
 Fitted: the times of engine steps, training, pulls, rewards and checkpoints. Taken from the record: the responses and
 their lengths, the groups that were replaced, and when each worker joined, became ready, was warned and was lost.
@@ -27,11 +27,12 @@ from windfall.types import LOCAL, Feedback, Task, Turn
 Fit = Literal["first-half", "all"]
 FITS: tuple[Fit, ...] = ("first-half", "all")
 SKIP = 2
-"""First steps that are left out of the figures even if all steps are fitted: rates are still being measured."""
+"""Number of first steps that are left out of the figures if all steps are fitted: rates are still being measured."""
 MIN_FITTED_STEPS = 3
-"""Fewest steps that a prediction is fitted to. With fewer, the variation of single steps is unknown."""
+"""Minimum number of steps that a prediction is fitted to. Fewer do not show how much single steps vary."""
 EXACT_TOKENS = 256
-"""Responses up to about this many tokens are simulated token by token; longer ones in this many granules."""
+"""If the median response has about this many tokens or fewer, responses are simulated token by token; otherwise the
+median response is simulated in about this many granules."""
 
 
 class RecordedLengths:
@@ -63,7 +64,7 @@ class RecordedLengths:
 
 
 class RecordedEnv(SimEnv):
-    """Rewards with which the recorded groups are kept or replaced, as they were in the run."""
+    """Gives rewards by which the same groups are kept or replaced as in the recorded run."""
 
     def __init__(self, record: Record, reward_s: float) -> None:
         super().__init__(seed=record.recipe.run.seed, reward_mean=0.0, reward_s=reward_s)
@@ -117,7 +118,7 @@ def fitted(record: Record, fit: Fit) -> Fitted:
 
 
 def _similar(kind: str, measured: Mapping[str, Service]) -> Service:
-    """Times of the same terms and device at another price, if measured; otherwise those of the slowest worker."""
+    """The times of the same lease kind and device at another price, if measured; otherwise of the slowest worker."""
     same = [s for k, s in measured.items() if k.partition(" at $")[0] == kind.partition(" at $")[0]]
     others = [s for k, s in measured.items() if k != LOCAL]
     return max(same or others or list(measured.values()), key=lambda s: s.fixed_s)

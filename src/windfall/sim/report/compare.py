@@ -72,8 +72,8 @@ class Comparison:
     moments: tuple[Moment, ...]
     """The timeline of the last row's first seed."""
     failed: dict[str, WindfallError]
-    """Variants without figures, and why. A variant with one failed seed has no figures, because its mean would be over
-    other seeds than the means of the other variants."""
+    """Variants without figures, and why. If one seed of a variant fails, the variant has no figures, because its mean
+    would be over different seeds than the means of the other variants."""
 
 
 def compare(

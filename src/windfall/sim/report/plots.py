@@ -28,7 +28,7 @@ def new_figure(height_in: float = HEIGHT_IN) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write an SVG whose text stays text, the same bytes for the same data."""
+    """Write an SVG file. Its text is stored as text, and the same data gives the same bytes."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "windfall"}):

@@ -13,7 +13,7 @@ from windfall.sim.core.scenario import with_keys
 class Variant(NamedTuple):
     description: str
     changes: dict[str, dict[str, Any]]
-    """Keys of the recipe that it sets, by section."""
+    """Recipe keys that the variant sets, by section."""
 
 
 NO_WORKERS = {"trace": {"nodes": 0, "file": None}, "fleet": {"workers": 0, "local": True}, "sim": {"prices_file": None}}

@@ -41,7 +41,7 @@ def attend_block(q, k, v, visible, acc, m, total, scale):
 def norm_and_rotate(
     X, WEIGHT, COS, SIN, inner, d, valid, position, eps, HEAD: tl.constexpr, HEAD_P: tl.constexpr, NORM: tl.constexpr
 ):
-    """The heads at X + inner, normalized and rotated like `rope_and_store` does."""
+    """The heads at X + inner, normalized and rotated as in `rope_and_store`."""
     dtype: tl.constexpr = X.dtype.element_ty
     lower = (d < HEAD // 2)[None, :]
     across = tl.where(d < HEAD // 2, HEAD // 2, -(HEAD // 2))[None, :]  # to the other half of the head

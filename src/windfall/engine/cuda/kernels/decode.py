@@ -189,7 +189,7 @@ def rope_store_and_decode(
     sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, heads: int, scale: float,
     window: int | None, splits: int, prefix_groups: PrefixGroups | None = None,
 ) -> Tensor:  # fmt: skip
-    """`rope_and_store`, then `decode_attention`; one launch where that is faster. `positions`: from `decode_inputs`."""
+    """`rope_and_store`, then `decode_attention`, fused where that is faster. `positions`: from `decode_inputs`."""
     if len(rows) * pool.shape[3] > _MAX_FUSED_PAIRS:
         q = rope_and_store(
             qkv, rows, positions, state, pool, layer, cos, sin, q_weight, k_weight, eps, heads, pool.shape[3]

@@ -2,7 +2,7 @@
 """Attention of a prefill: chunks of several sequences, each causal over the pages of its sequence so far.
 
 A program handles some tokens of a chunk, for all query heads that share a kv head: one row of its tile is one (token,
-query head) pair. So a short chunk over a long context, which siblings of a group have, reads each key once.
+query head) pair. So a short chunk over a long context reads each key once; the siblings of a group have such chunks.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _TRUNCATED_ROWS = 32  # rows sorted at a time when top-k or top-p is used: it bo
 
 @triton.jit
 def _inverse_temperature(TEMPERATURE, slot):
-    """Factor for differences of logits before exp2."""
+    """Factor by which differences of logits are multiplied before exp2."""
     temperature = tl.load(TEMPERATURE + slot)
     return 1.4426950408889634 / tl.where(temperature == 0.0, 1.0, temperature)
 

@@ -25,7 +25,7 @@ from windfall.engine.cuda.kernels.attention_common import attend_block, norm_and
 from windfall.engine.cuda.splits import TILE, min_split_tokens
 from windfall.engine.cuda.state import DeviceState, KVPool, PrefixGroups
 
-PREFIX_SPLIT_STEP = 128  # tokens; shared splits are multiples of it for any block size, so rows can count them
+PREFIX_SPLIT_STEP = 128  # tokens; shared splits are multiples of it whatever the block size, so each row can count them
 _UNSPECIALIZED = ["layer", "prefix_splits", "min_tokens", "table_stride"]
 _UNALIGNED = ["FIRST", "COUNT", "TOKENS", "ROWS", "POSITIONS", "TABLE", "BASE"]
 
@@ -93,7 +93,7 @@ def attend_shared_prefix(
     prefix_groups: PrefixGroups, positions: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float,
     fused: bool,
 ) -> Tensor:  # fmt: skip
-    """Partial results of every (row, kv head): room for `prefix_groups.splits` of each, as many written as there are.
+    """Partial results of every (row, kv head): room for `prefix_groups.splits` of each; those of actual splits are set.
     `fused`: `q` holds all projections of a row, and queries are normalized and rotated here. `scale` is for exp2."""
     kv_heads, head = pool.shape[3], pool.shape[5]
     group, count = heads // kv_heads, prefix_groups.first.numel()

@@ -71,6 +71,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "link/messages.py",
     "weights/manifest.py",
     "weights/delta.py",
+    "weights/plan.py",
 ]
 PURE_MAY_IMPORT = {
     "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",

@@ -6,10 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights.manifest import DeltaManifest, Manifest, TensorEntry
+from windfall.weights.publish import Publisher
 
 
 def example(version: int = 3) -> Manifest:
@@ -51,9 +53,55 @@ def test_digest_covers_the_bytes_but_not_the_version() -> None:
         manifest.decode(other.encode(), Manifest)
 
 
+def test_digest_does_not_change_between_releases() -> None:
+    """Pulled weights are compared with the digest of a trainer that may be older or newer."""
+    a = (torch.arange(300 * 70).view(300, 70) * 7 % 1013).float()
+    w = (torch.arange(130 * 33).view(130, 33) % 251).bfloat16()
+    tensors = {"embed": a, "norm": torch.arange(70).float(), "w": w, "n": torch.tensor(7), "none": torch.empty(0, 3)}
+    digests = {None: "7f95a61804c2190b171a6ff06872978f", "bfloat16": "03ac9e2d3c95f125f18825e1ce8ef2b6"}
+    for dtype, digest in digests.items():
+        publisher = Publisher(chunk_bytes=1 << 12, dtype=dtype)
+        assert publisher.publish(0, {**tensors, "head": a}).digest == digest
+        publisher.close()
+
+
+def test_sources_split_chunks_and_are_not_in_the_digest() -> None:
+    m = example()
+    cut = manifest.make(
+        version=3, entries=m.entries, nbytes=m.nbytes, chunk_bytes=128, chunks=(5, 6, 7, 8),
+        servers=("", "http://b:1"), sources=((0, 1), (130, 0), (256, 1)),
+    )  # fmt: skip
+    assert cut.bounds() == [0, 128, 130, 256, m.nbytes]
+    assert cut.chunk_servers() == [1, 1, 0, 1]
+    assert manifest.decode(cut.encode(), Manifest) == cut
+    other = msgspec.structs.replace(cut, servers=("http://c:1", "http://b:1"))
+    assert manifest.decode(other.encode(), Manifest).digest == cut.digest
+
+
+def test_base_and_scale_are_in_the_digest_if_set() -> None:
+    m = example()
+    fields = {"version": 3, "entries": m.entries, "nbytes": m.nbytes, "chunk_bytes": 128, "chunks": m.chunks}
+    made = [manifest.make(**fields, **more) for more in ({}, {"base": "a" * 32}, {"base": "a" * 32, "scale": 2.0})]
+    assert len({x.digest for x in made}) == 3
+    assert made[0].digest == m.digest
+    for x in made:
+        assert manifest.decode(x.encode(), Manifest) == x
+    assert "scale" not in msgspec.msgpack.decode(m.encode())
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
+        ({"base": "x"}, "an adapter of 'x'"),
+        ({"base": "A" * 32}, "an adapter of"),
+        ({"scale": float("nan")}, "scale nan"),
+        ({"servers": ("",)}, "0 sources on 1 servers"),
+        ({"servers": ("",), "sources": ((64, 0),)}, "the source at byte 64"),
+        ({"servers": ("",), "sources": ((0, 1),)}, "on server 1"),
+        ({"servers": ("",), "sources": ((0, 0), (0, 0))}, "not in order"),
+        ({"servers": ("",), "sources": ((0, 0), (1 << 20, 0))}, "not part of the weights"),
+        ({"servers": ("",), "sources": ((0, 0), (100, 0))}, "checksums"),
+        ({"nbytes": 1 << 44, "chunk_bytes": 64}, "checksums"),
         ({"version": -1}, "negative"),
         ({"nbytes": 1 << 50}, "bytes in chunks"),
         ({"nbytes": -1}, "bytes in chunks"),

@@ -1,0 +1,193 @@
+"""Several processes publish one version together: the same bytes, digest and delta as from one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from weights.writers import KEY, Shard, State, Writers, descriptors, found, model, publish, small_blocks
+
+from windfall.errors import WindfallError
+from windfall.weights import delta
+from windfall.weights import device_delta as on_device
+from windfall.weights.meeting import PublishFailed
+from windfall.weights.publish import Publisher
+from windfall.weights.pull import Puller
+
+VERSIONS = [(1, 1.0), (2, 0.02), (3, 0.3), (3, 0.3), (4, 1.0)]
+"""Seed, and share of the elements that differ from seed 0."""
+
+
+def alone(versions: list[tuple[int, float]], **options: Any) -> list[dict[str, Any]]:
+    """What one process publishes."""
+    publisher, out = Publisher(**{"chunk_bytes": 1 << 14, **options}), []
+    for v, (seed, share) in enumerate(versions):
+        publisher.publish(v, model(seed, share))
+        state = type("State", (), {"publisher": publisher})
+        out.append(found(state))  # type: ignore[arg-type]
+    publisher.close()
+    return out
+
+
+def pulled(url: str, version: int, digest: str, puller: Puller | None = None) -> dict[str, torch.Tensor]:
+    puller = puller or Puller(key=KEY, timeout_s=5)
+    puller.pull(url, version, digest)
+    return puller.tensors()
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+OPTIONS = [
+    pytest.param({}, id="host"),
+    pytest.param({"dtype": "bfloat16"}, id="cast"),
+    pytest.param({"device_delta": True}, id="device"),
+    pytest.param({"where": "cuda", "device_delta": False}, id="cuda, host", marks=cuda),
+    pytest.param({"where": "cuda", "dtype": "bfloat16"}, id="cuda", marks=cuda),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_number_of_writers_publishes_the_same(size: int, options: dict[str, Any]) -> None:
+    expected = alone(VERSIONS, **{k: v for k, v in options.items() if k != "where"})
+    assert [bool(x["blob"]) for x in expected] == [False, False, True, True, False]
+    with Writers(size, **options) as writers:
+        for version, ((seed, share), one) in enumerate(zip(VERSIONS, expected, strict=True)):
+            ranks = writers.publish(version, seed, share)
+            assert ranks[0] == one
+            for other in ranks[1:]:
+                assert (other["manifest"], other["bytes"]) == (one["manifest"], one["bytes"])
+        if not options:
+            assert equal(pulled(writers.urls[0], version, one["manifest"].digest), model(seed, share))
+
+
+@pytest.mark.parametrize("device_delta", [False, True])
+def test_same_delta_with_sampled_blocks(device_delta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (delta, on_device):
+        monkeypatch.setattr(module, "BLOCK", 256)
+    versions = [(1, 1.0), (1, 0.5), (2, 0.01), (3, 1.0)]
+    expected = alone(versions, device_delta=device_delta)
+    assert [bool(x["blob"]) for x in expected] == [False, True, True, False]
+    with Writers(3, device_delta=device_delta) as writers:
+        writers.all(small_blocks)
+        for version, (seed, share) in enumerate(versions):
+            assert writers.publish(version, seed, share)[0] == expected[version]
+
+
+def test_replicated_rows_are_written_by_the_first_rank_that_has_them() -> None:
+    w = model(5)
+    with Writers(3) as writers:
+        got = writers.all(publish_pieces, r0=("both",), r1=("both",), r2=("rest",))
+    one = Publisher(chunk_bytes=1 << 14)
+    assert one.publish(0, {"embed": w["embed"]}) == got[0] == got[1] == got[2]
+    one.close()
+
+
+def publish_pieces(state: State, what: str) -> Any:
+    embed = model(5)["embed"]
+    mine = slice(0, 200) if what == "both" else slice(200, 331)
+    if what == "wrong":
+        mine = slice(100, 250)
+    if what == "scalar":
+        return state.publisher.publish(0, {"embed": torch.tensor(1.0)})
+    return state.publisher.publish(0, {"embed": Shard(embed[mine], tuple(embed.shape), mine.start)})
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        ("both", "the ranks have 200 of 331 rows"),
+        ("wrong", "rank 1 has a part of another's rows"),
+        ("scalar", "rank 1 has other tensors than rank 0"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_on_all_ranks(second: str, error: str) -> None:
+    with Writers(2) as writers:
+        for failed in writers.all(publish_pieces, r0=("both",), r1=(second,)):
+            assert isinstance(failed, WindfallError)
+            assert error in failed.what
+        assert writers.publish(0)[0]["versions"] == [0]
+
+
+def fail(state: State, version: int, seed: int, share: float) -> Any:
+    def copied() -> None:
+        raise OSError("no")
+
+    return publish(state, version, seed, share, "", {"copied": copied})
+
+
+@pytest.mark.parametrize("device_delta", [False, True])
+def test_failure_of_one_rank_fails_the_version_on_all(device_delta: bool) -> None:
+    """The next version works, and its delta is from the last complete version."""
+    expected = alone([(1, 1.0), (2, 0.02)])[1]
+    with Writers(3, device_delta=device_delta) as writers:
+        writers.publish(0, 1)
+        for orders in writers.orders[:1] + writers.orders[2:]:
+            orders.send((publish, (1, 3, 1.0, "", {})))
+        writers.orders[1].send((fail, (1, 3, 1.0)))
+        for rank in range(3):
+            with pytest.raises(OSError if rank == 1 else PublishFailed, match="no"):
+                writers._answer(rank)
+        assert writers.call(0, found)["versions"] == [0]
+        got = writers.publish(2, 2, 0.02)[0]
+        assert got["blob"] == expected["blob"]
+        assert got["manifest"].digest == expected["manifest"].digest
+
+
+def test_ranks_that_publish_different_versions_are_refused() -> None:
+    with Writers(2) as writers:
+        for failed in writers.all(publish, r0=(1, 0, 1.0, "", {}), r1=(2, 0, 1.0, "", {})):
+            assert isinstance(failed, WindfallError)
+            assert "rank 1 publishes version 2, rank 0 version 1" in failed.what
+
+
+STEPS = [
+    "describe their tensors", "prepare the buffer", "write their rows", "hash their chunks",
+    "prepare the delta's buffer", "write the delta",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_death_of_a_rank_leaves_the_previous_version_readable(step: str) -> None:
+    with Writers(3) as writers:
+        writers.publish(0, 1)
+        writers.publish(1, 2, 0.01)
+        for rank, orders in enumerate(writers.orders):
+            orders.send((publish, (2, 3, 0.01, step if rank == 1 else "", {})))
+        for rank in (0, 2):
+            with pytest.raises(PublishFailed, match=f"version 2: rank {rank} waited for the other ranks to {step}"):
+                writers._answer(rank)
+        assert not writers.processes[1].join(5)
+        left = writers.call(0, found)
+        assert left["versions"] == ([1, 0] if step == STEPS[0] else [1])
+        assert equal(pulled(writers.urls[0], 1, left["manifest"].digest), model(2, 0.01))
+
+
+def other_layout(state: State, version: int) -> Any:
+    mine = slice(0, 60) if state.ranks.rank == 0 else slice(60, 100)
+    whole = torch.arange(300.0).view(100, 3) + version
+    return state.publisher.publish(version, {"x": Shard(whole[mine], (100, 3), mine.start)})
+
+
+def test_layouts_may_change_and_no_descriptor_is_left() -> None:
+    one = Publisher(chunk_bytes=1 << 14)
+    with Writers(2) as writers:
+        before = [writers.call(r, descriptors) for r in range(2)]
+        for v in range(8):
+            if v % 4 == 3:
+                got = writers.all(other_layout, v)
+                assert got[0] == one.publish(v, {"x": torch.arange(300.0).view(100, 3) + v})
+            else:
+                assert writers.publish(v, v, 0.01)[0]["manifest"] == one.publish(v, model(v, 0.01))
+        for rank in range(2):
+            writers.call(rank, close)
+            assert writers.call(rank, descriptors) == before[rank]
+    one.close()
+
+
+def close(state: State) -> None:
+    state.publisher.close()

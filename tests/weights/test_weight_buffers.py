@@ -1,0 +1,81 @@
+"""Buffers that other processes map, and the pages of a buffer that a GPU copies to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall.errors import WindfallError
+from windfall.weights import buffers
+from windfall.weights.buffers import Buffer, Handle
+from windfall.weights.copy_out import page_ranges
+from windfall.weights.manifest import TensorEntry
+from windfall.weights.plan import Piece
+
+
+@pytest.mark.parametrize("free", [1e12, 0.0])
+def test_another_process_writes_to_a_buffer(free: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "free_bytes", lambda: free)
+    buffer = Buffer(10_000, tmp_path)
+    assert buffer.in_memory == (free > 0)
+    child = os.fork()
+    if child == 0:  # without an exception handler of the test framework
+        mapped = Buffer.map(buffer.handle)
+        mapped.data[5000] = 7
+        mapped.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert buffer.data[5000] == 7
+    buffer.close()
+
+
+def test_mapped_memory_outlives_the_descriptors() -> None:
+    buffer = Buffer(100)
+    mapped = Buffer.map(buffer.handle)
+    buffer.data[3] = 9
+    buffer.close()
+    mapped.close()
+    assert mapped.data[3] == 9
+    assert mapped.dup() is None
+
+
+@pytest.mark.parametrize("change", [{"fd": 9999}, {"pid": 2**22 - 1}, {"inode": 1}])
+def test_wrong_handle_is_refused(change: dict[str, Any]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    buffer = Buffer(100)
+    handle: Handle = buffer.handle._replace(**change)
+    with pytest.raises(WindfallError, match=f"/proc/{handle.pid}/fd/{handle.fd}"):
+        Buffer.map(handle)
+    buffer.close()
+    del buffer
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_processes_of_this_machine_have_one_name() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, buffers.machine().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1000).decode() == buffers.machine()
+    os.close(read)
+    os.close(write)
+
+
+def test_pages_of_the_pieces() -> None:
+    entry = TensorEntry(name="x", dtype="int8", shape=(1,), offset=0, nbytes=1)
+
+    def pages(*ranges: tuple[int, int]) -> list[tuple[int, int]]:
+        found = page_ranges([Piece(entry, *r) for r in ranges], 1_000_000_000)
+        return [(a // page, b // page) for a, b in found]
+
+    page = buffers.mmap.PAGESIZE
+    far = 1 << 20
+    assert pages((0, 10), (64, page + 1)) == [(0, 2)]
+    assert pages((page + 5, page + 6), (far, far + 1)) == [(1, 2), (far // page, far // page + 1)]
+    assert pages((0, far), (far, 2 * far)) == [(0, 2 * far // page)]
+    assert page_ranges([Piece(entry, 5, 100)], 100) == [(0, 100)]

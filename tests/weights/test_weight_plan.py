@@ -1,0 +1,135 @@
+"""Who writes, hashes and compares what, when several ranks publish together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windfall.errors import WindfallError
+from windfall.weights import plan
+from windfall.weights.delta import Blocks
+from windfall.weights.manifest import WIDTHS
+from windfall.weights.plan import Offer, Rows
+
+
+def offers(
+    shapes: list[tuple[str, tuple[int, ...]]], machines: list[int], chunk_bytes: int, tied: bool = False
+) -> list[Offer]:
+    """Tensors split as by FSDP2: equal numbers of rows, the last ranks have fewer."""
+    out, size = [], len(machines)
+    for rank, machine in enumerate(machines):
+        rows = []
+        for i, (dtype, shape) in enumerate(shapes):
+            total = shape[0] if shape else 1
+            each = -(-total // size) if shape else 1
+            first = min(rank * each, total) if shape else 0
+            count = min(each, total - first) if 0 not in shape else 0
+            rows.append(Rows(f"t{i}", dtype, shape, i if count else -1, first, count))
+        if tied:
+            rows.append(Rows("tied", *shapes[0], rows[0].storage, rows[0].first, rows[0].count))
+        out.append(
+            Offer(machine=str(machine), address=f"http://m{machine}", chunk_bytes=chunk_bytes, tensors=tuple(rows))
+        )
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.sampled_from(["float32", "bfloat16", "int8"]),
+            st.one_of(st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 300), st.integers(0, 700))),
+        ),
+        min_size=1, max_size=6,
+    ),
+    machines=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    chunk_bytes=st.sampled_from([64, 100, 4096, 1 << 20]),
+    tied=st.booleans(),
+)  # fmt: skip
+def test_every_byte_chunk_and_block_has_one_owner(
+    shapes: list[tuple[str, tuple[int, ...]]], machines: list[int], chunk_bytes: int, tied: bool
+) -> None:
+    made = plan.make(offers(shapes, machines, chunk_bytes, tied))
+    writer = np.full(made.nbytes, -1)
+    for rank, share in enumerate(made.shares):
+        for piece in share.pieces:
+            assert (writer[piece.start : piece.stop] == -1).all()
+            writer[piece.start : piece.stop] = rank
+    inside = np.zeros(made.nbytes, bool)
+    for e in made.entries:
+        inside[e.offset : e.offset + e.nbytes] = True
+    assert ((writer >= 0) == inside).all()
+
+    # Chunks: hashed once, on the machine that has all of their bytes; those of one rank by that rank.
+    assert sorted(c for s in made.shares for c in (*s.own_chunks, *s.shared_chunks)) == [*range(len(made.bounds) - 1)]
+    leader = np.array([share.leader for share in made.shares])
+    for rank, share in enumerate(made.shares):
+        for chunks, alone in ((share.own_chunks, True), (share.shared_chunks, False)):
+            for c in chunks:
+                found = set(writer[made.bounds[c] : made.bounds[c + 1]].tolist()) - {-1}
+                assert found <= {rank} if alone else len(found) > 1
+                assert {leader[r] for r in found} <= {share.leader}
+
+    # Blocks: compared once on each machine that has bytes of them.
+    blocks, compared = Blocks(made.ranges()), []
+    for rank, share in enumerate(made.shares):
+        for piece, numbers in zip(share.pieces, share.own_blocks, strict=True):
+            for n in numbers:
+                assert blocks[n].width == WIDTHS[piece.entry.dtype]
+                assert (writer[blocks[n].start : blocks[n].stop] == rank).all()
+        compared += [(n, share.leader) for n in share.shared_blocks]
+        compared += [(n, share.leader) for numbers in share.own_blocks for n in numbers]
+    expected = [
+        (n, machine)
+        for n in range(len(blocks))
+        for machine in sorted({int(leader[r]) for r in set(writer[blocks[n].start : blocks[n].stop].tolist())})
+    ]
+    assert sorted(compared) == expected
+    counts = [sum(n == m for n, _ in expected) for m in range(len(blocks))]
+    assert made.split_blocks == {n for n, count in enumerate(counts) if count > 1}
+
+    # Sources: every byte of a tensor comes from the machine that has it, and no other byte is left out.
+    seen = np.full(made.nbytes, -1)
+    for rank, share in enumerate(made.shares):
+        for start, stop in made.parts(rank):
+            assert rank != share.leader or (seen[start:stop] == -1).all()
+            seen[start:stop] = share.leader
+    assert (seen[inside] == leader[writer[inside]]).all()
+    assert (seen >= 0).all()
+
+
+def test_one_machine_has_no_sources() -> None:
+    shapes = [("float32", (10, 10)), ("int8", (7,))]
+    assert plan.make(offers(shapes, [0, 0, 0], 64)).sources == ()
+    made = plan.make(offers(shapes, [0, 0, 1], 64))
+    assert made.servers == ("", "http://m1")
+    assert made.sources == ((0, 0), (320, 1), (448, 0), (454, 1))
+    assert made.bounds[:7] == (0, 64, 128, 192, 256, 320, 384)
+
+
+def test_work_is_divided_evenly() -> None:
+    made = plan.make(offers([("bfloat16", (4096, 1024))] * 8, [0] * 4, 1 << 16))
+    for share in made.shares:
+        assert abs(len(share.own_chunks) + len(share.shared_chunks) - (len(made.bounds) - 1) / 4) <= 8
+    small = plan.make(offers([("bfloat16", (64, 1024))] * 64, [0] * 4, 1 << 20))  # all chunks are shared
+    assert [len(share.shared_chunks) for share in small.shares] == [2, 2, 2, 2]
+
+
+def test_tensors_are_tied_only_if_they_are_tied_on_every_rank() -> None:
+    made = plan.make(offers([("float32", (4, 4)), ("float32", (4, 4))], [0, 0], 64, tied=True))
+    assert [e.offset for e in made.entries] == [0, 64, 0]
+    found = offers([("float32", (4, 4))], [0, 0], 64, tied=True)
+    untied = Offer(
+        machine="0", address="", chunk_bytes=64,
+        tensors=(found[1].tensors[0], Rows("tied", "float32", (4, 4), 7, 2, 2)),
+    )  # fmt: skip
+    assert [e.offset for e in plan.make([found[0], untied]).entries] == [0, 64]
+
+
+def test_missing_rows_are_refused() -> None:
+    with pytest.raises(WindfallError, match="no rank has rows 4 to 8"):
+        plan.make([o for i, o in enumerate(offers([("int8", (12,))], [0, 0, 0], 64)) if i != 1])
+    with pytest.raises(WindfallError, match="4 of 12 rows"):
+        plan.make(offers([("int8", (12,))], [0, 0, 0], 64)[:1])

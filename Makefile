@@ -5,6 +5,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints/cpu.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
+# Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
 .PHONY: help demo test check format bench slow smollm2 clean
@@ -16,7 +18,7 @@ demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
 test: $(READY)-dev ## Set up, then run every test but the slow ones, two files at a time
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -25,7 +27,7 @@ check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 format: $(READY)-dev ## Put the code into its format
 	$(BIN)/ruff check --fix .

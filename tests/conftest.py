@@ -1,4 +1,4 @@
-"""Fixtures for tests that run the command line."""
+"""Fixtures for tests that run the command line, and the order of the test files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,30 @@ max_tokens = 24
 [eval]
 tasks = 4
 """
+
+HERE = Path(__file__).parent
+LONGEST_FIRST = (
+    "launch/processes/test_worker.py", "sim/chaos", "test_soak.py", "train/test_checkpoint.py", "test_runs.py",
+    "engine/test_contract.py", "selftest", "launch/test_supervisor.py", "engine/cuda/test_engine.py", "train",
+    "envs/test_hostile_runs.py", "envs/process_pool", "sim",
+)  # fmt: skip
+"""Files and folders that take the most time. With `--dist loadfile`, one worker would run the last of them alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {HERE / name: n for n, name in enumerate(LONGEST_FIRST)}
+
+    def place(item: pytest.Item) -> int:
+        found = (rank[path] for path in (item.path, *item.path.parents) if path in rank)
+        return next(found, len(rank))
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def small_recipe() -> str:
+    """A run of two steps that takes a second."""
+    return SMALL
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from windfall.types import Chunk, Request, Sampling
 
 VOCABULARY = 160
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
     "max_position_embeddings": 512, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 

@@ -61,24 +61,28 @@ def test_seeds_share_no_tasks() -> None:
 
 
 def test_task_that_depends_on_the_hash_seed_is_the_same_in_every_process() -> None:
-    made = []
-    for seed in ("1", "2"):  # ours; the children's is always 0
-        program = "import test_gym; test_gym.show({'name': 'gym', 'task': 'polynomial_multiplication'})"
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        made.append(subprocess.check_output([sys.executable, "-c", program], env=environment, text=True))
-    assert made[0] == made[1] != ""
+    program = "import test_gym; print(test_gym.prompts()); test_gym.check_imports()"
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    # The hash seed of the other process. Ours is random, or 0 if it is set; that of the children is always 0.
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": path}
+    elsewhere = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert f"{prompts()}\n" == elsewhere
 
 
-def show(section: dict[str, Any]) -> None:
-    """Print some tasks, and check that the requesting process does not import reasoning-gym."""
+def prompts() -> list[Any]:
+    """The prompts of some tasks, made in a child of this process."""
+    section = {"name": "gym", "task": "polynomial_multiplication"}
 
-    async def go() -> None:
+    async def go() -> list[Any]:
         async with EnvPool(config.parse({"env": section}, where="test").env, 0) as pool:
             await pool.ready()
-            print([(await pool.task(i, 30.0)).prompt for i in range(5)])
+            return [(await pool.task(i, 30.0)).prompt for i in range(5)]
 
-    asyncio.run(go())
+    return asyncio.run(go())
+
+
+def check_imports() -> None:
+    """The requesting process does not import reasoning-gym."""
     assert not any(name.startswith("reasoning_gym") for name in sys.modules)
 
 

@@ -33,6 +33,7 @@ def events(kind: str, name: str) -> list[Event]:
     return [e for e in read(RUN / "events.jsonl") if (e["kind"], e["name"]) == (kind, name)]
 
 
+@pytest.mark.slow
 def test_blocking_feedback_ends_the_run_with_its_name(windfall: Windfall) -> None:
     """In an earlier version the supervisor killed and restarted the controller forever."""
     code, out, err = windfall(

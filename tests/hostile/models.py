@@ -48,7 +48,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma2": {**SHAPE, "head_dim": 16, "attn_logit_softcapping": None},
     "gptj": {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 16},
     "granite": SHAPE,
-    "jamba": {**SHAPE, "num_hidden_layers": 8, "num_experts": 4, "mamba_dt_rank": 4},
+    "jamba": {**SHAPE, "num_experts": 4, "mamba_dt_rank": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
     "jetmoe": {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2,
                "kv_channels": 16, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama": SHAPE,

@@ -33,7 +33,7 @@ from windfall.train.ranks import Ranks
 RECIPE = """
 [run]
 name = "r"
-steps = 7
+steps = 5
 threads = 1
 deterministic = true
 [env]
@@ -286,23 +286,36 @@ def weights(run: Path) -> str:
     return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
-    """kill -9 of the supervisor during steps and around checkpoints, which ends all other processes; each time
-    `windfall resume` continues the run."""
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    recipe = folder / "r.toml"
+    recipe.write_text(RECIPE)
+    done = command("train", str(recipe), "--set", f"run.folder={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "r"
+
+
+@pytest.mark.parametrize("kills", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=["once", "again"])
+def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_weights(
+    undisturbed: Path, tmp_path: Path, kills: tuple[int, ...]
+) -> None:
+    """kill -9 of the supervisor after these steps, before and after a checkpoint, which ends all other processes; each
+    time `windfall resume` continues the run."""
     recipe = tmp_path / "r.toml"
     recipe.write_text(RECIPE)
-    assert windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/undisturbed").wait(120) == 0
     run = tmp_path / "killed" / "r"
     process = windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/killed")
-    for step in (1, 4):
+    for step in kills:
         wait_for_step(run, step, process)
         process.send_signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL
         process = windfall("resume", str(run))
     assert process.wait(120) == 0
-    assert weights(run) == weights(tmp_path / "undisturbed" / "r")
+    assert weights(run) == weights(undisturbed)
     steps = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
-    assert steps == list(range(1, 8))
+    assert steps == list(range(1, 6))
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
@@ -332,23 +345,27 @@ def test_damaged_checkpoint_is_reported_by_the_next_trainer_if_the_first_one_die
     assert trainer._find_checkpoint(folder)[1] == {}
 
 
-def test_run_with_a_damaged_newest_checkpoint_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_run_with_a_damaged_newest_checkpoint_ends_with_the_same_weights(undisturbed: Path, tmp_path: Path) -> None:
     """It resumes from the previous checkpoint, generates again what is not in the journal, and reports that."""
-    recipe, run = tmp_path / "r.toml", tmp_path / "r"
-    recipe.write_text(RECIPE.replace("steps = 7", "steps = 4").replace('schedule = "cosine"', ""))
-    assert command("train", str(recipe), "--set", f"run.folder={tmp_path}", "--set", "eval.tasks=0").returncode == 0
-    saved = run / "checkpoints" / "step-000004"
+    run = Path(shutil.copytree(undisturbed, tmp_path / "r"))
+    saved = run / "checkpoints" / "step-000005"
     before = (saved / "model.safetensors").read_bytes()
     flip(saved / "model.safetensors")
-    done = command("resume", str(run), "--set", "run.steps=5")
+    done = command("resume", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "checkpoint damaged: step-000004/model.safetensors: its checksum" in done.stdout
-    assert "continuing from step 2" in done.stdout
-    assert "journal lost: 000002.wal: it is gone" in done.stdout
+    assert "checkpoint damaged: step-000005/model.safetensors: its checksum" in done.stdout
+    assert "continuing from step 4" in done.stdout
+    assert "journal lost: 000004.wal: it is gone" in done.stdout
     assert (saved / "model.safetensors").read_bytes() == before
-    assert (run / "checkpoints" / "damaged-step-000004").is_dir()
-    steps = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
-    assert steps == list(range(1, 6))
+    assert (run / "checkpoints" / "damaged-step-000005").is_dir()
+    steps, expected = (
+        [e for e in read(path / "events.jsonl") if (e["kind"], e["name"]) == ("scalar", "step")]
+        for path in (run, undisturbed)
+    )
+    assert [e["step"] for e in steps] == list(range(1, 6))
+    assert steps[-1]["reward"] == expected[-1]["reward"]
+    assert steps[-1]["grad_norm"] == expected[-1]["grad_norm"] > 0
+    assert (run / "checkpoints" / "step-000004" / "model.safetensors").read_bytes() != before
 
 
 def test_eval_and_generate_verify_their_checkpoint(

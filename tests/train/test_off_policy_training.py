@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -34,10 +35,19 @@ CLIP = {"clip": 0.05}
 """For the other algorithms: narrow, so that a single update clips some tokens."""
 
 
+@cache
+def start_model() -> Any:
+    """The model as every test finds it: the demo's first two layers. Nothing changes it."""
+    torch.set_num_threads(1)
+    model = load.load("tiny", dtype="float32", device="cpu")
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    return model
+
+
 @pytest.fixture
 def model() -> Any:
-    torch.set_num_threads(1)
-    return load.load("tiny", dtype="float32", device="cpu")
+    return copy.deepcopy(start_model())
 
 
 def logprobs(model: Any, ids: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
@@ -49,21 +59,29 @@ def logprobs(model: Any, ids: Sequence[int], targets: Sequence[int]) -> torch.Te
     return rows[[t - 1 for t in targets], [ids[t] for t in targets]]
 
 
-def older_model(model: Any, age: int) -> Any:
-    """The model as it was `age` versions ago: with other weights."""
-    other = copy.deepcopy(model)
+@cache
+def start_logprobs(ids: Sequence[int], targets: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return logprobs(start_model(), ids, targets).double()
+
+
+@cache
+def older_model(age: int) -> Any:
+    """The model as it was `age` versions ago: with other weights. Nothing changes it."""
+    other = copy.deepcopy(start_model())
     rng = torch.Generator().manual_seed(age)
     with torch.no_grad():
         for p in other.parameters():
-            p.add_(0.03 * age * p.std(correction=0) * torch.randn(p.shape, generator=rng))
+            p.add_(0.05 * age * p.std(correction=0) * torch.randn(p.shape, generator=rng))
     return other
 
 
-def groups(model: Any, *, ages: Sequence[int], count: int = 4, size: int = 3) -> list[Group]:
+@cache
+def groups(*, ages: Sequence[int], count: int = 4, size: int = 3) -> list[Group]:
     """Random responses with tokens of the environment between those of the policy. The sampled tokens of a response are
     split evenly among the versions, oldest first, and have the log-probs of their version."""
     rng = np.random.default_rng(3)
-    models = {age: older_model(model, age) if age else model for age in ages}
+    models = {age: older_model(age) if age else start_model() for age in ages}
 
     def response(group: int, i: int) -> Response:
         prompt = tuple(rng.integers(3, 13, rng.integers(2, 8)).tolist())
@@ -85,9 +103,9 @@ def groups(model: Any, *, ages: Sequence[int], count: int = 4, size: int = 3) ->
     ]
 
 
-def make_samples(model: Any, name: str = "grpo", *, ages: Sequence[int]) -> list[list[Sample]]:
+def make_samples(name: str = "grpo", *, ages: Sequence[int]) -> list[list[Sample]]:
     """One list per mini-batch; there are two."""
-    made = credit(groups(model, ages=ages), algorithm(name), LIMIT, version=VERSION)
+    made = credit(groups(ages=ages), algorithm(name), LIMIT, version=VERSION)
     return [[s for group in made[i::2] for s in group] for i in range(2)]
 
 
@@ -155,9 +173,8 @@ def divisor(name: str, part: Sequence[Sample]) -> float:
 def test_gradient_of_both_updates_of_a_step_equals_the_decoupled_loss(model: Any, name: str, mode: Mode) -> None:
     """Tokens of three versions; the second update starts from other weights than those at the start of the step."""
     cap = 1.1
-    parts = make_samples(model, name, ages=(2, 1, 0))
+    parts = make_samples(name, ages=(2, 1, 0))
     assert all(s.lag is not None and set(s.lag.tolist()) == {0, 1, 2} for part in parts for s in part)
-    start = copy.deepcopy(model)
     t = trainer(model, name, algorithm={"importance": mode, "importance_cap": cap}, train={"lr": 2e-3})
     prepared = [t.prepare(part) for part in parts]
     reports = []
@@ -168,8 +185,7 @@ def test_gradient_of_both_updates_of_a_step_equals_the_decoupled_loss(model: Any
         plain.zero_grad()
         losses = []
         for s in part:
-            with torch.no_grad():
-                proximal = logprobs(start, s.ids, s.targets).double()
+            proximal = start_logprobs(s.ids, s.targets)
             losses.append(textbook(name, s, logprobs(plain, s.ids, s.targets).double(), proximal, mode, cap))
         (torch.stack(losses).sum() / divisor(name, part)).backward()
         oracle = torch.cat([p.grad.flatten() for p in plain.parameters()])
@@ -216,7 +232,7 @@ class TrainerBeforeStaleness(TorchTrainer):
 def test_staleness_0_gives_the_same_bits_as_before(model: Any, name: str, updates: int) -> None:
     """Gradients and weights over two steps, with KL and an engine that differs a little. The recipe sets neither
     `importance` nor `importance_cap`."""
-    parts = make_samples(model, name, ages=(0,))
+    parts = make_samples(name, ages=(0,))
     rng = np.random.default_rng(0)
     # A few tokens are far off, beyond the cap of 2.
     noise = [[0.02 * rng.normal(size=len(s.behavior)) for s in part] for part in parts]
@@ -231,7 +247,7 @@ def test_staleness_0_gives_the_same_bits_as_before(model: Any, name: str, update
     for kind in (TorchTrainer, TrainerBeforeStaleness):
         mine = copy.deepcopy(model)
         sections: dict[str, Any] = {"algorithm": {"kl": 0.1}, "train": {"lr": 1e-3, "engine_gap_limit": 99.0}}
-        t = trainer(mine, name, kind, reference=older_model(model, 1), **sections)
+        t = trainer(mine, name, kind, reference=older_model(1), **sections)
         bits: list[torch.Tensor] = []
         for _ in range(2):
             step = [t.prepare(part) for part in parts] if updates == 2 else [[s for part in parts for s in part]]
@@ -263,7 +279,7 @@ def with_lags(samples: Sequence[Sample], *lags: int) -> list[Sample]:
 
 
 def test_drift_of_older_tokens_is_not_a_fault_of_the_engine(model: Any) -> None:
-    made = with_lags(make_samples(model, ages=(0,))[0], 0, 1, 3)
+    made = with_lags(make_samples(ages=(0,))[0], 0, 1, 3)
     t = trainer(model)
     t.accumulate(shifted(shifted(made, 1.2, lag=1), 0.6, lag=3))
     report = t.finish()  # the mean over all tokens would be 0.6, and the limit is 0.3
@@ -279,7 +295,7 @@ def test_drift_of_older_tokens_is_not_a_fault_of_the_engine(model: Any) -> None:
 
 
 def test_fresh_tokens_still_detect_a_wrong_engine(model: Any) -> None:
-    made = with_lags(make_samples(model, ages=(0,))[0], 0, 1, 1, 1, 1, 1)
+    made = with_lags(make_samples(ages=(0,))[0], 0, 1, 1, 1, 1, 1)
     t = trainer(model)
     before = [p.detach().clone() for p in model.parameters()]
     wrong = shifted(made, 1.2, lag=0)  # a sixth of the tokens: the mean over all of them would be 0.2
@@ -292,7 +308,7 @@ def test_fresh_tokens_still_detect_a_wrong_engine(model: Any) -> None:
 
 
 def test_few_fresh_tokens_among_older_ones_do_not_end_the_run(model: Any) -> None:
-    made = with_lags(make_samples(model, ages=(0,))[0], 0, *[1] * 9)
+    made = with_lags(make_samples(ages=(0,))[0], 0, *[1] * 9)
     wrong = shifted(made, 1.2, lag=0)
     assert 0 < sum(int((s.lag == 0).sum()) for s in wrong if s.lag is not None) < MIN_FRESH
     t = trainer(model)
@@ -301,7 +317,7 @@ def test_few_fresh_tokens_among_older_ones_do_not_end_the_run(model: Any) -> Non
 
 
 def test_update_without_fresh_tokens_is_not_checked(model: Any) -> None:
-    made = shifted(with_lags(make_samples(model, ages=(0,))[0], 1), 1.2, lag=1)
+    made = shifted(with_lags(make_samples(ages=(0,))[0], 1), 1.2, lag=1)
     t = trainer(model)
     t.accumulate(made)
     report = t.finish()
@@ -311,7 +327,7 @@ def test_update_without_fresh_tokens_is_not_checked(model: Any) -> None:
 
 def test_fresh_tokens_only_have_no_drift(model: Any) -> None:
     t = trainer(model)
-    t.accumulate(make_samples(model, ages=(0,))[0])
+    t.accumulate(make_samples(ages=(0,))[0])
     report = t.finish()
     assert (report.drift, report.capped) == (0.0, 0.0)
     empty = t.finish()
@@ -320,7 +336,7 @@ def test_fresh_tokens_only_have_no_drift(model: Any) -> None:
 
 def test_masked_tokens_have_no_gradient(model: Any) -> None:
     """All tokens are far off: nothing can be learned from them with "mask"; with "off" they count in full."""
-    made = shifted(with_lags(make_samples(model, ages=(0,))[0], 1), 1.2, lag=1)
+    made = shifted(with_lags(make_samples(ages=(0,))[0], 1), 1.2, lag=1)
     for mode, skipped, capped in (("mask", "nothing", 1.0), ("off", "", 0.0)):
         t = trainer(model, algorithm={"importance": mode})
         t.accumulate(made)
@@ -330,7 +346,7 @@ def test_masked_tokens_have_no_gradient(model: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_older_token_without_a_finite_logprob_is_not_learned_from(model: Any, mode: Mode) -> None:
-    made = with_lags(make_samples(model, ages=(0,))[0], 1)
+    made = with_lags(make_samples(ages=(0,))[0], 1)
     made[0] = replace(made[0], behavior=np.full_like(made[0].behavior, np.nan))
     t = trainer(model, algorithm={"importance": mode})
     before = [p.detach().clone() for p in model.parameters()]

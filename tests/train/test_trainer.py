@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,25 @@ from windfall.train.trainer import TorchTrainer
 from windfall.types import Group, Request, Response, Task
 
 
+@cache
+def start_model() -> Any:
+    """The model as every test finds it: the demo's first two layers. Nothing changes it."""
+    torch.set_num_threads(1)
+    model = load.load("tiny", dtype="float32", device="cpu")
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    return model
+
+
 @pytest.fixture
 def model() -> Any:
-    torch.set_num_threads(1)
-    return load.load("tiny", dtype="float32", device="cpu")
+    return copy.deepcopy(start_model())
 
 
-def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
+@cache
+def samples(count: int = 10) -> tuple[Sample, ...]:
     """Real responses of the model, sampled by the engine, with random advantages."""
-    rng, engine = random.Random(seed), TorchEngine(model, kv_tokens=4096)
+    rng, engine = random.Random(0), TorchEngine(start_model(), kv_tokens=4096)
     requests = [
         Request(id=str(i), prompt=tuple(rng.randrange(3, 13) for _ in range(rng.randint(1, 20))), seed=i,
                 max_tokens=rng.randint(1, 50))
@@ -43,7 +56,7 @@ def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
     while len(engine):
         for c in engine.step():
             generated[c.id] += zip(c.tokens, c.logprobs, strict=True)
-    return [
+    return tuple(
         Sample(
             ids=(*r.prompt, *(t for t, _ in generated[r.id])),
             targets=tuple(range(len(r.prompt), len(r.prompt) + len(generated[r.id]))),
@@ -52,7 +65,7 @@ def samples(model: Any, count: int = 10, seed: int = 0) -> list[Sample]:
             limit=50,
         )
         for r in requests
-    ]
+    )
 
 
 def recipe(**sections: Any) -> config.Recipe:
@@ -69,7 +82,7 @@ def gradients(t: TorchTrainer) -> torch.Tensor:
 
 def test_engine_that_computes_another_model_is_detected_before_the_update(model: Any) -> None:
     """Such a run, with log-probs 1.2 nats apart on average, once ended with status 0."""
-    made = [replace(s, behavior=s.behavior - 1.2) for s in samples(model, 4)]
+    made = [replace(s, behavior=s.behavior - 1.2) for s in samples(4)]
     t = trainer(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     t.accumulate(made)
@@ -83,7 +96,7 @@ def test_engine_that_computes_another_model_is_detected_before_the_update(model:
 
 
 def test_logprobs_equal_those_of_the_engine_to_1e_5(model: Any) -> None:
-    made = samples(model, 16)
+    made = samples(16)
     for pack in packs(made, 300):
         logp, _ = logprobs.Learner(model).score(pack, 1.0)
         # Relative for very unlikely tokens: float32 has a precision of only 1e-6 at a log-prob of -10.
@@ -95,7 +108,7 @@ def test_logprobs_equal_those_of_the_engine_to_1e_5(model: Any) -> None:
 def test_tiles_do_not_change_the_gradient(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several responses in a tile, a response split into several, or all at once: the gradient equals that of
     autograd."""
-    made = samples(model, 5)
+    made = samples(5)
     weights = np.random.default_rng(0).normal(size=sum(len(s.targets) for s in made))
     logp, entropy = reference_logprobs(model, made, 0.7)
     (-torch.from_numpy(weights).float() * logp).sum().backward()
@@ -116,7 +129,7 @@ def test_tiles_do_not_change_the_gradient(model: Any, monkeypatch: pytest.Monkey
             assert (p.grad - expected[n]).norm() < 1e-5 * expected[n].norm(), n
 
 
-def reference_logprobs(model: Any, made: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_logprobs(model: Any, made: Sequence[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies with the attention of transformers, one sequence at a time."""
     implementation, parts = model.config._attn_implementation, []
     model.set_attn_implementation("eager")
@@ -130,7 +143,7 @@ def reference_logprobs(model: Any, made: list[Sample], temperature: float) -> tu
 
 def test_gradient_equals_that_of_the_textbook_loss(model: Any) -> None:
     """On-policy GRPO, written out with the forward pass of transformers, one response at a time."""
-    made = samples(model)
+    made = samples()
     t = trainer(model, algorithm={"importance_cap": 1e9})
     t.accumulate(made)
     ours = gradients(t) / len(made)
@@ -154,15 +167,13 @@ def test_gradient_equals_the_formulas_in_the_docs(model: Any, name: str) -> None
     step, on responses with tokens of the environment between those of the policy."""
     kl, cap, options = 0.3, 1.05, {"clip_high": 0.01} if name in ("dapo", "cispo", "gspo") else {}
     rng = np.random.default_rng(1)
-    made = [
-        replace(s, targets=tuple(t for n, t in enumerate(s.targets) if n % 5 != 3 or n == 0)) for s in samples(model, 6)
-    ]
+    made = [replace(s, targets=tuple(t for n, t in enumerate(s.targets) if n % 5 != 3 or n == 0)) for s in samples(6)]
     made = [
         replace(s, behavior=(old := _plain(model, s).detach().double().numpy()) + rng.normal(0, 0.05, len(old)),
                 old=old + rng.normal(0, 0.03, len(old)))
         for s in made
     ]  # fmt: skip
-    reference = load.load("tiny", dtype="float32", device="cpu")
+    reference = copy.deepcopy(start_model())
     with torch.no_grad():
         for p in reference.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
@@ -219,11 +230,11 @@ def _textbook(
 
 @pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
 def test_any_order_and_any_split_give_the_same_gradient(model: Any, name: str) -> None:
-    made = samples(model, 12)
+    made = samples(12)
     at_once = trainer(model, name, micro_tokens=10_000)
     at_once.accumulate(made)
     expected, divisor = gradients(at_once), at_once._totals.divisor
-    shuffled = made[:]
+    shuffled = list(made)
     random.Random(3).shuffle(shuffled)
     model.zero_grad()
     pieces = trainer(model, name, micro_tokens=120)
@@ -237,7 +248,7 @@ def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is the case for groups with equal rewards: half of the groups at the end of the demo."""
-    made = samples(model)
+    made = samples()
     some = [s if i % 2 else replace(s, advantage=0.0) for i, s in enumerate(made)]
     calls: list[int] = []
     backward = torch.Tensor.backward
@@ -250,7 +261,7 @@ def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
         assert len(calls) == 1
         assert t.finish().responses == len(given)
         calls.clear()
-        model.load_state_dict(load.load("tiny", dtype="float32", device="cpu").state_dict())
+        model.load_state_dict(start_model().state_dict())
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
     fresh = TorchTrainer(model, algorithms.make("grpo"), recipe(), micro_tokens=4096)
@@ -265,7 +276,7 @@ def test_samples_without_advantage_are_reported_and_need_no_backward_pass(
 
 
 def test_several_updates_use_the_policy_at_the_start_of_the_step(model: Any) -> None:
-    made = samples(model, 8)
+    made = samples(8)
     t = trainer(model, train={"lr": 5e-3})
     prepared = t.prepare(made)
     assert all(np.allclose(p.old, p.behavior, atol=1e-5, rtol=1e-5) for p in prepared if p.old is not None)
@@ -279,8 +290,8 @@ def test_several_updates_use_the_policy_at_the_start_of_the_step(model: Any) -> 
 
 
 def test_kl_pulls_the_policy_to_the_reference(model: Any) -> None:
-    made = [replace(s, advantage=0.0) for s in samples(model)]
-    reference = load.load("tiny", dtype="float32", device="cpu")
+    made = [replace(s, advantage=0.0) for s in samples()]
+    reference = copy.deepcopy(start_model())
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.02 * torch.randn_like(p))
@@ -297,7 +308,7 @@ def test_kl_pulls_the_policy_to_the_reference(model: Any) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_non_finite_logprobs_exceed_any_limit(model: Any, value: float) -> None:
-    made = samples(model, 4)
+    made = samples(4)
     t = trainer(model, train={"engine_gap_limit": 1e6})
     t.accumulate([replace(made[0], behavior=np.full_like(made[0].behavior, value)), *made[1:]])
     with pytest.raises(WindfallError, match="cannot be compared, because some are not finite"):
@@ -305,7 +316,7 @@ def test_non_finite_logprobs_exceed_any_limit(model: Any, value: float) -> None:
 
 
 def test_non_finite_gradient_is_not_used(model: Any) -> None:
-    made = samples(model, 4)
+    made = samples(4)
     before = {n: p.clone() for n, p in model.named_parameters()}
     t = trainer(model)
     t.accumulate([replace(made[0], advantage=float("inf")), *made[1:]])
@@ -318,7 +329,7 @@ def test_non_finite_gradient_is_not_used(model: Any) -> None:
 def test_update_without_advantages_changes_no_weight(model: Any, tmp_path: Path) -> None:
     """Neither momentum nor weight decay moves the weights; only the schedule continues. The same holds after a
     resume."""
-    made = samples(model, 4)
+    made = samples(4)
     t = trainer(model, train={"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "engine_gap_limit": 1e6})
     t.accumulate(made)
     assert t.finish().skipped == ""
@@ -332,8 +343,8 @@ def test_update_without_advantages_changes_no_weight(model: Any, tmp_path: Path)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert t.optimizer.rate() < rate
     after = t.optimizer.state()
-    assert all(torch.equal(after[name].local, value) for name, value in state.items() if name != "updates")
-    again = trainer(load.load("tiny", dtype="float32", device="cpu"), train=t.optimizer.options.model_dump())
+    assert all(torch.equal(after[name], value) for name, value in state.items() if name != "updates")
+    again = trainer(copy.deepcopy(start_model()), train=t.optimizer.options.model_dump())
     again.model.load_state_dict(model.state_dict())
     t.write_optimizer(tmp_path / "optimizer.safetensors")
     again.restore_optimizer(tmp_path / "optimizer.safetensors")
@@ -344,7 +355,7 @@ def test_update_without_advantages_changes_no_weight(model: Any, tmp_path: Path)
 
 
 def test_activation_checkpointing_changes_no_gradient(model: Any) -> None:
-    made = samples(model, 6)
+    made = samples(6)
     plain = trainer(model)
     plain.accumulate(made)
     expected = gradients(plain)
@@ -399,7 +410,7 @@ def test_credit_skips_responses_without_reward_and_trains_only_on_sampled_tokens
 
 
 def test_packs_contain_every_sample_once_within_the_budget(model: Any) -> None:
-    made = samples(model, 20)
+    made = samples(20)
     packed = packs(made, 100)
     assert sorted(id(s) for p in packed for s in p) == sorted(id(s) for s in made)
     assert all(len(p) == 1 or len(p) * max(len(s.ids) for s in p) <= 100 for p in packed)
@@ -415,7 +426,7 @@ def test_model_with_changed_logits_is_trained_on_them(model: Any, monkeypatch: p
         return out
 
     monkeypatch.setattr(model, "forward", capped)
-    (sample,) = samples(model, 1)
+    (sample,) = samples(1)
     ids, at = torch.tensor([sample.ids]), torch.tensor(sample.targets)
     model.set_attn_implementation("eager")
     logp = torch.log_softmax(model(input_ids=ids).logits[0, at - 1] / 0.7, -1).gather(-1, ids[0, at][:, None])[:, 0]
@@ -433,7 +444,7 @@ def test_training_does_not_apply_dropout(model: Any) -> None:
     """Rollout does not apply it either; otherwise the trained policy would not be the one that generated."""
     mlp = model.model.layers[0].mlp
     mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.5)).eval()
-    made, found = samples(model, 2), []
+    made, found = samples(2), []
     for recomputed in (False, True):
         if recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})

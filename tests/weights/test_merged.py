@@ -15,7 +15,7 @@ from windfall.weights import merged
 from windfall.weights.merged import AdapterPair, MergedWeights
 
 Q = "model.layers.0.self_attn.q_proj"
-V = "model.layers.2.self_attn.v_proj"
+V = "model.layers.1.self_attn.v_proj"
 
 
 def adapter(model: Any, *layers: str, rank: int = 3) -> dict[str, Tensor]:

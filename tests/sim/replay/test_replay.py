@@ -27,15 +27,26 @@ Make = Callable[..., tuple[Path, scenario.Scenario]]
 QUICK_PULLS = {"weights_bytes": 1e3}
 
 
+@pytest.fixture(scope="module")
+def logs() -> dict[str, bytes]:
+    """The event logs of simulated runs that were not disturbed, by recipe: several tests need the same run."""
+    return {}
+
+
 @pytest.fixture
-def ran(tmp_path: Path, recipe: Callable[..., config.Recipe]) -> Make:
+def ran(tmp_path: Path, recipe: Callable[..., config.Recipe], logs: dict[str, bytes]) -> Make:
     """The folder of a simulated run, as a real run leaves it."""
 
     def simulate(disturb: Callable[[run.Simulation], None] | None = None, **sections: dict[str, Any]) -> Any:
         full_recipe = recipe(**{"run": {"steps": 6}, **sections})
-        built = scenario.build(full_recipe)
-        run.simulate(built, tmp_path / "events.jsonl", disturb=disturb)
-        (tmp_path / "recipe.toml").write_text(config.dump(full_recipe))
+        built, text, log = scenario.build(full_recipe), config.dump(full_recipe), tmp_path / "events.jsonl"
+        if disturb is None and text in logs:
+            log.write_bytes(logs[text])
+        else:
+            run.simulate(built, log, disturb=disturb)
+        if disturb is None:
+            logs[text] = log.read_bytes()
+        (tmp_path / "recipe.toml").write_text(text)
         return tmp_path, built
 
     return simulate

@@ -44,7 +44,7 @@ def expected_groups(rows: Sequence[Running], sharing: PrefixSharing, size: int) 
     """The prefix groups by definition: one row after the other, one page after the other."""
 
     def prompt_pages(s: Running) -> list[int]:
-        return s.pages[: (len(s.request.prompt) - s.request.position - 1) // size]
+        return s.pages[: max(0, len(s.request.prompt) - s.request.position - 1) // size]
 
     out, first = [], 0
     while first < len(rows):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from windfall import cli
@@ -23,6 +24,9 @@ max_tokens = 24
 [eval]
 tasks = 4
 """
+
+hypothesis.settings.register_profile("windfall", deadline=None)  # a busy machine is not a fault
+hypothesis.settings.load_profile("windfall")
 
 HERE = Path(__file__).parent
 LONGEST_FIRST = (

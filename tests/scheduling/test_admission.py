@@ -425,7 +425,7 @@ def test_taking_is_fast_with_thousands_of_ready_groups() -> None:
     a = Admission(batch=n, steps=9, staleness=2)
     a.restore(version=2, next_task=0, planned={3: list(range(0, 2 * n, 2))})
     groups = {index: group(index, index % 3) for index in a.admit()}
-    began = time.perf_counter()
+    began = time.process_time()
     for complete in groups.values():
         a.finish(complete)
     for _ in range(3):
@@ -434,7 +434,7 @@ def test_taking_is_fast_with_thousands_of_ready_groups() -> None:
         if a.complete:
             a.publish()
         a.admit()
-    took_s = time.perf_counter() - began
+    took_s = time.process_time() - began
     assert took_s < 2.0, f"{took_s:.1f} s"
 
 

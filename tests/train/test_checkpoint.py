@@ -307,12 +307,15 @@ def test_run_killed_at_any_moment_and_resumed_ends_with_the_same_weights(
     recipe.write_text(RECIPE)
     run = tmp_path / "killed" / "r"
     process = windfall("train", str(recipe), "--set", f"run.folder={tmp_path}/killed")
-    for step in kills:
-        wait_for_step(run, step, process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
-        process = windfall("resume", str(run))
-    assert process.wait(120) == 0
+    try:
+        for step in kills:
+            wait_for_step(run, step, process)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(30) == -signal.SIGKILL
+            process = windfall("resume", str(run))
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
     assert weights(run) == weights(undisturbed)
     steps = [e["step"] for e in read(run / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
     assert steps == list(range(1, 6))

@@ -292,14 +292,14 @@ def failed_reward_is_never_retried(patch: Patch) -> None:
     patch.setattr(streams, "grade", grade)
 
 
-@breaks("bound")
+@breaks("bound", seed=1)
 def response_that_is_too_old_is_trained_on(patch: Patch) -> None:
     patch.setattr(admission.Admission, "_must_wait", lambda self, oldest: False)  # else hardly any becomes too old
     patch.setattr(admission, "is_usable", lambda response, version, bound: True)
     patch.setattr(Stream, "expire", lambda self, oldest: None)
 
 
-@breaks("bound")
+@breaks("bound", seed=1)
 def trainer_takes_every_token_for_fresh(patch: Patch) -> None:
     patch.setattr(sample, "_lag", lambda response, version: None)
 
@@ -311,7 +311,7 @@ def trained_tasks_are_open_in_the_checkpoint(patch: Patch) -> None:
     patch.setattr(Admission, "open_tasks", property(lambda self: tuple(sorted({*real(self), *self.taken}))))
 
 
-@breaks("batch", "bound", "lost", seed=2)
+@breaks("batch", "bound", "lost", seed=13)
 def step_that_is_trained_again_chooses_other_groups(patch: Patch) -> None:
     real = Admission.restore
 
@@ -331,7 +331,7 @@ def open_tasks_are_forgotten_after_a_restart(patch: Patch) -> None:
     patch.setattr(Admission, "restore", restore)
 
 
-@breaks("lost", "batch")
+@breaks("lost", "batch", seed=1)
 def every_seventh_group_is_forgotten(patch: Patch) -> None:
     real = Admission.finish
 
@@ -343,7 +343,7 @@ def every_seventh_group_is_forgotten(patch: Patch) -> None:
     patch.setattr(Admission, "finish", finish)
 
 
-@breaks("lost")
+@breaks("lost", seed=1)
 def dropped_response_leaves_its_group(patch: Patch) -> None:
     """The last response of every group is dropped, although it is not too old."""
     real = Admission.take
@@ -363,13 +363,13 @@ def frame_may_claim_any_version_of_the_window(patch: Patch) -> None:
     patch.setattr(Ledger, "accept", lambda self, worker, frame, loaded=None: real(self, worker, frame))
 
 
-@breaks("again", seed=8)
+@breaks("again", seed=1)
 def journal_does_not_name_responses_that_run_during_a_checkpoint(patch: Patch) -> None:
     real = Journal.rotate
     patch.setattr(Journal, "rotate", lambda self, step, running: real(self, step, {}))
 
 
-@breaks("level", seed=1)
+@breaks("level")
 def gate_admits_two_more_batches(patch: Patch) -> None:
     def capacity(self: Admission) -> int:
         held = len(self._again) + len(self._open) + len(self._ready) + len(self.taken)

@@ -65,6 +65,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "sim/core/token_schedule.py",
     "rollout/assignment.py",
     "launch/liveness.py",
+    "launch/gpu_assignment.py",
     "cost/prices.py",
     "cost/bill.py",
     "cost/accounts.py",

@@ -56,3 +56,12 @@ def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPat
     assert "0.800 (0.800 to 0.800)" in lines[1]  # after equal steps
     assert "0.400 (0.400 to 0.400)" in lines[1]  # after the 10 s that the faster run took
     assert lines[2].count("0.600 (0.600 to 0.600)") == 2
+
+
+def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
+    ranks = load("publish_ranks", monkeypatch)
+    one, two = (ranks.measure(size, mib=8, share=0.03, versions=4, device="cpu") for size in (1, 2))
+    assert len({tuple(t.digest for t in times) for times in (*one, *two)}) == 1
+    assert 0 < two[0][-1].delta == one[0][-1].delta < 0.1
+    assert len(ranks.row(two, 8, 2, 0.03)) == 9

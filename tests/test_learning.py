@@ -28,6 +28,14 @@ def test_demo_reward_rises_by_a_third_of_the_range(tmp_path: Path, seed: int) ->
     assert abs(undisturbed[-1] - rewards[-1]) <= 0.12  # a few standard errors of 256 tasks, and of two runs
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_demo_learns_with_adapters(tmp_path: Path) -> None:
+    rewards, lost = learn(tmp_path, "train.lora.rank=16", "train.lr=2e-3")
+    assert rewards[-1] - rewards[0] >= 0.25
+    assert lost > 0
+
+
 def learn(folder: Path, *changes: str) -> tuple[list[float], int]:
     """Rewards on held-out tasks, and number of lost workers."""
     recipe = config.load(ROOT / "recipes" / "demo.toml", [f"run.folder={folder}", *changes])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,8 +131,11 @@ def worker(
         float, typer.Option(min=0.0, help="Price of this machine in $ per hour. 0: look it up in the price table.")
     ] = 0.0,
     region: Annotated[str, typer.Option(help="Cloud or region of this machine; it selects the price.")] = "",
-    device: Annotated[str, typer.Option(help="Device: auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads. 0: all cores.")] = 0,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, or one GPU such as cuda:1.")] = "auto",
+    gpus: Annotated[
+        str, typer.Option(metavar="all|0,2", help="Start one worker for each of these GPUs, named NAME-0, NAME-2.")
+    ] = "",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of each worker. 0: all cores.")] = 0,
     memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
     clouds: Annotated[
         str, typer.Option(help="Clouds whose preemption notices to watch: auto, none, or a list such as aws,gcp,azure.")
@@ -144,10 +148,23 @@ def worker(
     """Join a run as a worker, from any machine and at any time. The worker may also leave at any time."""
     from windfall.launch.processes import worker as worker_process
 
+    kind = _one_of(lease, "--lease", ("reserved", "spot", "borrowed"))
+    if not re.fullmatch(r"cuda:\d+", device):
+        _one_of(device, "--device", ("auto", "cpu", "cuda", "cuda:0"))
+    if gpus:
+        from windfall.launch.processes import worker_group
+
+        if device not in ("auto", "cuda"):
+            fix = "Give one of the two."
+            raise WindfallError(f"--gpus {gpus} and --device {device} differ", where="windfall worker", fix=fix)
+        options = {
+            "--join": join, "--lease": kind, "--price": price, "--region": region, "--threads": threads,
+            "--memory": memory, "--clouds": clouds, "--patience": patience, **({"--tls-ca": tls_ca} if tls_ca else {}),
+        }  # fmt: skip
+        raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
     worker_process.main(
-        join, token, name=name, kind=_one_of(lease, "--lease", ("reserved", "spot", "borrowed")),
-        device=_one_of(device, "--device", ("auto", "cpu", "cuda")), region=region, price_usd_per_h=price,
-        threads=threads, share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
+        join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
+        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
     )  # fmt: skip
 
 

@@ -20,11 +20,13 @@ from rich.console import Console as Terminal
 
 from windfall import config, errors
 from windfall import run_folder as folders
+from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
 from windfall.launch import invitation, liveness
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
+from windfall.types import Lease
 from windfall.views.console import Console
 
 
@@ -35,10 +37,11 @@ def output(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return out
 
 
-def supervisor_of(folder: Path, **sections: Any) -> Supervisor:
+def supervisor_of(folder: Path, gpus: int = 0, **sections: Any) -> Supervisor:
     recipe = config.parse(sections, where="here")
     auth.make_token(folder / "token")
-    return Supervisor(recipe, folder, Console(recipe, folder))
+    places = [Place(device="cuda", gpu=str(n)) for n in range(gpus)]
+    return Supervisor(recipe, folder, Console(recipe, folder), places)
 
 
 def ends(*codes: int | OSError, then: Callable[[], None] = lambda: None) -> tuple[Callable[[], Any], list[int]]:
@@ -142,6 +145,56 @@ def test_frozen_trainer_is_killed_only_if_we_started_it(tmp_path: Path, pid: int
         return sent
 
     assert asyncio.run(main()) == ([signal.SIGKILL] if pid == 1234 else [])
+
+
+class Starts:
+    """Takes the place of a ForkClient: records what was started. `fails`: the next start raises."""
+
+    def __init__(self) -> None:
+        self.handles: dict[str, Handle] = {}
+        self.started: dict[str, tuple[str, str, str]] = {}
+        self.fails = False
+
+    async def start(self, *, name: str, argv: list[str], env: dict[str, str], log: Path) -> Handle:
+        del log
+        if self.fails:
+            raise OSError("too many processes")
+        device, memory = (argv[argv.index(option) + 1] for option in ("--device", "--memory"))
+        self.started[name] = (env.get("CUDA_VISIBLE_DEVICES", "all"), device, memory)
+        self.handles[name] = Handle(name=name, pid=len(self.handles), send=lambda number: None)
+        return self.handles[name]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_workers_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The trainer has the first GPU. A worker that ends, or is not started, leaves its place."""
+
+    async def main() -> None:
+        (tmp_path / "workers").mkdir()
+        it, client = supervisor_of(tmp_path, 2, run={"device": device}, fleet={"workers": 3}), Starts()
+
+        async def url() -> str:
+            return "http://127.0.0.1:1"
+
+        monkeypatch.setattr(it, "_controller_url", url)
+        any_client: Any = client
+        await it._providers(any_client, {})
+        assert it._local is not None
+        client.fails = True
+        with pytest.raises(OSError, match="too many"):
+            await it._local.spawn("w1.1", Lease())
+        client.fails = False
+        for name in ("w1.2", "w2.1", "w3.1"):
+            await it._local.spawn(name, Lease())
+        client.handles["w2.1"].ended(-9)
+        await asyncio.sleep(0)
+        await it._local.spawn("w2.2", Lease())
+        assert client.started == {
+            "w1.2": ("1", device, "0.2"), "w2.1": ("0", device, "0.4"), "w3.1": ("1", device, "0.2"),
+            "w2.2": ("0", device, "0.4"),
+        }  # fmt: skip
+
+    asyncio.run(main())
 
 
 def test_console_shows_how_to_join_without_the_token(

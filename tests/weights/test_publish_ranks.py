@@ -167,6 +167,20 @@ def test_death_of_a_rank_leaves_the_previous_version_readable(step: str) -> None
         assert equal(pulled(writers.urls[0], 1, left["manifest"].digest), model(2, 0.01))
 
 
+def set_timeout(state: State, timeout_s: float) -> None:
+    state.ranks.timeout_s = timeout_s
+
+
+def test_rank_that_hangs_is_waited_for_only_so_long() -> None:
+    with Writers(2) as writers:
+        writers.publish(0)
+        writers.call(0, set_timeout, 0.3)
+        what = "version 1: rank 0 waited for the other ranks to describe their tensors: TimeoutError: no answer"
+        with pytest.raises(PublishFailed, match=what):
+            writers.call(0, publish, 1, 2, 1.0, "", {})
+        assert writers.call(0, found)["versions"] == [0]
+
+
 def other_layout(state: State, version: int) -> Any:
     mine = slice(0, 60) if state.ranks.rank == 0 else slice(60, 100)
     whole = torch.arange(300.0).view(100, 3) + version

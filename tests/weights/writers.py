@@ -33,9 +33,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class PipeRanks:
-    def __init__(self, rank: int, pipes: Sequence[Connection]) -> None:
+    def __init__(self, rank: int, size: int, pipes: Sequence[Connection]) -> None:
         """`pipes`: of rank 0 to all others, in order; of another rank to rank 0."""
-        self.rank, self.size, self.pipes = rank, len(pipes) + 1 if rank == 0 else -1, pipes
+        self.rank, self.size, self.pipes, self.timeout_s = rank, size, pipes, TIMEOUT_S
 
     def all_gather(self, value: Any) -> list[Any]:
         if self.rank:
@@ -60,8 +60,8 @@ class PipeRanks:
         return values
 
     def _receive(self, pipe: Connection) -> Any:
-        if not pipe.poll(TIMEOUT_S):
-            raise TimeoutError(f"no answer within {TIMEOUT_S:g} s")
+        if not pipe.poll(self.timeout_s):
+            raise TimeoutError(f"no answer within {self.timeout_s:g} s")
         return pipe.recv()
 
 
@@ -176,9 +176,7 @@ def _run(
     rank: int, pipes: Sequence[Connection], size: int, orders: Connection, where: str, options: dict[str, Any]
 ) -> None:
     torch.set_num_threads(1)
-    ranks = PipeRanks(rank, pipes)
-    ranks.size = size
-    state = State(ranks, where, options)
+    state = State(PipeRanks(rank, size, pipes), where, options)
     while True:
         try:
             function, args = orders.recv()

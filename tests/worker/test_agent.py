@@ -11,6 +11,7 @@ import pytest
 from doorway import SPEC, Site, episode, expected, opened
 
 from windfall.errors import WindfallError
+from windfall.fleet.base import EXIT_NO_CONTROLLER
 from windfall.rollout.assignment import Offer
 from windfall.scheduling.members import WorkerState
 
@@ -119,7 +120,7 @@ def test_worker_gives_up_without_a_controller(tmp_path: Path) -> None:
             await s.port.close()
             began = time.monotonic()
             w = start(url, patience_s=0.4)
-            assert await w.ends() == 1
+            assert await w.ends() == EXIT_NO_CONTROLLER
             assert 0.4 <= time.monotonic() - began < 5.0
             assert w.said[-1].startswith(f"waited 0.4 s for a controller at {url}; leaving. Check that the ")
             assert not w.builds
@@ -135,7 +136,7 @@ def test_patience_begins_with_the_last_link(tmp_path: Path) -> None:
             await asyncio.sleep(0.7)
             assert not w.running.done(), "while it has a link it has patience"
             await s.port.close()
-            assert await w.ends() == 1
+            assert await w.ends() == EXIT_NO_CONTROLLER
 
     asyncio.run(main())
 

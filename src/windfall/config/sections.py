@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from windfall.config.lora import Lora
-from windfall.config.section import Beta, Count, FilePath, Section, Share
+from windfall.config.section import Beta, Count, Device, FilePath, Section, Share
 from windfall.errors import WindfallError
 from windfall.types import Sampling
 
@@ -29,8 +29,9 @@ class RunSection(Section):
     """Total number of training steps."""
     deterministic: bool = False
     """Make every response the same bit for bit, whatever else is in its batch. Slower."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device for the trainer and the workers of this machine. "auto" uses the GPU if there is one."""
+    device: Device = "auto"
+    """Device for the trainer and the workers of this machine: "auto", "cpu", "cuda", or one GPU such as "cuda:1".
+    "auto" uses the GPUs if there are any."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer for tensor operations. 0 uses all cores."""
 
@@ -251,7 +252,8 @@ class Fleet(Section):
     trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
     """Price of the trainer's machine in $ per hour. 0 looks it up by device in the built-in price table."""
     workers: int = Field(default=0, ge=0)
-    """Worker processes that the run starts on this machine, and restarts when they end. Other workers may join."""
+    """Worker processes that the run starts on this machine, and restarts when they end. Each uses one GPU, the one with
+    the fewest processes of this run. Other workers may join."""
     workers_max: int = Field(default=0, ge=0)
     """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
     `workers` and scales between 0 and this limit by measured throughput and price."""
@@ -261,8 +263,9 @@ class Fleet(Section):
     `rollout.staleness` above 0."""
     worker_threads: Count = 1
     """CPU threads of each worker on this machine."""
-    worker_memory: float = Field(default=0.4, gt=0, lt=1)
-    """Share of a GPU's free memory for the KV cache of each worker. Lower it if several workers share a GPU."""
+    worker_memory: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a device's free memory for the KV cache of each worker. 0 uses 0.4, divided by the number of workers
+    that share a GPU."""
     kind: Literal["reserved", "spot", "borrowed"] = "reserved"
     """Lease terms of the workers on this machine."""
     price_usd_per_h: float = Field(default=0.0, ge=0)

@@ -18,6 +18,8 @@ from windfall.types import Lease
 
 EXIT_REFUSED = 3
 """Exit status of a worker that the controller refused. It must not be restarted, because it would be refused again."""
+EXIT_NO_CONTROLLER = 5
+"""Exit status of a worker that found no controller within its patience."""
 KILL_TIMEOUT_S = 10.0
 """Seconds to wait for a process to end after SIGKILL."""
 
@@ -38,6 +40,15 @@ class Handle:
     @property
     def running(self) -> bool:
         return not self._end.done()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call this soon after the end of the process, or soon if it has ended."""
+        self._end.add_done_callback(lambda _: call())
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker, unless it has ended."""
+        if self.running:
+            self._send(number)
 
     def kill(self) -> None:
         """Send SIGKILL to the whole process group, immediately."""

@@ -44,15 +44,16 @@ async def start(*, name: str, argv: Sequence[str], env: Mapping[str, str], log: 
 
 
 def launch(
-    *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, channel: int | None = None,
+    *, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | int, channel: int | None = None,
     death: int = signal.SIGKILL,
 ) -> Handle:  # fmt: skip
-    """Like `start`, but synchronous, so it cannot be canceled. `channel` is a file descriptor to use as standard input
-    and output. `death` is the signal that the process gets when its parent dies."""
+    """Like `start`, but synchronous, so it cannot be canceled. `log` may be a file descriptor to write to. `channel` is
+    a file descriptor to use as standard input and output. `death` is the signal that the process gets when its parent
+    dies."""
     program = shutil.which(argv[0], path=env.get("PATH", os.defpath))
     if program is None:
         raise WindfallError(f"program '{argv[0]}' not found", where=f"worker {name}", fix="Give its full path.")
-    output = open_log(log)
+    output = os.dup(log) if isinstance(log, int) else open_log(log)
     try:
         child = subprocess.Popen(
             [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), str(int(death)), program, *argv[1:]],

@@ -37,10 +37,10 @@ GENERATED_TRACE_S = 24 * 3600.0
 def check(recipe: Recipe) -> str:
     """Raise WindfallError if the recipe cannot work. Returns a line about a trial call to the environment."""
     check_adapter(recipe)
-    if recipe.run.device == "cuda":
+    if recipe.run.device.startswith("cuda"):
         from windfall import devices
 
-        devices.resolve("cuda", "auto", 0)
+        devices.check_available(recipe.run.device)
     if isinstance(recipe.env, JsonLinesEnv):
         check_answers(recipe.env)
     _check_group_size(recipe)

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from windfall.fleet.local import LocalProvider
 from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import invitation, liveness
 from windfall.launch.autoscale import Autoscaler
+from windfall.launch.gpu_assignment import GpuAssignment
 from windfall.launch.rank_group import RankGroup, log_name, rank_places
 from windfall.launch.recipe_check import trace_changes
 from windfall.link import auth
@@ -51,7 +52,10 @@ LOGS_KEPT = 50
 
 
 class Supervisor:
-    def __init__(self, recipe: Recipe, folder: Path, console: Console) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: Path, console: Console, places: Sequence[devices.Place] | None = None
+    ) -> None:
+        """`places`: the GPUs for the workers of this machine; by default, those that the recipe allows."""
         self.recipe, self.folder, self._console = recipe, folder, console
         self._token = auth.read_token(folder / "token")
         self._end: dict[str, Any] | None = None
@@ -62,6 +66,9 @@ class Supervisor:
         self._workers: dict[str, Handle] = {}
         """Worker processes that this run started, by name."""
         self._local: LocalProvider | None = None
+        self._places = devices.gpu_places(recipe.run.device) if places is None else places
+        f, nodes = recipe.fleet, recipe.trace.nodes
+        self._gpus = GpuAssignment(len(self._places), workers=max(f.workers, f.workers_max) + nodes)
         self._autoscaler = Autoscaler(recipe.fleet.workers, recipe.fleet.workers_max)
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
@@ -118,7 +125,7 @@ class Supervisor:
 
     async def _start_trainer(self, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
         """Start all ranks of the trainer. They meet at a file whose name was never used before."""
-        places = rank_places(self.recipe, devices.gpu_places(self.recipe.run.device))
+        places = rank_places(self.recipe, self._places)
         (self.folder / ".trainer.failure").unlink(missing_ok=True)
         for met in self.folder.glob(".ranks-*"):
             met.unlink(missing_ok=True)
@@ -219,14 +226,23 @@ class Supervisor:
         f, t = self.recipe.fleet, self.recipe.trace
 
         async def spawn(name: str, lease: Lease) -> Handle:
-            argv = [
-                "windfall", "worker", "--join", await self._controller_url(), "--name", name, "--lease", lease.kind,
-                "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
-                "--device", self.recipe.run.device, "--memory", str(f.worker_memory),
-            ]  # fmt: skip
-            handle = await fork_client.start(
-                name=name, argv=argv, env=environment, log=self.folder / "workers" / f"{name}.log"
-            )
+            gpu = self._gpus.assign(name)
+            place = devices.Place(device=self.recipe.run.device) if gpu is None else self._places[gpu]
+            memory = f.worker_memory or self._gpus.memory_share(name)
+            try:
+                argv = [
+                    "windfall", "worker", "--join", await self._controller_url(), "--name", name, "--lease", lease.kind,
+                    "--price", str(lease.price_usd_per_h), "--threads", str(f.worker_threads), "--clouds", "none",
+                    "--device", "auto" if self.recipe.run.device == "auto" else place.device, "--memory", str(memory),
+                ]  # fmt: skip
+                handle = await fork_client.start(
+                    name=name, argv=argv, env=place.environment(environment),
+                    log=self.folder / "workers" / f"{name}.log",
+                )  # fmt: skip
+            except BaseException:  # raised again: the place is free for the next worker
+                self._gpus.release(name)
+                raise
+            handle.when_ended(lambda: self._gpus.release(name))
             self._workers[name] = handle
             folders.keep_newest(self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers})
             return handle

@@ -18,7 +18,7 @@ import msgspec
 
 from windfall.types import Finish, Lease, Sampling
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 

@@ -38,6 +38,8 @@ def describe(tensors: Tensors, dtype: str | None) -> tuple[tuple[Rows, ...], dic
         raise WindfallError("no tensors to publish", where="weights", fix="Pass the state_dict() of the module.")
     rows, values, storages = [], {}, {}
     for name, tensor in tensors.items():
+        if hasattr(tensor, "to_local"):  # a DTensor: its shape is that of the whole, its memory that of the shard
+            raise WindfallError(f"tensor {name!r} is a DTensor", where="weights", fix="Pass a Shard of its local rows.")
         whole = isinstance(tensor, torch.Tensor)
         t, shape, first = (
             (tensor, tuple(tensor.shape), 0) if whole else (tensor.local, tuple(tensor.shape), tensor.first_row)

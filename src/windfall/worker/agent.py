@@ -30,6 +30,7 @@ import msgspec
 from windfall import backoff
 from windfall.errors import WindfallError
 from windfall.fleet import process
+from windfall.fleet.base import EXIT_NO_CONTROLLER
 from windfall.link import handshake
 from windfall.link import messages as m
 from windfall.link.base import LinkClosed
@@ -78,7 +79,7 @@ class Agent:
         self._end: asyncio.Future[int]
 
     async def run(self, clouds: Any = ()) -> int:
-        """Run the worker. Returns its exit status: 0 drained, 1 no controller or broken engine, 3 refused. `clouds` are
+        """Run the worker. Returns its exit status: 0 drained, 1 broken engine, 3 refused, 5 no controller. `clouds` are
         the metadata services to watch for preemption notices."""
         self._end = asyncio.get_running_loop().create_future()
         watching = asyncio.create_task(preemption.watch(self.warned, clouds=clouds)) if clouds else None
@@ -163,7 +164,7 @@ class Agent:
                     "run is in progress (`windfall top RUN`), that --join is the address it showed at its start, and "
                     "that no firewall is in between; then start this worker again, or give a longer --patience"
                 )
-                return 1
+                return EXIT_NO_CONTROLLER
             wait_s = backoff.delay_s(failures, first_s=0.2, factor=1.6, limit_s=5.0)
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # spread the retries of a fleet over time
             failures += 1

@@ -191,12 +191,7 @@ class EngineThread:
         if len(self.engine) == 0:
             self._stepped_s = time.monotonic()
         try:
-            self.engine.add(
-                Request(
-                    id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
-                    max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop),
-                )
-            )  # fmt: skip
+            self.engine.add(request_of(work))
             self._running.add(work.handle)
         except WindfallError as e:
             self._emit(Rejected(handle=work.handle, why=str(e)))
@@ -209,6 +204,14 @@ class EngineThread:
     def _drop_all(self) -> None:
         self._drop(list(self._running))
         self._emit = lambda message: None
+
+
+def request_of(work: Work) -> Request:
+    """The request of an engine. Its id is the handle of the work."""
+    return Request(
+        id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
+        max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop),
+    )  # fmt: skip
 
 
 def tokens_frame(chunks: list[Chunk]) -> Tokens:

@@ -29,19 +29,20 @@ from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
 from windfall.types import Chunk, Request
+from windfall.worker.trainer_turn import EnginesTurn
 
 WAIT_S = 0.005
 """Upper limit (seconds) for the time that a step waits for the trainer."""
 MAX_KEPT_SHARE = 0.25
 """Merged copies that are larger than this share of the free memory are freed during training. Smaller ones are kept: if
-they get other addresses, the engine must capture its graphs again, which takes about a second."""
+they get other addresses, the engine must capture its graphs again."""
 
 
 class TrainerEngine:
     """An engine whose module is changed by the trainer, which holds `lock` while it does so."""
 
     def __init__(
-        self, engine: Engine, lock: threading.Lock, *, published: Callable[[], Any] | None = None,
+        self, engine: Engine, lock: threading.Lock | EnginesTurn, *, published: Callable[[], Any] | None = None,
         share_memory: bool = False, merged: Any = None,
     ) -> None:  # fmt: skip
         """`published` returns the manifest of the version that the trainer's weights are, or None while they belong to

@@ -4,6 +4,7 @@
     chunks = engine.step()     one model step: at most one new token for every running response
     engine.cancel(id)          frees its pages at once; no more chunks are returned for it
     engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
+    engine.sleep()             frees the memory of the KV cache until the next step that has work
 
 The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits, starts no thread
 and reads no clock: that is left to the worker around it.
@@ -75,6 +76,7 @@ class TorchEngine:
         rows = self._scheduler.plan()
         if not rows:
             return []
+        self._runner.allocate()
         new = self._runner.run(rows)
         self._scheduler.complete(rows)
         self._steps += 1
@@ -104,6 +106,17 @@ class TorchEngine:
             copy_weights(self.model, version, weights)
         self.version = version
         self._scheduler.restart_all()
+
+    @property
+    def asleep(self) -> bool:
+        return self._runner.pools is None
+
+    def sleep(self) -> None:
+        """Free the memory of the KV cache until the next step that has work. Responses keep their tokens, and are
+        prefilled again."""
+        if not self.asleep:
+            self._scheduler.restart_all()
+            self._runner.free()
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping of pages or sequences is inconsistent."""

@@ -41,13 +41,25 @@ class RowSpan(NamedTuple):
 class Runner:
     def __init__(self, model: Any, *, pages: int, page_size: int, deterministic: bool) -> None:
         self.model, self.size, self.scratch, self.deterministic = model, page_size, pages, deterministic
-        self.device = model.device
-        # One page more than the scheduler has: padding rows write there.
-        kind: dict[str, Any] = {"dtype": model.dtype, "device": self.device}
-        self.pools = [
-            (torch.zeros(pages + 1, page_size, *s.keys, **kind), torch.zeros(pages + 1, page_size, *s.values, **kind))
-            for s in cache_shapes(model)
-        ]
+        self.device, self._shapes = model.device, cache_shapes(model)
+        self.pools: list[tuple[Tensor, Tensor]] | None = None
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the memory of the KV cache, unless it is allocated already."""
+        if self.pools is None:
+            # One page more than the scheduler has: padding rows write there.
+            size = (self.scratch + 1, self.size)
+            kind: dict[str, Any] = {"dtype": self.model.dtype, "device": self.device}
+            self.pools = [
+                (torch.zeros(*size, *s.keys, **kind), torch.zeros(*size, *s.values, **kind)) for s in self._shapes
+            ]
+
+    def free(self) -> None:
+        """Return the memory of the KV cache to the device. The contents are lost."""
+        self.pools = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def run(self, rows: Sequence[ScheduledRows]) -> list[tuple[int, float]]:
@@ -94,6 +106,7 @@ class Runner:
         slots = [pages[p // size] * size + p % size for pages, p in rows]
         ids, at, into = torch.tensor([tokens, [p for _, p in rows], slots], device=self.device)
         keep = {} if ends is None else {"logits_to_keep": torch.tensor(ends, device=self.device, dtype=torch.long)}
+        assert self.pools is not None, "the memory of the KV cache is not allocated"
         batch = Paged(iter(self.pools), into, blocks)
         return self.model(input_ids=ids[None], position_ids=at[None], use_cache=False, batch=batch, **keep).logits[0]
 

@@ -51,9 +51,10 @@ class Setup:
 
 
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
-    """The device and dtype of this rank. Ranks on CPUs share the cores."""
+    """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
+    device = recipe.run.device.partition(":")[0]
     threads = recipe.run.threads or max(1, (os.cpu_count() or 1) // place.size)
-    return devices.resolve(recipe.run.device, recipe.model.dtype, threads)
+    return devices.resolve(device, recipe.model.dtype, threads)
 
 
 def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
@@ -143,6 +144,7 @@ def _tensors(model: Any) -> Mapping[str, Any]:
 def main(folder: Path, place: RankPlace) -> int:
     """Follow rank 0. Exit status: 0 it said stop, RANK_LOST another rank was lost, 1 or 2 this one failed."""
     from windfall.train.ranks import RankLost
+    from windfall.weights.meeting import PublishFailed
 
     recipe = config.load(folder / "recipe.toml")
     try:
@@ -151,7 +153,7 @@ def main(folder: Path, place: RankPlace) -> int:
         orders.add("build", lambda setup: build_part(recipe, folder, setup, orders))
         orders.follow()
         return 0
-    except RankLost as e:
+    except (RankLost, PublishFailed) as e:
         print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
         return RANK_LOST
     except WindfallError as e:

@@ -65,6 +65,7 @@ class Derived:
 
 def main(folder: Path, place: RankPlace = ALONE) -> int:
     from windfall.train.ranks import RankLost
+    from windfall.weights.meeting import PublishFailed
 
     recipe = config.load(folder / "recipe.toml")
     with folders.owned(folder, "trainer", timeout_s=10.0):
@@ -73,7 +74,7 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
         except WindfallError as e:
             folders.fail(folder, "trainer", e)
             return 2
-        except RankLost as e:
+        except (RankLost, PublishFailed) as e:
             traceback.print_exc()
             if not (folder / ".trainer.failure").exists():  # otherwise the rank that was lost has written down why
                 folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
@@ -140,14 +141,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
+    write_model = partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
         publish=lambda version: orders.call("publish", version),
         update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
-            write_model=partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained,
-            keep=recipe.checkpoint.keep, base=loaded.base,
+            write_model=write_model, keep=recipe.checkpoint.keep, base=loaded.base,
         ),
         address=where,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from windfall import errors
-from windfall.devices import describe
+from windfall.devices import describe, restrict
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
 from windfall.link import auth
@@ -46,6 +46,7 @@ def main(
     pinned = os.environ.get("WINDFALL_TLS_PIN")
     context = tls.client_context(url, ca=ca, pinned=Path(pinned) if pinned else None)
     token = invitation.token(token, patience_s)
+    device = restrict(device)  # before any thread asks for a device
     start = StartupThread(device, threads)  # takes seconds, so the arguments are checked before
     glanced = detect_device(device)
     lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.chosen_device()), region=region,

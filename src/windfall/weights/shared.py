@@ -1,0 +1,126 @@
+"""Reads a version of the weights in another process of the publisher's machine: from the publisher's own buffer.
+
+    publisher's process                                        reader's process
+    SharedSource.open(version) ──▶ SharedVersion ── message ──▶ SharedReader.tensors(): views of the same pages
+    SharedVersion.intact() ◀──────────────────── "copied" ──── copies them into an engine
+
+- Nothing is sent but the manifest and a path under /proc/PID/fd, which leads to the buffer's file without a name. Only
+  processes of the same user can open it.
+- The publisher withdraws a version before it overwrites the first byte. If the version is `intact` after the reader has
+  copied the tensors, the copy is whole, and no checksum is needed. If not, the copy is a mixture and must not be used.
+- A reader keeps its maps of the buffers, of which a publisher has two, and locks their pages for its GPU once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from windfall.errors import WindfallError
+from windfall.weights import manifest
+from windfall.weights.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_MAPS = 2
+"""Buffers of one publisher."""
+
+
+class SharedVersion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a reader must know."""
+
+    manifest: bytes  # the encoded manifest of the version
+    path: str  # where the reader can open the buffer
+
+
+class OpenVersion:
+    """A version in the publisher's process. Its path is valid until `close`."""
+
+    def __init__(self, find: Callable[[int], Any], published: Any, descriptor: int) -> None:
+        self._find, self._published, self._descriptor = find, published, descriptor
+        self.version: int = published.manifest.version
+        self.digest: str = published.manifest.digest
+        self.shared = SharedVersion(manifest=published.encoded, path=f"/proc/{os.getpid()}/fd/{descriptor}")
+
+    def intact(self) -> bool:
+        """Whether no byte of the version has been overwritten yet."""
+        return self._find(self.version) is self._published
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class SharedSource:
+    def __init__(self, find: Callable[[int], Any]) -> None:
+        """`find` is the method of a weights.publish.Publisher."""
+        self._find = find
+
+    def open(self, version: int) -> OpenVersion:
+        """Raises WindfallError if the publisher does not have the version, or no longer has it."""
+        published = self._find(version)
+        descriptor = published.buffer.dup() if published is not None else None
+        if published is None or descriptor is None:
+            raise WindfallError(f"the trainer does not publish version {version}", where="weights")
+        return OpenVersion(self._find, published, descriptor)
+
+
+class SharedReader:
+    def __init__(self, *, pin: bool = False) -> None:
+        """`pin`: lock the pages of the buffers for the GPU, so that copies are several times faster."""
+        self._pin = pin
+        self._maps: dict[tuple[int, int], _Map] = {}
+
+    def tensors(self, shared: SharedVersion) -> dict[str, torch.Tensor]:
+        """Views of the publisher's buffer, by name. Copy them; never write to them."""
+        import torch
+
+        found = manifest.decode(shared.manifest, Manifest)
+        data = self._map(shared.path, found.nbytes).data
+        out = {}
+        for e in found.entries:
+            flat = torch.from_numpy(data[e.offset : e.offset + e.nbytes]).view(getattr(torch, e.dtype))
+            out[e.name] = flat.view(e.shape)
+        return out
+
+    def _map(self, path: str, nbytes: int) -> _Map:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as e:
+            raise WindfallError(f"cannot open the publisher's buffer: {e.strerror}", where=path) from e
+        try:
+            status = os.fstat(descriptor)
+            key = (status.st_dev, status.st_ino)
+            if status.st_size < nbytes:
+                raise WindfallError(f"the buffer has {status.st_size} bytes instead of {nbytes}", where=path)
+            found = self._maps.pop(key, None) or _Map(descriptor, status.st_size, pin=self._pin)
+        finally:
+            os.close(descriptor)
+        self._maps[key] = found  # the most recently used one is last
+        while len(self._maps) > MAX_MAPS:
+            self._maps.pop(next(iter(self._maps))).release()
+        return found
+
+
+class _Map:
+    """All of a file, mapped. The map ends when the last view of it is gone."""
+
+    def __init__(self, descriptor: int, nbytes: int, *, pin: bool) -> None:
+        # Shared and writable, although nothing is written: the driver copies the pages of a private map to lock them.
+        self.data: np.ndarray = np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        self._pinned = pin and int(_cuda().cudaHostRegister(self.data.ctypes.data, nbytes, 1)) == 0
+
+    def release(self) -> None:
+        if self._pinned:
+            _cuda().cudaHostUnregister(self.data.ctypes.data)
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.cuda.cudart()

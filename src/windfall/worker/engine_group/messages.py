@@ -1,0 +1,173 @@
+"""The messages between an engine group and its child processes: msgpack, each after its length in four bytes.
+
+    group ──▶ child    Build, Add, Cancel, Grant, Pause, Load, Sleep
+    child ──▶ group    Hello, Built, Stepped, Done, Refused, Failed
+
+Pause, Load and Sleep have an order number; the child answers each with Done, or Load with Refused. A request is known
+by its handle, a number that is never used again. These messages stay on one machine and between processes of one
+program, so they have no version.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from windfall.engine.base import Counters
+from windfall.errors import WindfallError
+from windfall.link.messages import EngineSpec, Message, Tokens, Work, columns
+from windfall.types import Chunk, Request
+from windfall.weights.shared import SharedVersion
+
+LENGTH_BYTES = 4
+
+
+class Build(Message, frozen=True, tag=1):
+    """Build the engine. It takes memory, but has no weights yet."""
+
+    spec: EngineSpec
+    device: str
+    share: float  # share of the free memory for the KV cache
+    threads: int  # CPU threads; 0: as they are
+
+
+class Add(Message, frozen=True, tag=2):
+    work: Work
+
+
+class Cancel(Message, frozen=True, tag=3):
+    handle: int
+
+
+class Grant(Message, frozen=True, tag=4):
+    """The child may make this many more engine steps. It makes them while it has work."""
+
+    steps: int
+
+
+class Pause(Message, frozen=True, tag=5):
+    """Make no more steps: what was granted is void. Done follows the last Stepped."""
+
+    order: int
+
+
+class Load(Message, frozen=True, tag=6):
+    """Copy these weights into the engine, which has none while it sleeps, and use them from now on as this version."""
+
+    order: int
+    version: int
+    shared: SharedVersion | None  # None: the engine has exactly these weights already
+
+
+class Sleep(Message, frozen=True, tag=7):
+    """Free the memory of the KV cache and of the weights. Responses stay, and are prefilled again."""
+
+    order: int
+
+
+class Hello(Message, frozen=True, tag=11):
+    """The first message on a connection."""
+
+    child: int  # number of the child in its group
+    secret: str  # shows that the group started this process
+
+
+class Built(Message, frozen=True, tag=12):
+    slots: int  # responses that are decoded at once
+    limit: int  # tokens of the longest response, prompt included, that fits
+    vocabulary: int
+
+
+class Stepped(Message, frozen=True, tag=13):
+    """The child has made one of the granted steps."""
+
+    frame: Tokens | None  # None: the step returned no tokens
+    counters: Counters
+
+
+class Done(Message, frozen=True, tag=14):
+    order: int
+
+
+class Refused(Message, frozen=True, tag=15):
+    """The weights do not fit the model. The engine has not changed."""
+
+    order: int
+    why: str
+
+
+class Failed(Message, frozen=True, tag=16):
+    """The engine cannot be built, or raised an error. The child exits after this message."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
+    for_user: bool = False  # True if it is a WindfallError: a person must fix the cause
+
+    def error(self) -> Exception:
+        if self.for_user:
+            return WindfallError(self.what, where=self.where, fix=self.fix)
+        return ChildFailed(self.what)
+
+
+class ChildFailed(Exception):
+    """A child process of the group failed, with an error that is not the user's."""
+
+
+ToChild = Build | Add | Cancel | Grant | Pause | Load | Sleep
+FromChild = Hello | Built | Stepped | Done | Refused | Failed
+
+
+def encode(message: object) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+class Receiver:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder, self._data = msgspec.msgpack.Decoder(kind), bytearray()
+
+    def messages(self, data: bytes) -> Iterator[object]:
+        """The messages that are complete with these bytes."""
+        self._data += data
+        while len(self._data) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._data[:LENGTH_BYTES], "big")
+            if len(self._data) < end:
+                return
+            message = self._decoder.decode(self._data[LENGTH_BYTES:end])
+            del self._data[:end]
+            yield message
+
+
+def decode_hello(data: bytes) -> Hello | None:
+    """The first message on a connection; None if it is anything else."""
+    try:
+        return msgspec.msgpack.decode(data, type=Hello)
+    except msgspec.MsgspecError:
+        return None
+
+
+def work_of(handle: int, request: Request) -> Work:
+    return Work(
+        handle=handle, prompt=array("I", request.prompt).tobytes(), position=request.position, seed=request.seed,
+        max_tokens=request.max_tokens, sampling=request.sampling, stop=tuple(request.stop),
+    )  # fmt: skip
+
+
+def chunks_of(frame: Tokens) -> Iterator[tuple[int, Chunk]]:
+    """The chunks of a frame, each with its handle. Their ids are empty."""
+    tokens, logprobs = columns(frame)
+    at = 0
+    for n, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
+        end = at + (frame.counts[n] if frame.counts else 1)
+        chunk = Chunk(
+            id="", position=position, tokens=tuple(tokens[at:end]), logprobs=tuple(logprobs[at:end]),
+            version=frame.version, finish=frame.finished.get(n),
+        )  # fmt: skip
+        yield handle, chunk
+        at = end

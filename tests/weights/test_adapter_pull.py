@@ -1,0 +1,79 @@
+"""From a trainer's adapters to a worker's engine: published, served, pulled and merged, version after version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_models import build
+
+from windfall.config import Lora
+from windfall.engine.torch import engine as torch_engine
+from windfall.link import messages as m
+from windfall.train import lora
+from windfall.types import Lease
+from windfall.weights.merged import AdapterPair, merge
+from windfall.worker.agent import Agent
+
+
+def test_worker_merges_every_version_and_copies_the_base_once(
+    serving: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = serving()
+    adapters = lora.attach(build("llama"), Lora(rank=3, targets=["q_proj", "up_proj"]), base="", seed=0)
+    base = s.publisher.publish_base(adapters.base_tensors()).digest
+    model, puller = build("llama"), s.puller()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    agent = Agent("http://x", "token", name="w", lease=Lease(), puller=puller, build=lambda spec: (None, 0))
+    session: Any = SimpleNamespace(held=(-1, ""))
+    agent._session = session
+    written: list[str] = []
+    names = {t.data_ptr(): name for name, t in model.state_dict().items()}
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_",
+        lambda self, *a, **k: (written.append(names.get(self.data_ptr(), "")), real(self, *a, **k))[1],
+    )  # fmt: skip
+
+    def load(version: int, *, fails: bool = False) -> int:
+        """Publish the adapters, and do what a worker does. Returns the bytes that it pulled."""
+        with torch.no_grad():
+            for layer in adapters.layers.values():
+                layer.lora_B.add_(0.1 * torch.randn(layer.lora_B.shape))
+        made = s.publisher.publish(version, adapters.tensors(), base=base, scale=adapters.scale)
+        pulled = agent._pull(m.Load(version=version, digest=made.digest, url=s.url), threading.Event())
+        assert pulled.tensors is not None
+        written.clear()
+        session.held = (-1, "")  # as a session does until the swap is complete
+        if not fails:
+            torch_engine.copy_weights(model, version, pulled.tensors)
+            session.held = (version, made.digest)
+        return pulled.bytes
+
+    def check(copied: set[str]) -> None:
+        for name, t in model.state_dict().items():
+            layer = adapters.layers.get(name.removesuffix(".weight"))
+            expected = adapters.base_tensors()[name]
+            if layer is not None:
+                expected = merge(layer.weight, AdapterPair(layer.lora_A, layer.lora_B), adapters.scale)
+            assert torch.equal(t, expected), name
+        assert {name for name in written if name} == copied
+
+    everything = set(names.values())
+    adapted = {f"{name}.weight" for name in adapters.layers}
+    first = load(1)
+    check(everything)
+    second = load(2)
+    check(adapted)
+    assert second < first / 5
+    load(3, fails=True)
+    load(4)  # what the engine holds is not known, so all of it is written
+    check(everything)
+    load(5)
+    check(adapted)

@@ -1,0 +1,96 @@
+"""Weights read from the publisher's buffer by another process. Not covered: pages locked for a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from windfall.errors import WindfallError
+from windfall.weights.publish import Publisher
+from windfall.weights.shared import SharedReader, SharedSource, SharedVersion
+
+READ = """
+import sys, msgspec, torch
+from windfall.weights.shared import SharedReader, SharedVersion
+tensors = SharedReader().tensors(msgspec.msgpack.decode(sys.stdin.buffer.read(), type=SharedVersion))
+print({n: (str(t.dtype), tuple(t.shape), float(t.double().sum())) for n, t in tensors.items()})
+"""
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    one = torch.full((3, 5), value)
+    return {"a": one, "b": torch.full((7,), value, dtype=torch.bfloat16), "tied": one, "none": torch.zeros(0, 4)}
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    it = Publisher(tmp_path, threads=1)
+    yield it
+    it.close()
+
+
+def test_other_process_reads_the_same_pages(publisher: Publisher) -> None:
+    publisher.publish(4, weights(2.0))
+    opened = SharedSource(publisher.find).open(4)
+    said = subprocess.run(
+        [sys.executable, "-c", READ], input=msgspec.msgpack.encode(opened.shared), capture_output=True, check=True
+    ).stdout.decode()
+    assert said.strip() == (
+        "{'a': ('torch.float32', (3, 5), 30.0), 'b': ('torch.bfloat16', (7,), 14.0), "
+        "'tied': ('torch.float32', (3, 5), 30.0), 'none': ('torch.float32', (0, 4), 0.0)}"
+    )
+    opened.close()
+
+
+def test_version_is_intact_until_its_buffer_is_needed(publisher: Publisher) -> None:
+    source, reader = SharedSource(publisher.find), SharedReader()
+    publisher.publish(0, weights(0.0))
+    opened = source.open(0)
+    views = reader.tensors(opened.shared)
+    copy = views["a"].clone()
+    assert (opened.version, opened.intact()) == (0, True)
+    publisher.publish(1, weights(1.0))
+    assert opened.intact(), "the previous version can still be read"
+    assert torch.equal(views["a"], copy)
+    publisher.publish(2, weights(2.0))
+    assert not opened.intact()
+    assert float(views["a"][0, 0]) == 2.0, "the buffer has been overwritten, and only `intact` shows it"
+    with pytest.raises(WindfallError, match="does not publish version 0"):
+        source.open(0)
+    opened.close()
+
+
+def test_buffers_are_mapped_once_each(publisher: Publisher) -> None:
+    source, reader, seen = SharedSource(publisher.find), SharedReader(), set()
+    for version in range(6):
+        publisher.publish(version, weights(float(version)))
+        opened = source.open(version)
+        views = reader.tensors(opened.shared)
+        assert float(views["tied"].sum()) == 15.0 * version
+        seen.add(views["a"].data_ptr())
+        opened.close()
+    assert len(seen) == 2
+    publisher.publish(9, {"other": torch.ones(4000)})
+    opened = source.open(9)
+    assert float(reader.tensors(opened.shared)["other"].sum()) == 4000.0
+    assert len(reader._maps) == 2, "a buffer that was not used for long is forgotten"
+    opened.close()
+
+
+def test_buffer_that_is_gone_or_too_short_is_refused(publisher: Publisher, tmp_path: Path) -> None:
+    publisher.publish(0, weights(1.0))
+    opened = SharedSource(publisher.find).open(0)
+    short = tmp_path / "short"
+    short.write_bytes(b"x")
+    with pytest.raises(WindfallError, match="1 bytes instead of"):
+        SharedReader().tensors(SharedVersion(manifest=opened.shared.manifest, path=str(short)))
+    opened.close()
+    with pytest.raises(WindfallError, match="cannot open the publisher's buffer"):
+        SharedReader().tensors(SharedVersion(manifest=opened.shared.manifest, path=f"/proc/{os.getpid()}/fd/99999"))

@@ -1,0 +1,452 @@
+"""An engine group beside a single engine: the contract of engines, swaps, sleep, and children that die. All children
+are real processes. Not covered: GPUs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import test_contract as contract
+import torch
+from continuation import check_continuation, of_chunks, versions, weights
+from group_case import Case, Made, alive, asked, cpu_s, opened, parent, spec_of, wait_for
+from small_models import build, drain, engine, tokens
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from windfall.engine.base import Counters
+from windfall.errors import WindfallError
+from windfall.types import Request
+from windfall.worker.engine_group import group as groups
+from windfall.worker.engine_group.messages import ChildFailed
+from windfall.worker.trainer_engine import TrainerEngine
+from windfall.worker.trainer_turn import TrainerTurn
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    with pytest.MonkeyPatch.context() as patch:
+        # torch's allocator on aarch64 would keep free memory for later, and nothing could be measured.
+        patch.setenv("MIMALLOC_PURGE_DELAY", "0")
+        yield from opened(tmp_path_factory.mktemp("group"))
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Any]:
+    return versions("llama", 3)
+
+
+@pytest.fixture
+def contracts(case: Case, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tests of the contract, with a group instead of an engine."""
+
+    def make(model: Any, *, deterministic: bool = False, **options: Any) -> Any:
+        return case.engine(model, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(contract, "engine", make)
+    return contract
+
+
+def test_contract_of_engines(contracts: Any, models: list[Any]) -> None:
+    plain, model = build("llama"), models[0]
+    contracts.test_greedy_equals_transformers_generate(plain, model, True)
+    contracts.test_logprobs_agree_with_transformers(plain, model, True, 0.7)
+    contracts.test_response_ends_with_its_stop_token(model)
+    contracts.test_cancel_at_any_token_frees_pages_and_does_not_affect_others(model, True)
+    contracts.test_preempted_requests_generate_the_same_tokens(model, True)
+
+
+@pytest.mark.parametrize(
+    "parameters", contract.test_bad_requests_are_rejected_without_side_effects.pytestmark[0].args[1]
+)
+def test_bad_requests_are_rejected(contracts: Any, models: list[Any], parameters: Any) -> None:
+    contracts.test_bad_requests_are_rejected_without_side_effects(models[0], *parameters)
+
+
+def check(wanted: list[Request], made: Made, models: list[Any]) -> None:
+    """Every response is complete, and is what one engine generates."""
+    for r in wanted:
+        said = of_chunks(made[r.id])
+        assert len(said) == r.max_tokens
+        assert [c.position for c in made[r.id]] == sorted(c.position for c in made[r.id])
+        assert [c.finish for c in made[r.id]] == [None] * (len(made[r.id]) - 1) + ["length"]
+        check_continuation(r, said, lambda version: engine(copy.deepcopy(models[version]), deterministic=True))
+
+
+def test_tokens_are_those_of_one_engine_and_both_children_work(case: Case, models: list[Any]) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked(10)
+    before = e.counters
+    for r in wanted:
+        e.add(r)
+    assert [len(c.responses) for c in e._children] == [5, 5]
+    assert (e.slots, e.limit) == (32, 4095)
+    made.finish(e)
+    check(wanted, made, models)
+    generated = e.counters.generated - before.generated
+    assert generated == sum(r.max_tokens for r in wanted)
+    assert e.step() == []
+
+
+def test_running_responses_continue_with_the_new_weights(case: Case, models: list[Any]) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked()
+    for r in wanted:
+        e.add(r)
+    for version in (1, 2):
+        made.more(e, 30)
+        case.publish(version, models[version].state_dict())
+        e.swap(version)
+        assert e.version == version
+        e.check()
+    made.finish(e)
+    assert {c.version for chunks in made.values() for c in chunks} == {0, 1, 2}
+    check(wanted, made, models)
+
+
+def test_weights_that_are_not_published_or_do_not_fit_change_nothing(case: Case, models: list[Any]) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked(4)
+    for r in wanted:
+        e.add(r)
+    made.more(e, 8)
+    with pytest.raises(WindfallError, match="does not publish version 7"):
+        e.swap(7)
+    made.more(e, 8)
+    case.publish(1, {**weights(models[1]), "model.norm.weight": torch.zeros(1)})
+    with pytest.raises(WindfallError, match="wrong shape"):
+        e.swap(1)
+    assert e.version == 0
+    made.finish(e)
+    check(wanted, made, models)
+
+
+def test_version_that_is_overwritten_while_it_is_loaded(case: Case, models: list[Any]) -> None:
+    """The copy may be a mixture: nothing is generated with it. The next version is loaded as a whole."""
+    e, made, wanted = case.engine(models[0]), Made(), asked(4)
+    for r in wanted:
+        e.add(r)
+    made.more(e, 8)
+    case.publish(1, models[1].state_dict())
+    calls = 0
+
+    def find(version: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # opened, checked for both children; now one has copied it
+            case.publisher.publish(2, models[1].state_dict())
+            case.publisher.publish(3, models[2].state_dict())
+        return case.publisher.find(version)
+
+    case.find = find
+    try:
+        with pytest.raises(RuntimeError, match="version 1 was overwritten"):
+            e.swap(1)
+        made.step(e)  # what had arrived before
+        before = made.tokens()
+        for _ in range(3):
+            made.step(e)
+        assert made.tokens() == before
+    finally:
+        case.find = lambda version: case.publisher.find(version)
+    e.swap(3)
+    made.finish(e)
+    assert {c.version for chunks in made.values() for c in chunks} == {0, 3}
+    check(wanted, made, [models[0], models[1], models[1], models[2]])
+
+
+def test_same_weights_are_not_copied_again(case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    e, sent = case.engine(models[0]), list[Any]()
+    monkeypatch.setattr(e, "_send", lambda child, message, send=e._send: sent.append(message) or send(child, message))
+    case.publish(1, models[0].state_dict())
+    e.swap(1)
+    case.publish(2, models[1].state_dict())
+    e.swap(2)
+    assert [(m.version, m.shared is None) for m in sent if isinstance(m, groups.m.Load)] == [
+        (1, True), (1, True), (2, False), (2, False)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("whom", ["one", "both", "fork server"])
+def test_killed_children_lose_no_token(case: Case, models: list[Any], whom: str) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked()
+    for r in wanted:
+        e.add(r)
+    made.more(e, 40)
+    pids, generated = case.pids(), e.counters.generated
+    for pid in {"one": pids[:1], "both": pids, "fork server": [parent(pids[0])]}[whom]:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: made.step(e) or any(c.failures for c in e._children), "the group has noticed")
+    e.check()
+    made.finish(e)
+    check(wanted, made, models)
+    assert e.counters.generated >= generated
+    killed = pids[:1] if whom == "one" else pids
+    wait_for(lambda: e.step() or all(c.ready for c in e._children), "all children are back")
+    assert set(case.pids()) & set(pids) == set(pids) - set(killed)
+    made, again = Made(), asked(6)
+    for r in again:
+        e.add(r)
+    assert all(len(c.responses) == 3 for c in e._children), "the new child works, too"
+    made.finish(e)
+    check(again, made, models)
+
+
+def test_response_canceled_while_no_child_is_there(case: Case, models: list[Any]) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked(3)
+    for r in wanted:
+        e.add(r)
+    made.more(e, 6)
+    for pid in case.pids():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: e._unplaced, "its responses wait")
+    assert e.counters.waiting >= 1
+    e.cancel(wanted[0].id)
+    made.finish(e)
+    assert len(of_chunks(made[wanted[0].id])) < wanted[0].max_tokens
+    check(wanted[1:], made, models)
+
+
+def test_sleep_loses_no_token(case: Case, models: list[Any]) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked(6)
+    for r in wanted:
+        e.add(r)
+    for _ in range(3):
+        made.more(e, 12)
+        e.sleep()
+        assert all(c.asleep for c in e._children)
+        e.sleep()
+        e.check()
+    made.more(e, 12)
+    e.sleep()
+    case.publish(1, models[1].state_dict())
+    e.swap(1)
+    made.finish(e)
+    assert {c.version for chunks in made.values() for c in chunks} == {0, 1}
+    check(wanted, made, models)
+
+
+def test_version_overwritten_during_sleep_waits_for_the_next_swap(case: Case, models: list[Any]) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked(2)
+    for r in wanted:
+        e.add(r)
+    made.more(e, 4)
+    e.sleep()
+    for version in (1, 2):
+        case.publish(version, models[version].state_dict())
+    made.step(e)  # what had arrived before
+    before = made.tokens()
+    for _ in range(3):
+        made.step(e)
+    assert made.tokens() == before
+    e.swap(2)
+    made.finish(e)
+    check(wanted, made, models)
+
+
+def test_paused_and_idle_children_use_no_cpu(case: Case, models: list[Any]) -> None:
+    e, made = case.engine(models[0]), Made()
+    for r in asked(4, tokens=100):
+        e.add(r)
+    made.more(e, 10)
+
+    def used_s(seconds: float = 1.0) -> float:
+        before = [*map(cpu_s, case.pids()), time.thread_time(), time.process_time()]
+        time.sleep(seconds)
+        after = [*map(cpu_s, case.pids()), time.thread_time(), time.process_time()]
+        return sum(after) - sum(before)
+
+    e.pause()
+    steps = e.counters.steps
+    assert used_s() <= 0.05, "paused"
+    assert e.counters.steps == steps
+    made.more(e, 10)
+    for r in list(e._responses):
+        e.cancel(r)
+    e.pause()
+    assert used_s() <= 0.05, "idle"
+
+
+def test_children_stop_soon_if_nothing_takes_their_tokens(case: Case, models: list[Any]) -> None:
+    e, made = case.engine(models[0]), Made()
+    for r in asked(4, tokens=100):
+        e.add(r)
+    made.more(e, 10)
+    wait_for(lambda: not any(c.granted for c in e._children), "all granted steps are made")
+    steps = e.counters.steps
+    time.sleep(0.3)
+    assert e.counters.steps == steps
+    assert all(c.unread <= groups.WINDOW for c in e._children)
+
+
+def test_trainer_and_children_take_turns(case: Case, models: list[Any]) -> None:
+    """A trainer's thread takes its turn again and again: while it has it, no child makes a step. Each second time it
+    frees the memory, and in the end it publishes a new version."""
+    group = case.engine(models[0])
+    turn = TrainerTurn(group.pause)
+    published = SimpleNamespace(version=0)
+    e = TrainerEngine(group, turn.engines, published=lambda: published, share_memory=True)
+    e.swap(0)
+    made, wanted, overlaps = Made(), asked(6), list[int]()
+    for r in wanted:
+        e.add(r)
+    more = [threading.Event() for _ in range(8)]
+
+    def train() -> None:
+        for n, event in enumerate(more):
+            event.wait(60.0)
+            with turn:
+                if n % 2:
+                    e.make_room()
+                steps = group.counters.steps
+                time.sleep(0.05)
+                overlaps.append(group.counters.steps - steps)
+                if n == 6:
+                    e.invalidate()
+                    case.publish(1, models[1].state_dict())
+                    published.version = 1
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    for event in more[:7]:
+        made.more(e, 8)
+        event.set()
+    wait_for(lambda: made.step(e) or len(overlaps) >= 7, "the update")
+    for _ in range(5):
+        made.step(e)
+    before = made.tokens()
+    made.step(e)
+    assert (made.tokens(), e.waiting) == (before, True), "nothing is generated between an update and its load"
+    e.swap(1)
+    made.more(e, 8)
+    more[7].set()
+    thread.join(60.0)
+    made.finish(e)
+    assert overlaps == [0] * 8
+    assert {c.version for chunks in made.values() for c in chunks} == {0, 1}
+    check(wanted, made, models)
+
+
+def test_child_that_cannot_be_built_ends_the_group_with_its_error(case: Case, models: list[Any]) -> None:
+    case.engine(models[0])
+    case._spec = None
+    small = msgspec.structs.replace(spec_of(models[0]), kv_tokens=0, longest=1 << 40)
+    with pytest.raises(WindfallError, match="one response may have") as e:
+        case.group.build(small)
+    assert e.value.where == "fleet.worker_memory"
+    with pytest.raises(WindfallError, match="one response may have"):
+        case.group.step()
+    broken = msgspec.structs.replace(spec_of(models[0]), dtype="no_such_dtype")
+    with pytest.raises(ChildFailed, match="no_such_dtype"):
+        case.group.build(broken)
+    assert case.engine(models[0]).slots == 32, "it can be built again"
+
+
+def test_child_that_dies_again_and_again_ends_the_group(
+    case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = case.engine(models[0])
+    case._spec = None
+    up = e.on_up
+
+    def die(child: int) -> None:
+        up(child)
+        if child == 0:
+            os.kill(case.pids()[0], signal.SIGKILL)
+
+    monkeypatch.setattr(e, "on_up", die)
+    os.kill(case.pids()[0], signal.SIGKILL)
+
+    wait_for(lambda: e.step() or e._failure, "the group gives up")
+    with pytest.raises(ChildFailed, match=r"engine 0 failed 4 times in a row: the process was killed \(SIGKILL\)"):
+        e.step()
+    assert any("engine 0 of the trainer ended: the process was killed (SIGKILL)" in line for line in case.said)
+
+
+def test_counters_of_all_children_are_added(case: Case, models: list[Any]) -> None:
+    e = case.engine(models[0], max_running=2)
+    for r in asked(8, tokens=6):
+        e.add(r)
+    made, seen = Made(), list[Counters]()
+    while len(e):
+        made.step(e)
+        seen.append(e.counters)
+    assert max(c.waiting for c in seen) >= 2, "the responses without a slot in both children"
+    assert [c.steps for c in seen] == sorted(c.steps for c in seen)
+    assert seen[-1].waiting == 0
+
+
+def test_sleep_gives_memory_back(case: Case) -> None:
+    """Weights of 50 MB in each child. Pages of the KV cache take no memory on a CPU before they are used."""
+    shape: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    config = LlamaConfig(
+        vocab_size=4000, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True, **shape
+    )
+    e, request = case.engine(LlamaForCausalLM(config).eval()), asked(1)[0]
+    nbytes = case.publisher.readable[0].manifest.nbytes
+
+    def memory() -> list[int]:
+        """Bytes of each child that are not shared with other processes."""
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in case.pids()]
+        return [1024 * int(next(x for x in s.splitlines() if x.startswith("RssAnon")).split()[1]) for s in status]
+
+    before, made = memory(), Made()
+    e.sleep()
+    for full, asleep in zip(before, memory(), strict=True):
+        assert full - asleep > 0.9 * nbytes
+    small = memory()
+    e.add(request)
+    made.more(e, 2)
+    assert all(awake - asleep > 0.9 * nbytes for asleep, awake in zip(small, memory(), strict=True))
+
+
+ORPHANS = """
+import sys, time
+from pathlib import Path
+from continuation import versions
+from group_case import Case
+case = Case(Path(sys.argv[1]))
+case.engine(versions("llama", 1)[0])
+print(*case.pids(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_die_with_the_trainer(tmp_path: Path) -> None:
+    path = os.pathsep.join(p for p in sys.path if p)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert trainer.stdout is not None
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) == 2
+    pids.append(parent(pids[0]))
+    assert all(map(alive, pids))
+    trainer.kill()
+    wait_for(lambda: not any(map(alive, pids)), "the children and the fork server are gone")
+    trainer.communicate()
+
+
+def test_close_ends_the_processes(tmp_path: Path, models: list[Any]) -> None:
+    case = Case(tmp_path, children=1)
+    case.engine(models[0])
+    pids = [*case.pids(), parent(case.pids()[0])]
+    case.close()
+    assert not any(map(alive, pids))
+
+
+def test_greedy_tokens_of_another_architecture(case: Case) -> None:
+    (model,) = versions("qwen3", 1)
+    e, made, wanted = case.engine(model, deterministic=False), Made(), asked(4, tokens=8)
+    for r in wanted:
+        e.add(r)
+    made.finish(e)
+    alone = drain(engine(model), wanted)
+    assert [tokens(made[r.id]) for r in wanted] == [tokens(alone[r.id]) for r in wanted]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,9 @@ from windfall.train.gradients import Gradients
 from windfall.train.llama import LlamaBody, UnsupportedModel
 from windfall.train.logprobs import Learner, compare, pack_rows
 from windfall.train.policy import Policy
+from windfall.train.ranks import Orders, Ranks
 from windfall.train.sample import Sample, packs
+from windfall.train.sharding import sharded_policy
 from windfall.train.trainer import TorchTrainer
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -387,24 +390,32 @@ def test_kernels_equal_plain_torch(shape: tuple[Any, ...], dtype: torch.dtype) -
 # -------------------------------------------------------------------------------------------------------- on a GPU
 
 
+LOOSE = config.parse({"train": {"engine_gap_limit": 99.0}}, where="test")
+
+
+def rounded_models(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The same weights in bfloat16 and in float32."""
+    half, exact = (model_of(name, monkeypatch).cuda() for _ in range(2))
+    half = half.bfloat16()
+    exact.load_state_dict({n: p.float() for n, p in half.state_dict().items()})
+    return half, exact
+
+
+def gradient(t: TorchTrainer, micro_tokens: int = 100_000) -> torch.Tensor:
+    t.micro_tokens = micro_tokens
+    t.begin()
+    t.accumulate(samples(24, longest=200))
+    found = [t.optimizer.gradients.of(p) for _, p in sorted(t.model.named_parameters())]
+    return torch.cat([g.flatten() for g in found if g is not None]).clone()
+
+
 @cuda
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize("keep", [ALL, LIGHT, LEAST, None], ids=["all", "light", "least", "autograd"])
 def test_bfloat16_gradients_match_float32(name: str, keep: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    half, made = model_of(name, monkeypatch).cuda().bfloat16(), samples(24, longest=200)
-    exact = model_of(name, monkeypatch).cuda()
-    exact.load_state_dict({n: p.float() for n, p in half.state_dict().items()})
-    recipe = config.parse({"train": {"engine_gap_limit": 99.0}}, where="test")
-
-    def gradient(t: TorchTrainer, micro_tokens: int) -> torch.Tensor:
-        t.micro_tokens = micro_tokens
-        t.begin()
-        t.accumulate(made)
-        found = [t.optimizer.gradients.of(p) for _, p in sorted(t.model.named_parameters())]
-        return torch.cat([g.flatten() for g in found if g is not None]).clone()
-
-    expected = gradient(TorchTrainer(exact, algorithms.make("grpo"), recipe, micro_tokens=1), 100_000)
-    ours = TorchTrainer(half, algorithms.make("grpo"), recipe, micro_tokens=1)
+    half, exact = rounded_models(name, monkeypatch)
+    expected = gradient(TorchTrainer(exact, algorithms.make("grpo"), LOOSE, micro_tokens=1))
+    ours = TorchTrainer(half, algorithms.make("grpo"), LOOSE, micro_tokens=1)
     assert not ours.learner.has_graph, "the automatic choice"
     ours.learner.policy.body = LlamaBody(half, ours.optimizer.gradients, keep=keep) if keep is not None else None
     for micro_tokens in (100_000, 700):
@@ -414,7 +425,28 @@ def test_bfloat16_gradients_match_float32(name: str, keep: int | None, monkeypat
 
 
 @cuda
-def test_bfloat16_steps_raise_logprobs() -> None:
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_bfloat16_gradients_under_fsdp_match_float32(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, exact = rounded_models(name, monkeypatch)
+    expected = gradient(TorchTrainer(exact, algorithms.make("grpo"), LOOSE, micro_tokens=1))
+    ranks = Ranks.join(0, 1, f"file://{tmp_path}/ranks", device="cuda", timeout_s=60.0)
+    try:
+        source = exact.state_dict() | dict(exact.named_buffers())
+        policy = sharded_policy(exact.config, source, ranks, dtype=torch.bfloat16)
+        ours = TorchTrainer(policy, algorithms.make("grpo"), LOOSE, micro_tokens=1, orders=Orders(ranks))
+        assert not ours.learner.has_graph, "the automatic choice"
+        for micro_tokens in (100_000, 700):
+            assert relative_difference(gradient(ours, micro_tokens), expected) < 2e-2
+        ours.learner.policy.body = None
+        assert relative_difference(gradient(ours), expected) < 2e-2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@cuda
+def test_bfloat16_steps_raise_logprobs(tmp_path: Path) -> None:
     """Log-probs of samples with a positive advantage rise, and the state of Adam survives a restart."""
     model, made = model_of("qwen3").cuda().bfloat16(), samples(16, longest=100)
     made = [Sample(ids=s.ids, targets=s.targets, behavior=s.behavior, advantage=1.0, limit=s.limit) for s in made]
@@ -425,8 +457,9 @@ def test_bfloat16_steps_raise_logprobs() -> None:
         t.accumulate(made)
         assert not t.finish().skipped
     assert t.learner.score(made, 1.0)[0].mean() > before + 0.1
-    kept = t.optimizer.state()
-    t.optimizer.restore(kept)
-    assert all(torch.equal(v, kept[k]) for k, v in t.optimizer.state().items())
+    kept = {name: shard.local.clone() for name, shard in t.optimizer.state().items()}
+    t.write_optimizer(tmp_path / "optimizer")
+    t.restore_optimizer(tmp_path / "optimizer")
+    assert all(torch.equal(shard.local, kept[name]) for name, shard in t.optimizer.state().items())
     t.accumulate(made)
     assert not t.finish().skipped

@@ -92,7 +92,7 @@ class _LossFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, work: _Loss, *weights: Tensor) -> Tensor:
         ctx.grads, loss = work.run(weights)
-        out = torch.tensor(loss, device=hidden.device)
+        out = torch.full((), loss, device=hidden.device)  # a copy from the host would wait for the device
         if ctx.grads is None:
             ctx.mark_non_differentiable(out)
         return out

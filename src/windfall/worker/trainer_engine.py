@@ -12,6 +12,9 @@ Rules:
 They may also share the device's memory. Then the trainer calls `make_room` before it trains, while it holds the lock,
 and the engine frees its KV cache until its next step. Orders to the engine and `make_room` are called from different
 threads, so a second lock, held only for short moments, keeps them apart.
+
+With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well: the
+lock is that of a TrainerTurn, and `make_room` frees the group's weights, too.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ They may also share the device's memory. Then the trainer calls `make_room` befo
 and the engine frees its KV cache, and merged copies that take a large part of the memory, until its next step. Orders
 to the engine and `make_room` are called from different threads, so a second lock, held only for short moments, keeps
 them apart.
+
+With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well: the
+lock is that of a TrainerTurn, and `make_room` frees the group's weights, too.
 """
 
 from __future__ import annotations

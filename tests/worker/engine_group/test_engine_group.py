@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 import test_contract as contract
 import torch
 from continuation import check_continuation, of_chunks, versions, weights
-from group_case import Case, Made, alive, asked, cpu_s, opened, parent, spec_of, wait_for
+from group_case import WAIT_S, Case, Made, alive, asked, cpu_s, opened, parent, spec_of, wait_for
 from small_models import build, drain, engine, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +29,9 @@ from windfall.engine.base import Counters
 from windfall.errors import WindfallError
 from windfall.types import Request
 from windfall.worker.engine_group import group as groups
+from windfall.worker.engine_group import messages
 from windfall.worker.engine_group.messages import ChildFailed
+from windfall.worker.engine_thread import EngineThread
 from windfall.worker.trainer_engine import TrainerEngine
 from windfall.worker.trainer_turn import TrainerTurn
 
@@ -199,6 +202,28 @@ def test_killed_children_lose_no_token(case: Case, models: list[Any], whom: str)
     check(again, made, models)
 
 
+@pytest.mark.parametrize("trainer_waits", [False, True])
+def test_frozen_child_is_killed(
+    case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch, trainer_waits: bool
+) -> None:
+    e, made, wanted = case.engine(models[0]), Made(), asked(4)
+    for r in wanted:
+        e.add(r)
+    made.more(e, 8)
+    frozen = case.pids()[0]
+    os.kill(frozen, signal.SIGSTOP)
+    monkeypatch.setattr(groups, "ORDER_S", 2.0)
+    if trainer_waits:
+        e.sleep()
+        assert not any(c.busy for c in e._children)
+    wait_for(lambda: made.step(e) or not alive(frozen), "it is killed")
+    monkeypatch.undo()
+    assert any("engine 0 of the trainer has not responded for 2 s; killing it" in line for line in case.said)
+    case.said.clear()
+    made.finish(e)
+    check(wanted, made, models)
+
+
 def test_response_canceled_while_no_child_is_there(case: Case, models: list[Any]) -> None:
     e, made, wanted = case.engine(models[0]), Made(), asked(3)
     for r in wanted:
@@ -334,6 +359,53 @@ def test_trainer_and_children_take_turns(case: Case, models: list[Any]) -> None:
     check(wanted, made, models)
 
 
+def test_group_behind_the_thread_of_an_engine(case: Case, models: list[Any]) -> None:
+    """As the trainer wires it: it is built in the engine's thread, and the controller sees one worker. While the
+    controller pauses that worker, nothing is generated; a child that is killed does not show."""
+    turn, frames, errors = TrainerTurn(case.group.pause), queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+    case._spec = None
+
+    def make() -> tuple[Any, int]:
+        with turn.engines:
+            slots = case.group.build(spec_of(models[0]))
+        return TrainerEngine(case.group, turn.engines, share_memory=True), slots
+
+    case.publish(0, models[0].state_dict())
+    host = EngineThread(None, make=make)
+    host.start()
+    host.attach(frames.put)
+    host.swap(0, None, errors.put)
+    assert errors.get(timeout=WAIT_S) is None
+    assert (host.slots, host.longest) == (32, 4095)
+    wanted, made = asked(6, tokens=60), Made()
+    host.add([messages.work_of(int(r.id), r) for r in wanted])
+
+    def take(count: int) -> None:
+        for _ in range(count):
+            for handle, chunk in messages.chunks_of(frames.get(timeout=WAIT_S), {int(r.id): r.id for r in wanted}):
+                made.setdefault(str(handle), []).append(chunk)
+
+    take(10)
+    os.kill(case.pids()[1], signal.SIGKILL)
+    take(10)
+    host.pause(True)
+    with turn:
+        pass
+    steps = case.group.counters.steps
+    time.sleep(0.2)
+    assert case.group.counters.steps == steps
+    host.pause(False)
+    case.publish(1, models[1].state_dict())
+    host.swap(1, None, errors.put)
+    assert errors.get(timeout=WAIT_S) is None
+    while host.stats().running or not frames.empty():
+        take(1)
+    host.close()
+    assert host.failed is None
+    assert {c.version for chunks in made.values() for c in chunks} == {0, 1}
+    check(wanted, made, models)
+
+
 def test_child_that_cannot_be_built_ends_the_group_with_its_error(case: Case, models: list[Any]) -> None:
     case.engine(models[0])
     case._spec = None
@@ -364,9 +436,8 @@ def test_child_that_dies_again_and_again_ends_the_group(
     monkeypatch.setattr(e, "on_up", die)
     os.kill(case.pids()[0], signal.SIGKILL)
 
-    wait_for(lambda: e.step() or e._failure, "the group gives up")
     with pytest.raises(ChildFailed, match=r"engine 0 failed 4 times in a row: the process was killed \(SIGKILL\)"):
-        e.step()
+        wait_for(lambda: e.step() or time.sleep(0.01), "the group gives up")
     assert any("engine 0 of the trainer ended: the process was killed (SIGKILL)" in line for line in case.said)
 
 

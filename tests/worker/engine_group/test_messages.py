@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windfall.engine.base import Counters
 from windfall.errors import WindfallError
 from windfall.types import Chunk, Request, Sampling
@@ -29,10 +31,8 @@ def test_messages_are_cut_out_of_any_pieces() -> None:
 
 def test_chunks_survive_the_way() -> None:
     frame = tokens_frame(CHUNKS)
-    assert [(str(handle), c) for handle, c in m.chunks_of(frame)] == [
-        (c.id, Chunk(id="", **{f: getattr(c, f) for f in ("position", "tokens", "logprobs", "version", "finish")}))
-        for c in CHUNKS
-    ]
+    assert list(m.chunks_of(frame, {7: "7", 9: "9"})) == list(zip((7, 9), CHUNKS, strict=True))
+    assert list(m.chunks_of(frame, {9: "other"})) == [(9, replace(CHUNKS[1], id="other"))], "the other one was canceled"
 
 
 def test_requests_survive_the_way() -> None:

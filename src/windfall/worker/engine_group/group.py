@@ -16,8 +16,8 @@ Rules:
 - After `pause` or `sleep` has returned, no child computes, and no child begins to, until `step` or `swap` is called.
   After `sleep`, no child holds memory for weights or KV cache.
 - If a child ends, its responses continue in other children from their last token, or wait for a child. The child is
-  started again with back-off. After MAX_FAILURES ends in a row without a token in between, the group fails: every call
-  raises the last error.
+  started again with back-off. A child that is stuck is killed. After MAX_FAILURES ends of one child in a row without a
+  token in between, the group fails: `step` and `swap` raise the last error, until `build` starts anew.
 
 The group's lock is held only for moments; waiting releases it. `add`, `cancel`, `step` and `swap` are called by one
 thread; `pause` and `sleep` also by another, but not at the same time as `step` or `swap` (TrainerTurn sees to that).
@@ -54,8 +54,9 @@ BUILD_S = 900.0
 SWAP_S = 100.0
 """Time limit until at least one child has loaded a version (seconds)."""
 ORDER_S = 120.0
-"""Time limit for one engine step and one order, such as a copy of the weights (seconds). A child that takes longer is
-killed."""
+"""Time limit for one engine step, and for one order such as a copy of the weights (seconds)."""
+LATE_CHECK_S = 1.0
+"""Seconds between checks for children that take too long, while the group waits for them."""
 MAX_FAILURES = 4
 
 
@@ -127,9 +128,7 @@ class EngineGroup:
                 self._advance(child)
             self._processes.start()
             try:
-                self._wait(
-                    lambda: all(c.state is ChildState.BUILT for c in self._children), BUILD_S, "build their engines"
-                )
+                self._wait(lambda: all(c.ready for c in self._children), BUILD_S, "build their engines")
             finally:
                 self._starting = False
             return self.slots
@@ -156,6 +155,7 @@ class EngineGroup:
         """Tokens that have arrived since the last call; waits up to STEP_WAIT_S for the first."""
         with self._changed:
             self._raise_failure()
+            self._kill_late()
             self._wake_up()
             if self._responses:
                 self._changed.wait_for(lambda: self._arrived or self._failure, STEP_WAIT_S)
@@ -172,7 +172,7 @@ class EngineGroup:
             target = self._source.open(version)
             before, self._target, self._swapping = self._target, target, True
             try:
-                self._quiet()
+                self._quiet(building=False)
                 self._refused, self._withdrawn = "", False
                 self._wake_up()
                 self._wait(self._settled, SWAP_S, f"load version {version}")
@@ -207,7 +207,7 @@ class EngineGroup:
             for child in self._children:
                 if child.ready and not child.asleep:
                     self._order(child, lambda number: m.Sleep(order=number))
-                    child.digest, child.version, child.asleep = "", -1, True
+                    child.digest, child.held, child.asleep = "", None, True
             self._wait_until_answered()
 
     def close(self) -> None:
@@ -225,9 +225,7 @@ class EngineGroup:
             assert all(r in open_responses for r in (*placed, *self._unplaced.values())), "a response was not removed"
             for c in self._children:
                 assert c.granted + c.unread <= WINDOW, f"child {c.number} was granted too many steps"
-                assert c.state is ChildState.BUILT or not (c.granted or c.order or c.responses), (
-                    f"child {c.number} is lost"
-                )
+                assert c.ready or not (c.granted or c.order or c.responses), f"child {c.number} has work but no engine"
 
     # Called by the processes, in their thread.
 
@@ -265,6 +263,8 @@ class EngineGroup:
     def on_failure(self, error: BaseException) -> None:
         with self._changed:
             self._failure, self._broken = error, True
+            for child in self._children:
+                child.reset()
             self._changed.notify_all()
 
     # The methods below need the lock.
@@ -279,13 +279,16 @@ class EngineGroup:
         if not self._awake or self._spec is None or child.order:
             return
         if child.state is ChildState.UP:
+            child.since_s = time.monotonic()
             child.state, device = ChildState.BUILDING, self._places[child.number].device
             self._send(child, m.Build(spec=self._spec, device=device, share=self._share, threads=self._threads))
         if not child.ready or self._target is None:
             return
-        if child.version != self._target.version:
+        if child.held is not self._target:
             self._load(child, self._target)
         elif child.responses and not self._swapping and (more := WINDOW - child.granted - child.unread) > 0:
+            if not child.granted:
+                child.since_s = time.monotonic()
             child.granted += more
             self._send(child, m.Grant(steps=more))
 
@@ -304,10 +307,12 @@ class EngineGroup:
         assert order == child.order, f"child {child.number} answered order {order}, not {child.order}"
         child.order, child.granted, loading = 0, 0, child.loading
         if loading is not None:
-            child.loading, child.digest, child.version = None, "", -1
+            child.loading, child.digest, child.held = None, "", None
+            if loading is not self._target:  # it may have been closed before the child opened it
+                return
             if loading.intact():
-                child.digest, child.version = loading.digest, loading.version
-            elif loading is self._target:
+                child.digest, child.held = loading.digest, loading
+            else:
                 self._overwritten()
 
     def _overwritten(self) -> None:
@@ -326,23 +331,22 @@ class EngineGroup:
         if self._refused or self._withdrawn:
             return not any(c.order for c in self._children)
         ready = [c for c in self._children if c.ready]
-        return bool(ready) and all(self._target and c.version == self._target.version for c in ready)
+        return bool(ready) and all(c.held is self._target for c in ready)
 
     def _stepped(self, child: Child, message: m.Stepped) -> None:
         child.granted -= 1
-        child.counters = message.counters
+        child.since_s, child.counters = time.monotonic(), message.counters
         if message.frame is None:
             return
         chunks: list[tuple[PlacedResponse, Chunk]] = []
-        for handle, chunk in m.chunks_of(message.frame):
-            response = child.responses.get(handle)
-            if response is None:  # it was canceled
-                continue
+        ids = {handle: response.request.id for handle, response in child.responses.items()}  # without canceled ones
+        for handle, chunk in m.chunks_of(message.frame, ids):
+            response = child.responses[handle]
             response.tokens += chunk.tokens
             if chunk.finish:
                 response.ended = True
                 del child.responses[handle]
-            chunks.append((response, replace(chunk, id=response.request.id)))
+            chunks.append((response, chunk))
         child.failures = 0
         child.unread += 1
         self._arrived.append((child, message.frame.version, chunks))
@@ -415,25 +419,30 @@ class EngineGroup:
         self._arrived.clear()
         self._set_target(None)
 
-    def _quiet(self) -> None:
-        """Wait until every child has finished what it does, and let none begin anything."""
+    def _quiet(self, *, building: bool = True) -> None:
+        """Wait until every child has finished what it does (`building`: also its engine), and let none begin more."""
         self._awake = False
         for child in self._children:
             if child.granted and not child.order:
                 self._order(child, lambda number: m.Pause(order=number))
-        self._wait_until_answered()
+        self._wait_until_answered(building=building)
 
-    def _wait_until_answered(self) -> None:
-        """Wait until no child is at work. One that takes too long is killed."""
-        building = any(c.state is ChildState.BUILDING for c in self._children)
-        if not self._changed.wait_for(
-            lambda: not any(c.busy for c in self._children), BUILD_S if building else ORDER_S
-        ):
-            for child in self._children:
-                if child.busy:
-                    self._say(f"engine {child.number} of the trainer does not respond; killing it")
-                    self._kill(child)
-                    self._count_failure(child, m.ChildFailed("it does not respond"))
+    def _wait_until_answered(self, *, building: bool = True) -> None:
+        def at_work(child: Child) -> bool:
+            return child.busy and (building or child.state is not ChildState.BUILDING)
+
+        while not self._changed.wait_for(lambda: not any(map(at_work, self._children)), LATE_CHECK_S):
+            self._kill_late()
+
+    def _kill_late(self) -> None:
+        """Kill the children that take too long: their devices, or they themselves, are stuck."""
+        now_s = time.monotonic()
+        for child in self._children:
+            limit_s = BUILD_S if child.state is ChildState.BUILDING else ORDER_S
+            if child.busy and now_s - child.since_s > limit_s:
+                self._say(f"engine {child.number} of the trainer has not responded for {limit_s:g} s; killing it")
+                self._kill(child)
+                self._count_failure(child, m.ChildFailed("it does not respond"))
 
     def _wait(self, holds: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -445,7 +454,7 @@ class EngineGroup:
             self._changed.wait(left_s)
 
     def _order(self, child: Child, make: Callable[[int], object]) -> None:
-        child.order = self._number()
+        child.order, child.since_s = self._number(), time.monotonic()
         self._send(child, make(child.order))
 
     def _number(self) -> int:

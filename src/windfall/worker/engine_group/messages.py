@@ -11,7 +11,7 @@ program, so they have no version.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -159,15 +159,16 @@ def work_of(handle: int, request: Request) -> Work:
     )  # fmt: skip
 
 
-def chunks_of(frame: Tokens) -> Iterator[tuple[int, Chunk]]:
-    """The chunks of a frame, each with its handle. Their ids are empty."""
+def chunks_of(frame: Tokens, ids: Mapping[int, str]) -> Iterator[tuple[int, Chunk]]:
+    """The chunks of a frame, each with its handle. `ids`: of the responses, by handle; others are left out."""
     tokens, logprobs = columns(frame)
     at = 0
     for n, (handle, position) in enumerate(zip(frame.handles, frame.positions, strict=True)):
         end = at + (frame.counts[n] if frame.counts else 1)
-        chunk = Chunk(
-            id="", position=position, tokens=tuple(tokens[at:end]), logprobs=tuple(logprobs[at:end]),
-            version=frame.version, finish=frame.finished.get(n),
-        )  # fmt: skip
-        yield handle, chunk
+        if handle in ids:
+            chunk = Chunk(
+                id=ids[handle], position=position, tokens=tuple(tokens[at:end]), logprobs=tuple(logprobs[at:end]),
+                version=frame.version, finish=frame.finished.get(n),
+            )  # fmt: skip
+            yield handle, chunk
         at = end

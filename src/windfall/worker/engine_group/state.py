@@ -43,8 +43,8 @@ class Child:
     """As it was last built."""
     digest: str = ""
     """Of the weights in its engine; empty if it has none, or a mixture."""
-    version: int = -1
-    """As which version it uses these weights; -1 if they are not those of the group."""
+    held: OpenVersion | None = None
+    """As which version it uses these weights; None if it cannot make a step with them."""
     asleep: bool = False
     granted: int = 0
     unread: int = 0
@@ -56,6 +56,8 @@ class Child:
     counters: Counters = field(default_factory=Counters)
     earlier: Counters = field(default_factory=Counters)
     """Sums of the processes before this one."""
+    since_s: float = 0.0
+    """When it began what it does, or last made a step (monotonic clock, seconds)."""
     failures: int = 0
     """Ends in a row without a token in between."""
     error: Exception | None = None
@@ -75,7 +77,7 @@ class Child:
         """The process is gone."""
         self.earlier = replace(add_counters(self.earlier, self.counters), waiting=0)
         self.state, self.counters, self.error = ChildState.DOWN, Counters(), None
-        self.digest, self.version, self.asleep, self.loading = "", -1, False, None
+        self.digest, self.held, self.asleep, self.loading = "", None, False, None
         self.granted = self.order = 0
         self.responses = {}
 

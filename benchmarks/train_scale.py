@@ -4,7 +4,8 @@
     python benchmarks/train_scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B and 8B shapes
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
-must keep between two passes: weights, gradients and the optimizer's moments. Share of peak: as in train_gpu.py.
+must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
+(src/windfall/train/rank_budget.py). Share of peak: as in train_gpu.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from windfall import algorithms, config
 from windfall.engine.torch.attention import NAME
 from windfall.train import lora
+from windfall.train.rank_budget import ModelShape, rank_budget
 from windfall.train.ranks import Orders, Ranks
 from windfall.train.sample import Sample
 from windfall.train.sharding import rows, sharded_policy
@@ -53,7 +55,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
-    titles = f"{'tok/s':>10}{'x':>7}{'peak share':>12}{'state MB':>10}{'peak MB':>10}"
+    titles = f"{'tok/s':>10}{'x':>7}{'peak share':>12}{'state MB':>10}{'paper MB':>10}{'peak MB':>10}"
     print(f"{'model':<22}{'variant':<16}{'ranks':>5}{titles}")
     if args.device == "cuda":
         for name in ("0.6B", "8B, 16 of 36 layers"):
@@ -74,8 +76,19 @@ def show(name: str, variant: str, found: list[tuple[float, float, int, int]], fi
     speed, share = found[0][0], found[0][1]
     state, peak = (max(row[i] for row in found) / 1e6 for i in (2, 3))
     shown = f"{share:>12.1%}" if share else f"{'-':>12}"
-    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.0f}{peak:>10,.0f}"
+    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.0f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.0f}{paper}{peak:>10,.0f}"
     print(f"{name:<22}{variant:<16}{len(found):>5}{figures}", flush=True)
+
+
+def paper_bytes(name: str, ranks: int) -> float:
+    s = SHAPES[name]
+    shape = ModelShape(
+        hidden=s["hidden_size"], intermediate=s["intermediate_size"], layers=s["num_hidden_layers"],
+        heads=s["num_attention_heads"], kv_heads=s["num_key_value_heads"], head=s["head_dim"],
+        vocabulary=s["vocab_size"], tied=s["tie_word_embeddings"],
+    )  # fmt: skip
+    return rank_budget(shape, ranks, pack_tokens=1).state
 
 
 def in_processes(size: int, *args: Any) -> list[Any]:

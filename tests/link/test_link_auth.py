@@ -191,14 +191,14 @@ def test_worker_joins_over_tls_only_with_the_certificate(open_gate: OpenGate, ce
                 code, log = await outcome(d.url, **trust)
                 assert (code, "accepted, and asked to build" in log) == (3, True), log
             code, log = await outcome(d.url)
-            assert code == 1
+            assert code == 5
             assert "certificate verify failed" in log.lower()
             by_name = d.url.replace("127.0.0.1", "localhost")
             code, log = await outcome(by_name, ca=certificate.tls_cert)
-            assert code == 1, "the certificate is for another name"
+            assert code == 5, "the certificate is for another name"
             assert (await outcome(by_name, pinned=certificate.tls_cert))[0] == 3
             code, log = await outcome(d.url.replace("https", "http"))
-            assert code == 1, "a port with TLS accepted a connection without"
+            assert code == 5, "a port with TLS accepted a connection without"
             assert d.logged == []
 
     asyncio.run(run())

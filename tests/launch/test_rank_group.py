@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +105,22 @@ def test_group_is_killed_as_a_whole(tmp_path: Path) -> None:
     assert asyncio.run(main()) == [-signal.SIGKILL] * 3
 
 
-def run_windfall(folder: Path, *args: str) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def run_windfall(folder: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run, with all of its processes killed at the end."""
+    folder.mkdir(exist_ok=True)
     path = folder / "r.toml"
     path.write_text(RECIPE)
-    return subprocess.Popen(
-        [sys.executable, "-m", "windfall.cli", "train", str(path), "--set", f"run.folder={folder}", *args],
-        stdout=(folder / "out.txt").open("wb"), stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with (folder / "out.txt").open("wb") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "windfall.cli", "train", str(path), "--set", f"run.folder={folder}", *args],
+            stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        yield running
+    finally:
+        running.kill()  # the other processes die with it
+        running.wait()
 
 
 def weights(run: Path) -> str:
@@ -124,30 +135,38 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 def train_while_ranks_are_killed(folder: Path, kills: int, seed: int) -> Path:
     """Kill a random rank at a random moment after each start of the trainer."""
     draw, run = random.Random(seed), folder / "r"
-    running, deadline_s = run_windfall(folder), time.monotonic() + 240
-    for kill in range(kills):
-        while len(events(run, "trainer_ready")) <= kill:
-            assert running.poll() is None, (folder / "out.txt").read_text()
-            assert time.monotonic() < deadline_s, f"waited 240 s for start {kill + 1} of the trainer"
-            time.sleep(0.05)
-        time.sleep(draw.uniform(0.0, 3.0))
-        pids = events(run, "trainer_ready")[-1]["rank_pids"]
-        assert len(pids) == 2
-        if running.poll() is None:
-            os.kill(draw.choice(pids), signal.SIGKILL)
-    assert running.wait(240) == 0, (folder / "out.txt").read_text()
+    with run_windfall(folder) as running:
+        for kill in range(kills):
+            wait_for_trainer(folder, running, kill + 1)
+            time.sleep(draw.uniform(0.0, 3.0))
+            pids = events(run, "trainer_ready")[-1]["rank_pids"]
+            assert len(pids) == 2
+            if running.poll() is None:
+                os.kill(draw.choice(pids), signal.SIGKILL)
+        finish(folder, running)
     return run
+
+
+def wait_for_trainer(folder: Path, running: subprocess.Popen[bytes], starts: int) -> None:
+    """Wait until the trainer was started this many times."""
+    deadline_s = time.monotonic() + 240
+    while len(events(folder / "r", "trainer_ready")) < starts:
+        assert running.poll() is None, (folder / "out.txt").read_text()
+        assert time.monotonic() < deadline_s, f"waited 240 s for start {starts} of the trainer"
+        time.sleep(0.05)
+
+
+def finish(folder: Path, running: subprocess.Popen[bytes]) -> None:
+    assert running.wait(240) == 0, (folder / "out.txt").read_text()
 
 
 @pytest.mark.slow
 def test_run_whose_ranks_are_killed_at_any_moment_ends_with_the_same_weights(tmp_path: Path) -> None:
-    (tmp_path / "undisturbed").mkdir()
-    assert run_windfall(tmp_path / "undisturbed").wait(240) == 0
+    with run_windfall(tmp_path / "undisturbed") as running:
+        finish(tmp_path / "undisturbed", running)
     expected = weights(tmp_path / "undisturbed" / "r")
     for seed in range(4):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        run = train_while_ranks_are_killed(folder, 3, seed)
+        run = train_while_ranks_are_killed(tmp_path / str(seed), 3, seed)
         assert weights(run) == expected
         trained = [e["step"] for e in events(run, "step") if e["kind"] == "scalar"]
         assert trained[-1] == 4

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -43,6 +43,13 @@ MAX_REFUSALS = 3
 has just taken over the port of a dead controller."""
 
 
+class Lock(Protocol):
+    """A threading.Lock, or a worker.trainer_turn.TrainerTurn."""
+
+    def acquire(self) -> bool: ...
+    def release(self) -> None: ...
+
+
 @dataclass(kw_only=True)
 class TrainerAgent:
     trainer: Trainer
@@ -59,8 +66,8 @@ class TrainerAgent:
     dialer: Dialer
     address: Callable[[], str]
     """Returns the address where the controller listens now."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the trainer uses the module, which it shares with its own engine."""
+    lock: Lock = field(default_factory=threading.Lock)
+    """Held while the trainer uses its module and devices, which it shares with its own engine."""
     make_room: Callable[[], None] = lambda: None
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
     invalidate: Callable[[], None] = lambda: None

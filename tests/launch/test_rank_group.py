@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_runs import events, finish, run_windfall, wait_for_trainer, weights
 
 from windfall import config
 from windfall.devices import Place
 from windfall.errors import WindfallError
-from windfall.events.log import read
 from windfall.fleet import process
 from windfall.fleet.base import Handle
 from windfall.launch import rank_group
 from windfall.launch.rank_group import RANK_LOST, RankGroup, rank_places
-from windfall.train import checkpoint
-
-RECIPE = """
-[run]
-name = "r"
-steps = 4
-threads = 1
-deterministic = true
-[env]
-name = "arithmetic"
-[rollout]
-groups = 3
-group_size = 4
-max_tokens = 24
-[train]
-lr = 1e-3
-minibatches = 3
-ranks = 2
-[checkpoint]
-every = 2
-[eval]
-tasks = 0
-[fleet]
-local = false
-workers = 1
-"""
 
 
 def recipe(**train: Any) -> config.Recipe:
@@ -105,33 +75,6 @@ def test_group_is_killed_as_a_whole(tmp_path: Path) -> None:
     assert asyncio.run(main()) == [-signal.SIGKILL] * 3
 
 
-@contextlib.contextmanager
-def run_windfall(folder: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run, with all of its processes killed at the end."""
-    folder.mkdir(exist_ok=True)
-    path = folder / "r.toml"
-    path.write_text(RECIPE)
-    with (folder / "out.txt").open("wb") as out:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "windfall.cli", "train", str(path), "--set", f"run.folder={folder}", *args],
-            stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    try:
-        yield running
-    finally:
-        running.kill()  # the other processes die with it
-        running.wait()
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
-
-
-def events(run: Path, name: str) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    return [e for e in read(path) if e["name"] == name] if path.is_file() else []
-
-
 def train_while_ranks_are_killed(folder: Path, kills: int, seed: int) -> Path:
     """Kill a random rank at a random moment after each start of the trainer."""
     draw, run = random.Random(seed), folder / "r"
@@ -145,19 +88,6 @@ def train_while_ranks_are_killed(folder: Path, kills: int, seed: int) -> Path:
                 os.kill(draw.choice(pids), signal.SIGKILL)
         finish(folder, running)
     return run
-
-
-def wait_for_trainer(folder: Path, running: subprocess.Popen[bytes], starts: int) -> None:
-    """Wait until the trainer was started this many times."""
-    deadline_s = time.monotonic() + 240
-    while len(events(folder / "r", "trainer_ready")) < starts:
-        assert running.poll() is None, (folder / "out.txt").read_text()
-        assert time.monotonic() < deadline_s, f"waited 240 s for start {starts} of the trainer"
-        time.sleep(0.05)
-
-
-def finish(folder: Path, running: subprocess.Popen[bytes]) -> None:
-    assert running.wait(240) == 0, (folder / "out.txt").read_text()
 
 
 @pytest.mark.slow

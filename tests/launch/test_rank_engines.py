@@ -14,7 +14,7 @@ import pytest
 from group_case import alive, parent, wait_for
 from rank_runs import events, finish, run_windfall, wait_for_trainer, weights
 
-OWN = ("fleet.local=true", "fleet.workers=0", "run.steps=3", "rollout.temperature=1.5", "rollout.max_tokens=40")
+OWN = ("fleet.local=true", "fleet.workers=0", "run.steps=3")
 WORKER = ("fleet.local=false", "fleet.workers=1", *OWN[2:])
 LORA = ("train.lora.rank=4", "train.lora.alpha=8")
 
@@ -61,7 +61,9 @@ def steps(run: Path) -> list[int]:
 def check(run: Path) -> None:
     """All steps were trained, no token was lost, and only the trainer generated."""
     assert sorted(set(steps(run))) == [1, 2, 3]
-    assert all(e["lost_tokens"] == e["gaps"] == 0 for e in events(run, "step") if e["kind"] == "scalar")
+    trained = [e for e in events(run, "step") if e["kind"] == "scalar"]
+    assert all(e["lost_tokens"] == e["gaps"] == 0 for e in trained)
+    assert any(e["updates_skipped"] < 3 for e in trained), "otherwise the weights are those of the start"
     assert {(e["worker"].partition("#")[0], e["device"]) for e in events(run, "worker_joined")} == {("local", "2x cpu")}
 
 
@@ -81,7 +83,7 @@ def test_engines_generate_and_one_is_killed(tmp_path: Path, expected: str) -> No
     assert weights(run) == expected
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rank_is_killed(tmp_path: Path, expected: str, rank: int) -> None:
     run = tmp_path / "r"
     with run_windfall(tmp_path, *OWN) as running:
@@ -95,6 +97,7 @@ def test_rank_is_killed(tmp_path: Path, expected: str, rank: int) -> None:
     assert weights(run) == expected
 
 
+@pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
     """The engines get the base once, and merge each adapter into it."""
     for name, options in (("worker", WORKER), ("own", OWN)):

@@ -22,6 +22,7 @@ from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.types import LOCAL
 
 MAX_LOGGED_PER_S = 5  # refusals logged per second; further refusals are not logged
+MAX_REMEMBERED = 500  # refusals whose repeats are counted: more than are logged in REPEAT_S
 REPEAT_S = 60.0  # seconds until a refusal is logged again that has the same peer and the same reason
 
 
@@ -43,7 +44,7 @@ class Gate:
         self._trainer_secret = trainer_secret
         self.terms: Terms | None = None  # None until a trainer has joined; before that, workers must dial again later
         self.workers = 0  # workers connected now
-        # Refusals logged within REPEAT_S, by peer and reason: when (monotonic, s), and how many were left out since.
+        # The last logged refusals by peer and reason: when (monotonic, s), and how many were left out since.
         self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
     async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
@@ -119,7 +120,9 @@ class Gate:
         if now - logged_s < REPEAT_S:
             self._logged[what] = logged_s, repeats + 1
             return
-        self._logged = {k: entry for k, entry in self._logged.items() if now - entry[0] < REPEAT_S}
         if sum(now - at < 1.0 for at, _ in self._logged.values()) < MAX_LOGGED_PER_S:
-            self._logged[what] = now, 0
+            self._logged.pop(what, None)
+            self._logged[what] = now, 0  # the newest one is last
+            if len(self._logged) > MAX_REMEMBERED:
+                self._logged.pop(next(iter(self._logged)))
             self._log("refused", peer=link.peer, why=what[1], **({"repeats": repeats} if repeats else {}))

@@ -41,6 +41,7 @@ from windfall.train import activation_memory, checkpoint
 from windfall.train.agent import TrainerAgent
 from windfall.train.checkpoint import CheckpointState
 from windfall.worker import engine_factory as build
+from windfall.worker.trainer_engine import MAX_KEPT_SHARE
 
 ALONE = RankPlace()
 DAMAGE_NOTE = "damaged.txt"
@@ -274,13 +275,18 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
     from windfall.train.lora import trained_parameters
 
     c, section = model.config, recipe.train.lora
-    weights, trained = sum(p.numel() for p in model.parameters()) / ranks, trained_parameters(model, section) / ranks
+    whole = sum(p.numel() for p in model.parameters())
+    weights, trained, free = whole / ranks, trained_parameters(model, section) / ranks, free_bytes("cuda")
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
     # the publisher's copy of the last version, the KL reference (with adapters there is none, but merged copies for the
     # trainer's own engine), and the share of that engine.
     used = trained * (12 if model.dtype.itemsize == 4 else 16) + trained * model.dtype.itemsize
-    used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
-    free = (free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
+    if section is not None and ranks > 1:  # each GPU has a whole copy, unless the engines free it during training
+        small = whole * model.dtype.itemsize <= MAX_KEPT_SHARE * free
+        used += whole * model.dtype.itemsize * (recipe.fleet.local and small)
+    else:
+        used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
+    free = (free - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,

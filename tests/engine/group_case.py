@@ -40,8 +40,8 @@ class Case:
         self.publisher = Publisher(folder, threads=1)
         self.find: Callable[[int], Any] = lambda version: self.publisher.find(version)
         self.group = EngineGroup(
-            [Place()] * children, lambda version: self.find(version), folder=folder / "engines", threads=1,
-            say=self.said.append,
+            [Place()] * children, lambda version: self.find(version), base=lambda: self.publisher.base,
+            folder=folder / "engines", threads=1, say=self.said.append,
         )  # fmt: skip
         self._spec: EngineSpec | None = None
 
@@ -53,15 +53,31 @@ class Case:
         self.publisher.publish(version, weights)
 
     def engine(self, model: Any, **options: Any) -> EngineGroup:
-        """The group with these weights as version 0. It is built only if the last one was different."""
-        spec = spec_of(model, **options)
+        """The group with these weights as version 0, in all children. It is built only if the last one was different.
+        A child that the last test has killed may not be back yet, so this waits for it."""
+        self._prepare(spec_of(model, **options))
+        self.publish(0, model.state_dict())
+        return self._loaded()
+
+    def adapted_engine(self, model: Any, adapter: Any, scale: float) -> EngineGroup:
+        """Like `engine`, with an adapter of the model as version 0."""
+        self._prepare(spec_of(model))
+        self.publisher.close()
+        self.publisher = Publisher(self.folder, threads=1)
+        base = self.publisher.publish_base(model.state_dict()).digest
+        self.publisher.publish(0, adapter, base=base, scale=scale)
+        return self._loaded()
+
+    def _prepare(self, spec: EngineSpec) -> None:
         for id in list(self.group._responses):
             self.group.cancel(id)
         if spec != self._spec:
             self.group.build(spec)
             self._spec = spec
-        self.publish(0, model.state_dict())
+
+    def _loaded(self) -> EngineGroup:
         self.group.swap(0)
+        wait_for(lambda: self.group.step() or all(c.held for c in self.group._children), "all children have version 0")
         return self.group
 
     def pids(self) -> list[int]:

@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_runs import events, finish, run_windfall, wait_for_trainer, weights
 
 from windfall import config
 from windfall.devices import Place
 from windfall.errors import WindfallError
-from windfall.events.log import read
 from windfall.fleet import process
 from windfall.fleet.base import Handle
 from windfall.launch import rank_group
 from windfall.launch.rank_group import RANK_LOST, RankGroup, rank_places
-from windfall.train import checkpoint
-
-RECIPE = """
-[run]
-name = "r"
-steps = 4
-threads = 1
-deterministic = true
-[env]
-name = "arithmetic"
-[rollout]
-groups = 3
-group_size = 4
-max_tokens = 24
-[train]
-lr = 1e-3
-minibatches = 3
-ranks = 2
-[checkpoint]
-every = 2
-[eval]
-tasks = 0
-[fleet]
-local = false
-workers = 1
-"""
 
 
 def recipe(**train: Any) -> config.Recipe:
@@ -103,51 +75,28 @@ def test_group_is_killed_as_a_whole(tmp_path: Path) -> None:
     assert asyncio.run(main()) == [-signal.SIGKILL] * 3
 
 
-def run_windfall(folder: Path, *args: str) -> subprocess.Popen[bytes]:
-    path = folder / "r.toml"
-    path.write_text(RECIPE)
-    return subprocess.Popen(
-        [sys.executable, "-m", "windfall.cli", "train", str(path), "--set", f"run.folder={folder}", *args],
-        stdout=(folder / "out.txt").open("wb"), stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256((checkpoint.latest(run).path / "model.safetensors").read_bytes()).hexdigest()
-
-
-def events(run: Path, name: str) -> list[dict[str, Any]]:
-    path = run / "events.jsonl"
-    return [e for e in read(path) if e["name"] == name] if path.is_file() else []
-
-
 def train_while_ranks_are_killed(folder: Path, kills: int, seed: int) -> Path:
     """Kill a random rank at a random moment after each start of the trainer."""
     draw, run = random.Random(seed), folder / "r"
-    running, deadline_s = run_windfall(folder), time.monotonic() + 240
-    for kill in range(kills):
-        while len(events(run, "trainer_ready")) <= kill:
-            assert running.poll() is None, (folder / "out.txt").read_text()
-            assert time.monotonic() < deadline_s, f"waited 240 s for start {kill + 1} of the trainer"
-            time.sleep(0.05)
-        time.sleep(draw.uniform(0.0, 3.0))
-        pids = events(run, "trainer_ready")[-1]["rank_pids"]
-        assert len(pids) == 2
-        if running.poll() is None:
-            os.kill(draw.choice(pids), signal.SIGKILL)
-    assert running.wait(240) == 0, (folder / "out.txt").read_text()
+    with run_windfall(folder) as running:
+        for kill in range(kills):
+            wait_for_trainer(folder, running, kill + 1)
+            time.sleep(draw.uniform(0.0, 3.0))
+            pids = events(run, "trainer_ready")[-1]["rank_pids"]
+            assert len(pids) == 2
+            if running.poll() is None:
+                os.kill(draw.choice(pids), signal.SIGKILL)
+        finish(folder, running)
     return run
 
 
 @pytest.mark.slow
 def test_run_whose_ranks_are_killed_at_any_moment_ends_with_the_same_weights(tmp_path: Path) -> None:
-    (tmp_path / "undisturbed").mkdir()
-    assert run_windfall(tmp_path / "undisturbed").wait(240) == 0
+    with run_windfall(tmp_path / "undisturbed") as running:
+        finish(tmp_path / "undisturbed", running)
     expected = weights(tmp_path / "undisturbed" / "r")
     for seed in range(4):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        run = train_while_ranks_are_killed(folder, 3, seed)
+        run = train_while_ranks_are_killed(tmp_path / str(seed), 3, seed)
         assert weights(run) == expected
         trained = [e["step"] for e in events(run, "step") if e["kind"] == "scalar"]
         assert trained[-1] == 4

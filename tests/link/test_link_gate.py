@@ -204,12 +204,30 @@ def test_refusals_are_logged_with_a_rate_limit(open_gate: OpenGate) -> None:
     async def run() -> None:
         async with open_gate().open() as d, d.undisturbed():
             started = time.monotonic()
-            for _ in range(8):
-                reasons = await asyncio.gather(*(send_hello(d, lambda c: d.hello(c, token="wrong")) for _ in range(10)))
-                assert all("wrong token" in why for why in reasons)  # every peer gets the reason
+            for turn in range(8):
+                models = [f"model-{n}" for n in range(10 * turn + 2, 10 * turn + 12)]
+                reasons = await asyncio.gather(
+                    *(send_hello(d, lambda c, model=model: d.hello(c, model=model)) for model in models)
+                )
+                assert all(model in why for model, why in zip(models, reasons, strict=True))  # each gets its reason
             most = gate.MAX_LOGGED_PER_S * (1 + math.ceil(time.monotonic() - started))
             assert 1 <= len(d.logged) <= most
             assert d.gate.workers == 1
+
+    asyncio.run(run())
+
+
+def test_same_refusal_is_not_logged_again_and_again(open_gate: OpenGate, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with open_gate().open() as d:
+            for _ in range(3):
+                assert "wrong token" in await send_hello(d, lambda c: d.hello(c, token="wrong"))
+                assert "not a message" in await send_raw(d, b"\xc1 garbage")
+            assert len([e for e in d.logged if "wrong token" in e["why"]]) == 1
+            assert len([e for e in d.logged if "not a message" in e["why"]]) == 1
+            monkeypatch.setattr(gate, "REPEAT_S", 0.0)
+            await send_hello(d, lambda c: d.hello(c, token="wrong"))
+            assert [e.get("repeats") for e in d.logged if "wrong token" in e["why"]] == [None, 2]
 
     asyncio.run(run())
 

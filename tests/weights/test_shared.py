@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from windfall.errors import WindfallError
 from windfall.weights.publish import Publisher
-from windfall.weights.shared import SharedReader, SharedSource, SharedVersion
+from windfall.weights.shared import MAX_MAPS, SharedReader, SharedSource, SharedVersion
 
 READ = """
 import sys, msgspec, torch
@@ -77,10 +78,29 @@ def test_buffers_are_mapped_once_each(publisher: Publisher) -> None:
         seen.add(views["a"].data_ptr())
         opened.close()
     assert len(seen) == 2
-    publisher.publish(9, {"other": torch.ones(4000)})
-    opened = source.open(9)
-    assert float(reader.tensors(opened.shared)["other"].sum()) == 4000.0
-    assert len(reader._maps) == 2, "a buffer that was not used for long is forgotten"
+    for version, size in ((9, 4000), (10, 5000)):
+        publisher.publish(version, {"other": torch.ones(size)})
+        opened = source.open(version)
+        assert float(reader.tensors(opened.shared)["other"].sum()) == size
+        opened.close()
+    assert len(reader._maps) == MAX_MAPS, "a buffer that was not used for long is forgotten"
+
+
+def test_adapter_comes_with_its_base(publisher: Publisher) -> None:
+    base = {"x.weight": torch.ones(4, 3), "y": torch.full((2,), 7.0)}
+    digest = publisher.publish_base(base).digest
+    adapter = {"x.lora_A.weight": torch.ones(1, 3), "x.lora_B.weight": torch.ones(4, 1)}
+    publisher.publish(0, adapter, base=digest, scale=0.5)
+    source, reader = SharedSource(publisher.find, lambda: publisher.base), SharedReader()
+    opened = source.open(0)
+    copied: Any = reader.weights(opened.shared)
+    assert torch.equal(copied["x.weight"], torch.full((4, 3), 1.5))
+    target = torch.zeros(2)
+    copied.copy_into("y", target)
+    assert torch.equal(target, base["y"])
+    again: Any = reader.weights(opened.shared, loaded_base=digest)
+    again.copy_into("y", target.zero_())
+    assert not target.any(), "the engine has it already"
     opened.close()
 
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from windfall import devices
 from windfall.errors import WindfallError
-from windfall.launch.processes import trainer
+from windfall.launch.processes import local_engine
 from windfall.link.messages import EngineSpec
 from windfall.worker import engine_factory
 
@@ -109,7 +109,7 @@ def test_trainer_ends_if_its_own_engine_fails(fails: Callable[[], Exception], wh
             raise fails()
 
         async with asyncio.timeout(5):
-            await trainer._run_with_local_engine(for_ever(), asyncio.create_task(local()))
+            await local_engine.run_beside(for_ever(), asyncio.create_task(local()))
 
     with pytest.raises(WindfallError, match=why):
         asyncio.run(scene())
@@ -123,6 +123,6 @@ def test_run_ends_normally_after_its_local_engine_was_drained() -> None:
 
         async def local() -> None: ...
 
-        return await trainer._run_with_local_engine(run(), asyncio.create_task(local()))
+        return await local_engine.run_beside(run(), asyncio.create_task(local()))
 
     assert asyncio.run(scene()) == 7

@@ -1,8 +1,8 @@
 """Admission to the controller: accepts authenticated workers and the trainer, and refuses other peers with a reason.
 
 The trainer has a secret of its own that no worker knows, because whoever is accepted as the trainer determines the
-run's weights. Refusals are logged with clipped text and a rate limit of MAX_LOGGED_PER_S, so a peer that dials in a
-loop cannot fill the disk.
+run's weights. Refusals are logged with clipped text and a rate limit of MAX_LOGGED_PER_S, and the same refusal of the
+same peer once in REPEAT_S, so a peer that dials in a loop fills neither the disk nor the screen.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from windfall.link.base import BadFrame, Link, LinkClosed, clip
 from windfall.types import LOCAL
 
 MAX_LOGGED_PER_S = 5  # refusals logged per second; further refusals are not logged
+MAX_REMEMBERED = 500  # refusals whose repeats are counted: more than are logged in REPEAT_S
+REPEAT_S = 60.0  # seconds until a refusal is logged again that has the same peer and the same reason
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +44,8 @@ class Gate:
         self._trainer_secret = trainer_secret
         self.terms: Terms | None = None  # None until a trainer has joined; before that, workers must dial again later
         self.workers = 0  # workers connected now
-        self._logged_at: list[float] = []  # times of the refusals logged within the last second (monotonic, s)
+        # The last logged refusals by peer and reason: when (monotonic, s), and how many were left out since.
+        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
     async def worker(self, link: Link, serve: Callable[[Link, m.Hello], Awaitable[None]]) -> None:
         """Authenticate a worker, and serve its link until it ends."""
@@ -112,8 +115,14 @@ class Gate:
         await link.close(why)
 
     def _log_refusal(self, link: Link, why: str) -> None:
-        now = time.monotonic()
-        self._logged_at = [t for t in self._logged_at if now - t < 1.0]
-        if len(self._logged_at) < MAX_LOGGED_PER_S:
-            self._logged_at.append(now)
-            self._log("refused", peer=link.peer, why=clip(why))
+        now, what = time.monotonic(), (link.peer, clip(why))
+        logged_s, repeats = self._logged.get(what, (-math.inf, 0))
+        if now - logged_s < REPEAT_S:
+            self._logged[what] = logged_s, repeats + 1
+            return
+        if sum(now - at < 1.0 for at, _ in self._logged.values()) < MAX_LOGGED_PER_S:
+            self._logged.pop(what, None)
+            self._logged[what] = now, 0  # the newest one is last
+            if len(self._logged) > MAX_REMEMBERED:
+                self._logged.pop(next(iter(self._logged)))
+            self._log("refused", peer=link.peer, why=what[1], **({"repeats": repeats} if repeats else {}))

@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from windfall import errors
+from windfall import backoff, errors
 from windfall.errors import WindfallError
 from windfall.link import handshake
 from windfall.link import messages as m
@@ -41,6 +41,13 @@ from windfall.train.remote import unpack
 MAX_REFUSALS = 3
 """Final refusals in a row after which the process exits. A single refusal may come from another run whose controller
 has just taken over the port of a dead controller."""
+
+
+class Lock(Protocol):
+    """A threading.Lock, or a worker.trainer_turn.TrainerTurn."""
+
+    def acquire(self) -> bool: ...
+    def release(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -59,8 +66,8 @@ class TrainerAgent:
     dialer: Dialer
     address: Callable[[], str]
     """Returns the address where the controller listens now."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the trainer uses the module, which it shares with its own engine."""
+    lock: Lock = field(default_factory=threading.Lock)
+    """Held while the trainer uses its module and devices, which it shares with its own engine."""
     make_room: Callable[[], None] = lambda: None
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
     invalidate: Callable[[], None] = lambda: None
@@ -71,7 +78,8 @@ class TrainerAgent:
     patience_s: float = 120.0
     """Seconds without a controller after which the process exits."""
     retry_s: float = 0.2
-    """Seconds between two attempts to dial."""
+    """Seconds between two attempts to dial. If the controller answers, but its handshake fails, they double up to 25
+    times this."""
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
     _holding: bool = False
     """Whether the lock is held. Used only by the one thread that does all tensor work."""
@@ -83,7 +91,7 @@ class TrainerAgent:
 
     async def run(self) -> int:
         """Serve until the process should exit. Exit status: 1 no controller, 2 refused, 4 weights of no version."""
-        self._updates, refusals, logged = 0, 0, ""
+        self._updates, refusals, unwelcome, logged = 0, 0, 0, ""
         self._manifest: Any = None
         last_link_s = time.monotonic()
         with ThreadPoolExecutor(1, thread_name_prefix="tensors") as threads:
@@ -91,12 +99,14 @@ class TrainerAgent:
             self._manifest = await self._run_in_thread(self.publish, self.state.step)
             while time.monotonic() - last_link_s < self.patience_s:
                 self.dialer.url = self.address()
+                earlier, unwelcome = unwelcome, 0
                 try:
                     link = await self.dialer.dial(handshake.TIMEOUT_S)
+                    unwelcome = earlier + 1
                     try:
                         await self._handshake(link)
                         self.connected.set()
-                        refusals, logged = 0, ""
+                        refusals, unwelcome, logged = 0, 0, ""
                         try:
                             await self._serve(link)
                         finally:
@@ -115,7 +125,8 @@ class TrainerAgent:
                 if refusals >= MAX_REFUSALS:
                     return 2
                 await self._run_in_thread(self.trainer.begin)
-                await asyncio.sleep(5 * self.retry_s if refusals else self.retry_s)
+                wait_s = backoff.delay_s(unwelcome, first_s=self.retry_s, limit_s=25 * self.retry_s)
+                await asyncio.sleep(max(wait_s, 5 * self.retry_s) if refusals else wait_s)
         self.say(f"waited {self.patience_s:g} s for the run's controller at {self.dialer.url}")
         return 1
 

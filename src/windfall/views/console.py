@@ -153,7 +153,8 @@ class Console:
                     f"[yellow]waiting for workers[/]: none for {event['s']:.0f} s, {event['queued']} responses queued"
                 )
             case "refused":
-                self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}")
+                more = f" ({event['repeats']} more since the last such line)" if event.get("repeats") else ""
+                self._out.print(f"[yellow]refused[/] {escape(event['peer'])}: {escape(event['why'])}{more}")
 
     def _show_damage(self, event: Event) -> None:
         """Show damage to files of the run."""

@@ -8,14 +8,15 @@
   processes of the same user can open it.
 - The publisher withdraws a version before it overwrites the first byte. If the version is `intact` after the reader has
   copied the tensors, the copy is whole, and no checksum is needed. If not, the copy is a mixture and must not be used.
-- A reader keeps its maps of the buffers, of which a publisher has two, and locks their pages for its GPU once.
+- If the version is an adapter, its base comes with it, from a buffer that is never overwritten.
+- A reader keeps its maps of the buffers, of which a publisher has three, and locks their pages for its GPU once.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,12 +25,13 @@ import numpy as np
 from windfall.errors import WindfallError
 from windfall.weights import manifest
 from windfall.weights.manifest import Manifest
+from windfall.weights.merged import MergedWeights
 
 if TYPE_CHECKING:
     import torch
 
-MAX_MAPS = 2
-"""Buffers of one publisher."""
+MAX_MAPS = 3
+"""Buffers of one publisher: of two versions, and of the base of adapters."""
 
 
 class SharedVersion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -37,37 +39,59 @@ class SharedVersion(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     manifest: bytes  # the encoded manifest of the version
     path: str  # where the reader can open the buffer
+    base: SharedVersion | None = None  # the weights that the version is an adapter of
 
 
 class OpenVersion:
     """A version in the publisher's process. Its path is valid until `close`."""
 
-    def __init__(self, find: Callable[[int], Any], published: Any, descriptor: int) -> None:
-        self._find, self._published, self._descriptor = find, published, descriptor
+    def __init__(self, find: Callable[[int], Any], published: Any, base: Any) -> None:
+        """Raises WindfallError if a buffer is closed already. `base`: what was published as the base, if anything."""
+        self._find, self._published = find, published
+        self._descriptors: list[int] = []
         self.version: int = published.manifest.version
         self.digest: str = published.manifest.digest
-        self.shared = SharedVersion(manifest=published.encoded, path=f"/proc/{os.getpid()}/fd/{descriptor}")
+        try:
+            self.shared = self._share(published, base if published.manifest.base else None)
+        except WindfallError:
+            self.close()
+            raise
+
+    def _share(self, published: Any, base: Any) -> SharedVersion:
+        descriptor = published.buffer.dup()
+        if descriptor is None:
+            raise _not_published(self.version)
+        self._descriptors.append(descriptor)
+        return SharedVersion(
+            manifest=published.encoded, path=f"/proc/{os.getpid()}/fd/{descriptor}",
+            base=None if base is None else self._share(base, None),
+        )  # fmt: skip
 
     def intact(self) -> bool:
         """Whether no byte of the version has been overwritten yet."""
         return self._find(self.version) is self._published
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
 
 
 class SharedSource:
-    def __init__(self, find: Callable[[int], Any]) -> None:
-        """`find` is the method of a weights.publish.Publisher."""
-        self._find = find
+    def __init__(self, find: Callable[[int], Any], base: Callable[[], Any] = lambda: None) -> None:
+        """`find` is the method of a weights.publish.Publisher, and `base` returns its attribute of that name."""
+        self._find, self._base = find, base
 
     def open(self, version: int) -> OpenVersion:
         """Raises WindfallError if the publisher does not have the version, or no longer has it."""
         published = self._find(version)
-        descriptor = published.buffer.dup() if published is not None else None
-        if published is None or descriptor is None:
-            raise WindfallError(f"the trainer does not publish version {version}", where="weights")
-        return OpenVersion(self._find, published, descriptor)
+        if published is None:
+            raise _not_published(version)
+        return OpenVersion(self._find, published, self._base())
+
+
+def _not_published(version: int) -> WindfallError:
+    return WindfallError(f"the trainer does not publish version {version}", where="weights")
 
 
 class SharedReader:
@@ -75,6 +99,15 @@ class SharedReader:
         """`pin`: lock the pages of the buffers for the GPU, so that copies are several times faster."""
         self._pin = pin
         self._maps: dict[tuple[int, int], _Map] = {}
+
+    def weights(self, shared: SharedVersion, *, loaded_base: str = "") -> Mapping[str, torch.Tensor]:
+        """What an engine must copy: the tensors, or an adapter merged into its base. `loaded_base`: digest of the base
+        that the engine has, of which only the adapted weights are copied again."""
+        tensors = self.tensors(shared)
+        if shared.base is None:
+            return tensors
+        found = manifest.decode(shared.manifest, Manifest)
+        return MergedWeights(self.tensors(shared.base), tensors, found.scale, base_is_loaded=loaded_base == found.base)
 
     def tensors(self, shared: SharedVersion) -> dict[str, torch.Tensor]:
         """Views of the publisher's buffer, by name. Copy them; never write to them."""

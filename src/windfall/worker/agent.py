@@ -95,6 +95,8 @@ class Agent:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
+            if self._host is not None:  # another agent may use the same engine after this one
+                self._host.close(0.0)
             await self._dialer.close()
 
     def _watch_ended(self, watching: asyncio.Task[None]) -> None:

@@ -18,7 +18,7 @@ to the engine and `make_room` are called from different threads, so a second loc
 them apart.
 
 With an EngineGroup, which has its own copies of the weights in other processes, everything above holds as well: the
-lock is that of a TrainerTurn, and `make_room` frees the group's weights, too.
+lock is that of a TrainerTurn, and `make_room` frees the group's weights, too. It merges adapters by itself.
 """
 
 from __future__ import annotations

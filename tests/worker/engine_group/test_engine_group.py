@@ -7,6 +7,7 @@ import copy
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from windfall.engine.base import Counters
 from windfall.errors import WindfallError
 from windfall.types import Request
+from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, MergedWeights
+from windfall.weights.publish import Publisher
+from windfall.weights.shared import SharedSource
+from windfall.worker.engine_group import child as children
 from windfall.worker.engine_group import group as groups
 from windfall.worker.engine_group import messages
 from windfall.worker.engine_group.messages import ChildFailed
@@ -309,6 +314,71 @@ def test_children_stop_soon_if_nothing_takes_their_tokens(case: Case, models: li
     time.sleep(0.3)
     assert e.counters.steps == steps
     assert all(c.unread <= groups.WINDOW for c in e._children)
+
+
+def adapters(model: Any, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
+    """An adapter of some of the model's matrices, large enough to change what is generated."""
+    random = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            for part, shape in ((LORA_A, (rank, weight.shape[1])), (LORA_B, (weight.shape[0], rank))):
+                out[name.removesuffix(WEIGHT) + part] = torch.randn(shape, generator=random) * 0.3
+    return out
+
+
+def merge(model: Any, change: dict[str, torch.Tensor]) -> Any:
+    merged = copy.deepcopy(model)
+    merged.load_state_dict(dict(MergedWeights(model.state_dict(), change, 0.5)))
+    return merged
+
+
+def test_adapters_are_merged_and_small_weights_stay(
+    case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = [adapters(models[0], seed) for seed in range(3)]
+    merged = [merge(models[0], change) for change in changes]
+    e, made, wanted = case.adapted_engine(models[0], changes[0], 0.5), Made(), asked(4)
+    sent = list[Any]()
+    monkeypatch.setattr(e, "_send", lambda child, message, send=e._send: sent.append(message) or send(child, message))
+    for r in wanted:
+        e.add(r)
+    for version in (1, 2):
+        made.more(e, 16)
+        e.sleep()
+        assert all(c.asleep and c.digest for c in e._children)
+        made.more(e, 16)
+        e.sleep()
+        case.publisher.publish(version, changes[version], base=case.publisher.base.manifest.digest, scale=0.5)
+        e.swap(version)
+    made.finish(e)
+    assert {c.version for chunks in made.values() for c in chunks} == {0, 1, 2}
+    assert [m.shared is None for m in sent if isinstance(m, groups.m.Load) and m.version == 0] == [True, True]
+    check(wanted, made, merged)
+
+
+def test_large_weights_with_an_adapter_are_freed(
+    tmp_path: Path, models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of a child, in this process."""
+    monkeypatch.setattr(children, "MAX_KEPT_SHARE", 0.0)
+    publisher = Publisher(tmp_path, threads=1)
+    base, change = publisher.publish_base(models[0].state_dict()).digest, adapters(models[0], 0)
+    publisher.publish(0, change, base=base, scale=0.5)
+    shared = SharedSource(publisher.find, lambda: publisher.base).open(0)
+    wanted = merge(models[0], change).state_dict()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = children.EngineChild(theirs)
+        child._handle(messages.Build(spec=spec_of(models[0]), device="cpu", share=0.1, threads=0))
+        for order in range(2):
+            child._handle(messages.Load(order=order, version=0, shared=shared.shared))
+            assert all(torch.equal(weight, wanted[name]) for name, weight in child._engine.model.state_dict().items())
+            assert child._sleep() is False
+            assert child._memory is not None
+            assert child._memory.freed
+    shared.close()
+    publisher.close()
 
 
 def test_trainer_and_children_take_turns(case: Case, models: list[Any]) -> None:

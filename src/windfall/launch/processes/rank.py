@@ -20,6 +20,7 @@ from typing import Any
 from windfall import algorithms, config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
+from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.launch import trained_weights
 from windfall.launch.rank_group import RANK_LOST, log_name
@@ -53,8 +54,12 @@ class Setup:
 def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
     """The device and dtype of this rank. A rank sees only its own GPU, if it has one. Ranks on CPUs share the cores."""
     device = recipe.run.device.partition(":")[0]
-    threads = recipe.run.threads or max(1, (os.cpu_count() or 1) // place.size)
-    return devices.resolve(device, recipe.model.dtype, threads)
+    return devices.resolve(device, recipe.model.dtype, cpu_threads(recipe, place))
+
+
+def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
+    """CPU threads of this rank."""
+    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.size)
 
 
 def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
@@ -77,6 +82,8 @@ class TrainerPart:
     weights: TrainedWeights
     pids: list[int]
     """Processes of all ranks, in order."""
+    places: list[Place]
+    """Where the ranks of this machine compute."""
 
 
 def build_part(
@@ -87,6 +94,7 @@ def build_part(
     import torch
 
     from windfall.train.trainer import TorchTrainer
+    from windfall.weights.buffers import machine
     from windfall.weights.publish import Publisher
 
     torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
@@ -107,8 +115,12 @@ def build_part(
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
     if setup.checkpoint is not None:
         trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
-    pids = ranks.all_gather(os.getpid())
-    return TrainerPart(trainer=trainer, publisher=publisher, weights=weights, pids=pids)
+    here = machine()
+    members = ranks.all_gather((os.getpid(), here, devices.own_place(ranks.device)))
+    return TrainerPart(
+        trainer=trainer, publisher=publisher, weights=weights, pids=[pid for pid, _, _ in members],
+        places=[place for _, where, place in members if where == here],
+    )  # fmt: skip
 
 
 def _shard(

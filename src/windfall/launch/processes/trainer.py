@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
 from windfall.launch import tls, trained_weights
-from windfall.launch.processes import rank
-from windfall.launch.processes.rank import RankPlace, Setup, crashed
+from windfall.launch.processes import local_engine, rank
+from windfall.launch.processes.local_engine import LocalEngine, ModuleEngine, RankEngines
+from windfall.launch.processes.rank import RankPlace, Setup, TrainerPart, crashed
 from windfall.launch.rank_group import RANK_LOST
 from windfall.launch.recipe_check import fit, prompt_lengths
-from windfall.launch.trained_weights import TrainedWeights
 from windfall.link import auth, listener
 from windfall.link import messages as m
 from windfall.link.socket import Dialer
@@ -40,11 +40,8 @@ from windfall.selftest import verdict
 from windfall.train import activation_memory, checkpoint
 from windfall.train.agent import TrainerAgent
 from windfall.train.checkpoint import CheckpointState
-from windfall.types import LOCAL, Lease
 from windfall.worker import engine_factory as build
-from windfall.worker.agent import Agent
-from windfall.worker.engine_factory import build_engine
-from windfall.worker.trainer_engine import TrainerEngine, TrainerWeights
+from windfall.worker.trainer_engine import MAX_KEPT_SHARE
 
 ALONE = RankPlace()
 DAMAGE_NOTE = "damaged.txt"
@@ -112,9 +109,8 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         checkpoint_activations=derived.checkpoint_activations, onednn=bool(torch.backends.mkldnn.enabled),
         checkpoint=found.path if found else None,
     )  # fmt: skip
-    orders.add(
-        "build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded, reference=reference)
-    )
+    build_part = partial(rank.build_part, recipe, folder, orders=orders, loaded=loaded, reference=reference)
+    orders.add("build", build_part)
     part = orders.call("build", setup)
     trainer, publisher, weights = part.trainer, part.publisher, part.weights
     if sharded:
@@ -127,9 +123,10 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         publisher, host=f.host, port=f.weights_port, key=auth.weights_key(token), ssl=tls.server_context(f)
     )
     facts = weights.facts() | {"rank_pids": " ".join(map(str, part.pids)) if sharded else ""}
+    facts["machine"] = local_engine.describe(device, place.size)
 
     def hello(**more: Any) -> m.TrainerHello:
-        now = {"pid": os.getpid(), "machine": devices.describe(device), "age_s": process.age_s(), **asdict(derived)}
+        now = {"pid": os.getpid(), "age_s": process.age_s(), **asdict(derived)}
         return m.TrainerHello(
             micro_tokens=derived.micro_tokens, model=fingerprint(engine), engine=engine, facts=facts | now | notes,
             url=f"{'https' if f.tls_cert else 'http'}://_:{server.port}", **more,
@@ -142,8 +139,10 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
     write_model = partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained
+    local = _local_engine(recipe, folder, place, part, device)
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
+        lock=threading.Lock() if local is None else local.lock,
         publish=lambda version: orders.call("publish", version),
         update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
@@ -154,17 +153,20 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     )  # fmt: skip
     # Rank 0 may use its module again as soon as its rows are copied.
     orders.add("publish", lambda version: weights.publish(publisher, version, copied=host.release_module))
-    local = None
-    if f.local and not sharded:
-        local = asyncio.create_task(_run_local_engine(recipe, host, weights, device, secret, where))
     try:
-        return await _run_with_local_engine(host.run(), local)
+        return await local_engine.run_trainer(host, local, f, secret, where)
     finally:
-        if local is not None:
-            local.cancel()
         await dialer.close()
         await server.close()
         publisher.close()
+
+
+def _local_engine(recipe: Recipe, folder: Path, place: RankPlace, part: TrainerPart, device: str) -> LocalEngine | None:
+    if not recipe.fleet.local:
+        return None
+    if not place.rendezvous:
+        return ModuleEngine(part.weights, device)
+    return RankEngines(part, folder, threads=rank.cpu_threads(recipe, place))
 
 
 def _find_checkpoint(folder: Path) -> tuple[checkpoint.IntactCheckpoint | None, dict[str, str]]:
@@ -198,62 +200,6 @@ def _set_aside_after(folder: Path, step: int) -> list[str]:
             why = f"step-{number}: set aside earlier, see trainer.log"
         newer.append((int(number), path.name, why))
     return [f"{why} (now {name})" for _, name, why in sorted(newer, reverse=True)]
-
-
-async def _run_with_local_engine(run: Coroutine[Any, Any, int], local: asyncio.Task[None] | None) -> int:
-    """The result of `run`. If the trainer's own engine cannot be built, this ends the process with the reason, because
-    the controller would wait for its work."""
-    running = asyncio.create_task(run)
-    try:
-        if local is not None:
-            await asyncio.wait([running, local], return_when=asyncio.FIRST_COMPLETED)
-            if local.done() and not running.done() and (error := local.exception()) is not None:
-                if isinstance(error, WindfallError):
-                    raise error
-                fix = "Set fleet.local = false to run without it; trainer.log has the traceback."
-                traceback.print_exception(error)
-                line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                raise WindfallError(f"the trainer's own engine failed: {line}", where="fleet.local", fix=fix)
-        return await running
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-
-
-async def _run_local_engine(
-    recipe: Recipe, host: TrainerAgent, weights: TrainedWeights, device: str, secret: str, where: Callable[[], str]
-) -> None:
-    """Run the trainer's own engine as the worker named `local`. Raises the original error if it cannot be built."""
-    f, address = recipe.fleet, where()
-    failed: list[Exception] = []
-
-    def build(engine: m.EngineSpec) -> tuple[Any, int]:
-        try:
-            with host.lock:  # the engine for GPUs changes the layout of the module's weights
-                merged = weights.merged()
-                model = weights.model if merged is None else merged.module
-                built, slots = build_engine(engine, device, model=model, share=0.3)
-        except Exception as e:  # fault boundary: for some of these the agent is only refused, without the reason
-            failed.append(e)
-            raise
-        shared = TrainerEngine(
-            built, host.lock, published=lambda: host.manifest, share_memory=device == "cuda", merged=merged
-        )
-        host.make_room, host.invalidate = shared.make_room, shared.invalidate
-        return shared, slots
-
-    lease = Lease(kind="reserved", device=devices.describe(device), price_usd_per_h=f.trainer_price_usd_per_h)
-    while True:
-        await host.connected.wait()
-        agent = Agent(
-            address, secret, name=LOCAL, lease=lease, build=build, puller=TrainerWeights(lambda: host.manifest),
-            ssl=tls.client_context(address, pinned=f.tls_cert), patience_s=math.inf, address=where,
-        )  # fmt: skip
-        code = await agent.run()
-        if failed:
-            raise failed[0]
-        if code != 1:
-            return  # the run is over, or the engine was refused for good
 
 
 async def _address(folder: Path, timeout_s: float = 120.0) -> str:
@@ -329,13 +275,18 @@ def _pack_tokens(recipe: Recipe, model: Any, longest: int, ranks: int) -> int:
     from windfall.train.lora import trained_parameters
 
     c, section = model.config, recipe.train.lora
-    weights, trained = sum(p.numel() for p in model.parameters()) / ranks, trained_parameters(model, section) / ranks
+    whole = sum(p.numel() for p in model.parameters())
+    weights, trained, free = whole / ranks, trained_parameters(model, section) / ranks, free_bytes("cuda")
     # In float32: the gradient, Adam's two moments, and a master copy unless the weights are float32 themselves. Then
     # the publisher's copy of the last version, the KL reference (with adapters there is none, but merged copies for the
     # trainer's own engine), and the share of that engine.
     used = trained * (12 if model.dtype.itemsize == 4 else 16) + trained * model.dtype.itemsize
-    used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
-    free = (free_bytes("cuda") - used) * (0.7 if recipe.fleet.local else 1.0)
+    if section is not None and ranks > 1:  # each GPU has a whole copy, unless the engines free it during training
+        small = whole * model.dtype.itemsize <= MAX_KEPT_SHARE * free
+        used += whole * model.dtype.itemsize * (recipe.fleet.local and small)
+    else:
+        used += weights * model.dtype.itemsize * (recipe.algorithm.kl > 0 if section is None else recipe.fleet.local)
+    free = (free - used) * (0.7 if recipe.fleet.local else 1.0)
     heads = c.num_attention_heads
     each = activation_memory.layer_bytes(
         hidden=c.hidden_size, intermediate=getattr(c, "intermediate_size", None) or 4 * c.hidden_size, heads=heads,

@@ -19,10 +19,13 @@ from typing import Any
 from windfall import devices
 from windfall.engine.weight_memory import WeightMemory
 from windfall.errors import WindfallError, last_line
+from windfall.free_memory import free_bytes
+from windfall.weights.manifest import Manifest, decode
 from windfall.weights.shared import SharedReader
 from windfall.worker import engine_factory
 from windfall.worker.engine_group import messages as m
 from windfall.worker.engine_thread import request_of, tokens_frame
+from windfall.worker.trainer_engine import MAX_KEPT_SHARE
 
 SECRET = "WINDFALL_ENGINE_SECRET"
 """Environment variable with the secret of the group."""
@@ -56,6 +59,8 @@ class EngineChild:
         self._reader = SharedReader()
         self._synchronize: Any = lambda: None
         self._granted, self._has_weights = 0, False
+        self._device, self._base = "cpu", ""
+        """`_base`: digest of the base in the engine, if an adapter is merged into it."""
 
     def send(self, message: object) -> None:
         self._connection.sendall(m.encode(message))
@@ -95,13 +100,13 @@ class EngineChild:
             case m.Load():
                 self._load(message)
             case m.Sleep():
-                self._sleep()
-                self.send(m.Done(order=message.order))
+                self.send(m.Done(order=message.order, kept_weights=self._sleep()))
             case m.Build():
                 self._build(message)
 
     def _build(self, message: m.Build) -> None:
         device, _ = devices.resolve(message.device, "auto", message.threads)
+        self._device = device
         self._engine, slots = engine_factory.build_engine(message.spec, device, share=message.share)
         if device == "cuda":
             import torch
@@ -115,17 +120,26 @@ class EngineChild:
     def _load(self, message: m.Load) -> None:
         assert self._memory is not None, "Build comes first"
         self._memory.allocate()
+        shared = message.shared
         try:
-            self._engine.swap(message.version, self._reader.tensors(message.shared) if message.shared else None)
+            weights = None if shared is None else self._reader.weights(shared, loaded_base=self._base)
+            self._engine.swap(message.version, weights)
         except WindfallError as e:
             self.send(m.Refused(order=message.order, why=str(e)))
             return
         self._synchronize()  # the publisher may overwrite the buffer once this is answered
         self._has_weights = True
+        if shared is not None:
+            self._base = decode(shared.manifest, Manifest).base
         self.send(m.Done(order=message.order))
 
-    def _sleep(self) -> None:
+    def _sleep(self) -> bool:
+        """Free the memory. Returns whether the weights were kept."""
         assert self._memory is not None, "Build comes first"
         self._engine.sleep()
-        self._memory.free()
         self._has_weights = False
+        if self._base and self._memory.nbytes <= MAX_KEPT_SHARE * free_bytes(self._device):
+            return True
+        self._memory.free()
+        self._base = ""
+        return False

@@ -14,7 +14,7 @@ Rules:
   or was asleep, loads the same version again. If the publisher has overwritten it meanwhile, nothing is generated until
   the next `swap`.
 - After `pause` or `sleep` has returned, no child computes, and no child begins to, until `step` or `swap` is called.
-  After `sleep`, no child holds memory for weights or KV cache.
+  After `sleep`, no child holds memory for KV cache or weights, except small weights with an adapter: their base stays.
 - If a child ends, its responses continue in other children from their last token, or wait for a child. The child is
   started again with back-off. A child that is stuck is killed. After MAX_FAILURES ends of one child in a row without a
   token in between, the group fails: `step` and `swap` raise the last error, until `build` starts anew.
@@ -62,16 +62,17 @@ MAX_FAILURES = 4
 
 class EngineGroup:
     def __init__(
-        self, places: Sequence[Place], find: Callable[[int], Any], *, folder: Path, share: float = 0.3,
-        threads: int = 0, modules: Sequence[str] = MODULES,
+        self, places: Sequence[Place], find: Callable[[int], Any], *, folder: Path,
+        base: Callable[[], Any] = lambda: None, share: float = 0.3, threads: int = 0, modules: Sequence[str] = MODULES,
         say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
         """Start the fork server; `build` starts the children. `places`: one for each child. `find`: the method of the
-        weights.publish.Publisher. `folder`: for the children's logs. `share`: share of the free memory for each KV
-        cache. `threads`: CPU threads of each child. `modules`: what to import before the children are forked."""
+        weights.publish.Publisher; `base` returns its base of adapters. `folder`: for the children's logs. `share`:
+        share of the free memory for each KV cache. `threads`: CPU threads of each child. `modules`: what to import
+        before the children are forked."""
         self.version = 0
         self._places, self._share, self._threads, self._say = places, share, threads, say
-        self._source = SharedSource(find)
+        self._source = SharedSource(find, base)
         self._spec: EngineSpec | None = None
         self._children = [Child(n) for n in range(len(places))]
         self._responses: dict[str, PlacedResponse] = {}
@@ -207,7 +208,7 @@ class EngineGroup:
             for child in self._children:
                 if child.ready and not child.asleep:
                     self._order(child, lambda number: m.Sleep(order=number))
-                    child.digest, child.held, child.asleep = "", None, True
+                    child.held, child.asleep = None, True
             self._wait_until_answered()
 
     def close(self) -> None:
@@ -247,7 +248,7 @@ class EngineGroup:
                 case m.Stepped():
                     self._stepped(it, message)
                 case m.Done():
-                    self._answered(it, message.order)
+                    self._answered(it, message)
                 case m.Refused():
                     it.order, it.loading, self._refused = 0, None, message.why
                 case m.Failed():
@@ -303,9 +304,11 @@ class EngineGroup:
         shared = None if held else target.shared
         self._order(child, lambda number: m.Load(order=number, version=target.version, shared=shared))
 
-    def _answered(self, child: Child, order: int) -> None:
-        assert order == child.order, f"child {child.number} answered order {order}, not {child.order}"
+    def _answered(self, child: Child, done: m.Done) -> None:
+        assert done.order == child.order, f"child {child.number} answered order {done.order}, not {child.order}"
         child.order, child.granted, loading = 0, 0, child.loading
+        if child.asleep and not done.kept_weights:
+            child.digest = ""
         if loading is not None:
             child.loading, child.digest, child.held = None, "", None
             if loading is not self._target:  # it may have been closed before the child opened it

@@ -63,7 +63,8 @@ class Load(Message, frozen=True, tag=6):
 
 
 class Sleep(Message, frozen=True, tag=7):
-    """Free the memory of the KV cache and of the weights. Responses stay, and are prefilled again."""
+    """Free the memory of the KV cache and of the weights. Responses stay, and are prefilled again. Weights with an
+    adapter are kept if they are small beside the free memory, because most of them are the base, which stays."""
 
     order: int
 
@@ -90,6 +91,7 @@ class Stepped(Message, frozen=True, tag=13):
 
 class Done(Message, frozen=True, tag=14):
     order: int
+    kept_weights: bool = False  # whether the engine has its weights still, after Sleep
 
 
 class Refused(Message, frozen=True, tag=15):

@@ -116,13 +116,17 @@ def damage(path: Path) -> None:
 def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """Newest intact checkpoint; the state of the run is left out; a failure leaves nothing behind."""
     from windfall import config
-    from windfall.train import checkpoint
+    from windfall.train import checkpoint, sharded_file
     from windfall.train.checkpoint import CheckpointState
     from windfall.train.optimizer import Optimizer
+    from windfall.train.ranks import Ranks
 
     model = load.load("tiny", dtype="float32", device="cpu")
-    how: dict[str, Any] = {"model": model, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
-                           "optimizer": Optimizer(model, config.Train(), 1)}  # fmt: skip
+    optimizer = Optimizer(model, config.Train(), 1)
+    how: dict[str, Any] = {
+        "write_model": model.save_pretrained, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
+        "write_optimizer": lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
+    }  # fmt: skip
     for step in (1, 2):
         checkpoint.save(tmp_path / "run" / "checkpoints", CheckpointState(step=step, next_task=0), **how)
     (tmp_path / "run" / "recipe.toml").write_text("")

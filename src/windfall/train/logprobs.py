@@ -123,8 +123,8 @@ def compare(policy: Policy) -> None:
         if gradients is not None:
             gradients.zero()
             hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden))
-            base = model.base_model
-            matrices = [p for x in (base.layers[0], base.layers[-1]) for p in x.parameters() if p.dim() > 1]
+            trained = [x for x in model.base_model.layers if any(p.requires_grad for p in x.parameters())]
+            matrices = [p for x in (trained[0], trained[-1]) for p in x.parameters() if p.dim() > 1]
             grads = [g.flatten() for g in map(gradients.of, matrices) if g is not None]
             found[-1] += (torch.cat(grads),)
             gradients.zero()

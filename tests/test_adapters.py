@@ -1,5 +1,5 @@
-"""A run that trains adapters, from end to end: workers pull the base once, checkpoints hold adapters, and the exported
-model is the base with the adapter merged into it."""
+"""A run that trains adapters, from end to end, on one rank and on two: workers pull the base once, checkpoints hold
+adapters, and the exported model is the base with the adapter merged into it."""
 
 from __future__ import annotations
 
@@ -65,6 +65,23 @@ def test_train_resume_and_export(windfall: Windfall, here: Path) -> None:
     with pytest.raises(WindfallError, match="are not those that this adapter was trained with"):
         export.export(run, here / "other")
     assert not (here / "other").exists()
+
+
+@pytest.mark.timeout(400)
+def test_train_on_two_ranks_and_continue_on_one(windfall: Windfall, here: Path) -> None:
+    run, changes = Path("runs/small"), [*CHANGES, "train.lora.rank=8", "train.ranks=2"]
+    code, out, err = windfall("train", "small.toml", *(f"--set={c}" for c in changes))
+    assert (code, err) == (0, "")
+    assert "adapters of rank 8" in out
+    check_bytes(run)
+    assert all(e["grad_norm"] > 0 for e in steps(run))
+    assert adapter(run, 2) != adapter(run, 1)
+    code, _, err = windfall("resume", str(run), "--set=train.ranks=1", "--set=run.steps=3")
+    assert (code, err) == (0, "")
+    assert [e["step"] for e in steps(run)] == [1, 2, 3]
+    assert steps(run)[-1]["grad_norm"] > 0
+    assert adapter(run, 3) != adapter(run, 2)
+    assert windfall("export", str(run))[0] == 0
 
 
 def check_bytes(run: Path) -> None:

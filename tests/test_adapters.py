@@ -1,5 +1,5 @@
-"""A run that trains adapters, from end to end: workers pull the base once, checkpoints hold adapters, and the exported
-model is the base with the adapter merged into it."""
+"""A run that trains adapters, from end to end, on one rank and on two: workers pull the base once, checkpoints hold
+adapters, and the exported model is the base with the adapter merged into it."""
 
 from __future__ import annotations
 
@@ -67,6 +67,23 @@ def test_train_resume_and_export(windfall: Windfall, here: Path) -> None:
     assert not (here / "other").exists()
 
 
+@pytest.mark.timeout(400)
+def test_train_on_two_ranks_and_continue_on_one(windfall: Windfall, here: Path) -> None:
+    run, changes = Path("runs/small"), [*CHANGES, "train.lora.rank=8", "train.ranks=2"]
+    code, out, err = windfall("train", "small.toml", *(f"--set={c}" for c in changes))
+    assert (code, err) == (0, "")
+    assert "adapters of rank 8" in out
+    check_bytes(run)
+    assert all(e["grad_norm"] > 0 for e in steps(run))
+    assert adapter(run, 2) != adapter(run, 1)
+    code, _, err = windfall("resume", str(run), "--set=train.ranks=1", "--set=run.steps=3")
+    assert (code, err) == (0, "")
+    assert [e["step"] for e in steps(run)] == [1, 2, 3]
+    assert steps(run)[-1]["grad_norm"] > 0
+    assert adapter(run, 3) != adapter(run, 2)
+    assert windfall("export", str(run))[0] == 0
+
+
 def check_bytes(run: Path) -> None:
     """The base is pulled once; an update is only the adapter. Engine and trainer agree."""
     base = sum(t.numel() * 4 for t in load_file(str(load.TINY / "model.safetensors")).values())
@@ -116,13 +133,17 @@ def damage(path: Path) -> None:
 def test_export_copies_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """Newest intact checkpoint; the state of the run is left out; a failure leaves nothing behind."""
     from windfall import config
-    from windfall.train import checkpoint
+    from windfall.train import checkpoint, sharded_file
     from windfall.train.checkpoint import CheckpointState
     from windfall.train.optimizer import Optimizer
+    from windfall.train.ranks import Ranks
 
     model = load.load("tiny", dtype="float32", device="cpu")
-    how: dict[str, Any] = {"model": model, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
-                           "optimizer": Optimizer(model, config.Train(), 1)}  # fmt: skip
+    optimizer = Optimizer(model, config.Train(), 1)
+    how: dict[str, Any] = {
+        "write_model": model.save_pretrained, "tokenizer": load.load_tokenizer("tiny"), "keep": 9,
+        "write_optimizer": lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
+    }  # fmt: skip
     for step in (1, 2):
         checkpoint.save(tmp_path / "run" / "checkpoints", CheckpointState(step=step, next_task=0), **how)
     (tmp_path / "run" / "recipe.toml").write_text("")

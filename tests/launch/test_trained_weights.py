@@ -12,9 +12,10 @@ from windfall import config
 from windfall.errors import WindfallError
 from windfall.launch import trained_weights
 from windfall.models import load
-from windfall.train import checkpoint
+from windfall.train import checkpoint, sharded_file
 from windfall.train.checkpoint import CheckpointState, IntactCheckpoint
 from windfall.train.optimizer import Optimizer
+from windfall.train.ranks import Ranks
 from windfall.weights.publish import Publisher
 
 ADAPTERS = {"train": {"lora": {"rank": 2}}}
@@ -29,9 +30,11 @@ def tiny(dtype: str = "float32") -> Any:
 
 
 def saved(folder: Path, weights: trained_weights.TrainedWeights) -> IntactCheckpoint:
+    optimizer = Optimizer(weights.model, config.Train(), 1)
     checkpoint.save(
-        folder, CheckpointState(step=1, next_task=0), model=weights.saved, tokenizer=load.load_tokenizer("tiny"),
-        optimizer=Optimizer(weights.model, config.Train(), 1), keep=1, base=weights.base,
+        folder, CheckpointState(step=1, next_task=0), write_model=weights.saved.save_pretrained,
+        tokenizer=load.load_tokenizer("tiny"), keep=1, base=weights.base,
+        write_optimizer=lambda path: sharded_file.write(path, optimizer.state(), Ranks.alone()),
     )  # fmt: skip
     found = checkpoint.newest_intact(folder)
     assert found is not None

@@ -210,7 +210,7 @@ def test_joined_weights_remain_the_same_parameters(tmp_path: Any) -> None:
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     attention = model.base_model.layers[1].self_attn
     parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    joined = made.layers[1].weights().qkv
+    joined = made.layers[1].weights().qkv.weight
     assert joined.data_ptr() == parts[0].data_ptr()
     model.save_pretrained(tmp_path)
     again = Qwen3ForCausalLM.from_pretrained(tmp_path).state_dict()
@@ -228,7 +228,7 @@ def test_weights_moved_apart_are_joined_again() -> None:
     gradients_of(policy, pack)
     for p in policy.model.parameters():
         p.data = p.data.clone()
-    assert adjacent(policy.body.layers[0].weights().qkv_parts) is None
+    assert adjacent(policy.body.layers[0].weights().qkv.parts) is None
     found = gradients_of(policy, pack)
     assert all(relative_difference(found[n], g) < 2e-5 for n, g in expected.items() if float(g.norm()) > 0)
 

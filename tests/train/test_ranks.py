@@ -1,7 +1,7 @@
 """Training on several ranks gives what one rank gives, up to float32 rounding: losses, gradients, weights, reports.
 
 The ranks are real processes that talk over gloo. The models are small, but of every kind that is treated in its own
-way: tied and untied heads, norms of queries and keys, experts.
+way: tied and untied heads, norms of queries and keys, experts, adapters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from windfall import algorithms, config
+from windfall.config import Lora
 from windfall.engine.torch import attention
-from windfall.train import sharded_file
+from windfall.train import lora, sharded_file
 from windfall.train.ranks import Orders, RankLost, Ranks
 from windfall.train.sample import Sample, packs_of_ranks
 from windfall.train.sharding import Shard, as_shard, fill, rows, sharded_policy, slice_of
@@ -37,15 +38,34 @@ MODELS = {
     "llama tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "experts": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "llama adapters": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "qwen3 adapters": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "experts adapters": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
+WITH_KL = ("llama tied", "qwen3 adapters")
 UPDATES = 5
 
 
-def make_model(name: str) -> Any:
+def make_parts(name: str) -> tuple[Any, lora.Adapters | None]:
+    """The model, and its adapters. Those have an effect: B is not zero."""
     torch.manual_seed(3)
-    return AutoModelForCausalLM.from_config(
+    model: Any = AutoModelForCausalLM.from_config(
         MODELS[name], dtype=torch.float32, attn_implementation=attention.NAME
     ).eval()
+    adapters = attach(name, model)
+    for layer in adapters.layers.values() if adapters else ():
+        torch.nn.init.normal_(layer.lora_B, 0.0, 0.1)
+    return model, adapters
+
+
+def make_model(name: str) -> Any:
+    return make_parts(name)[0]
+
+
+def attach(name: str, model: Any) -> lora.Adapters | None:
+    """Adapters of rank 3: with four ranks, the last one has no row of A."""
+    section = Lora(rank=3, targets=["q_proj", "v_proj"] if name.startswith("llama") else "all")
+    return lora.attach(model, section, base="", seed=0) if name.endswith("adapters") else None
 
 
 def make_samples(seed: int, count: int) -> list[Sample]:
@@ -68,6 +88,10 @@ def batches() -> list[list[list[Sample]]]:
     return [[make_samples(10 * u + g, count) for g, count in enumerate((9, 1, 3))] for u in range(UPDATES)]
 
 
+def tensors(model: Any) -> dict[str, torch.Tensor] | None:
+    return model.state_dict() | dict(model.named_buffers()) if model is not None else None
+
+
 def make_trainer(name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = False) -> TorchTrainer:
     sections: dict[str, Any] = {
         "train": {"lr": 1e-2, "engine_gap_limit": 50.0, "engine_gap_alarm": 50.0, "weight_decay": 0.1},
@@ -75,15 +99,21 @@ def make_trainer(name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = Fa
         "run": {"steps": 20},
     }
     recipe = config.parse(sections, where="test")
-    model: Any = make_model(name) if ranks.first else None
-    reference: Any = make_model(name) if kl else None
-    if ranks.size > 1:
-        source = model.state_dict() | dict(model.named_buffers()) if ranks.first else None
+    model, adapters = make_parts(name) if ranks.first else (None, None)
+    reference: Any = None
+    if ranks.size == 1:
+        reference = (adapters or make_model(name)) if kl else None
+    else:
+        found: list[lora.Adapters | None] = []
         options: dict[str, Any] = {"dtype": torch.float32, "offload": offload}
-        model = sharded_policy(MODELS[name], source, ranks, **options)
-        if kl:
-            source = reference.state_dict() | dict(reference.named_buffers())
-            reference = sharded_policy(MODELS[name], source if ranks.first else None, ranks, trained=False, **options)
+        model = sharded_policy(
+            MODELS[name], tensors(model), ranks, prepare=lambda m: found.append(attach(name, m)), **options
+        )
+        reference = found[0]
+        if kl and reference is None:
+            source = make_model(name) if ranks.first else None
+            reference = sharded_policy(MODELS[name], tensors(source), ranks, trained=False, **options)
+        reference = reference if kl else None
     algorithm = algorithms.make("grpo")
     return TorchTrainer(model, algorithm, recipe, micro_tokens=64, orders=Orders(ranks), reference=reference)
 
@@ -119,7 +149,7 @@ def train(ranks: Ranks, name: str, kl: float) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_agree_with_one_rank(name: str) -> None:
-    kl = 0.1 if name == "llama tied" else 0.0
+    kl = 0.1 if name in WITH_KL else 0.0
     ((reports, gradients, weights),) = run_ranks(1, train, name, kl)
     assert all(r.grad_norm > 0 for r in reports)
     for size in (2, 4):
@@ -129,6 +159,10 @@ def test_ranks_agree_with_one_rank(name: str) -> None:
                 assert getattr(one, key) == getattr(several, key)
             for key in ("grad_norm", "entropy", "engine_gap", "engine_gap_max", "clipped", "kl"):
                 assert getattr(several, key) == pytest.approx(getattr(one, key), rel=1e-4, abs=1e-6), key
+            assert (one.experts is not None) == name.startswith("experts")
+            if one.experts is not None:  # rounding may send a token to another expert
+                assert several.experts["layers"] == pytest.approx(one.experts["layers"], abs=2e-3)
+                assert several.experts["load_max"] == pytest.approx(one.experts["load_max"], abs=0.02)
         for what, ours, theirs in (("gradient", found[1], gradients), ("weight", found[2], weights)):
             assert ours.keys() == theirs.keys()
             for n, value in theirs.items():

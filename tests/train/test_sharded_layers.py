@@ -16,7 +16,9 @@ import torch
 from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
+from windfall.config import Lora
 from windfall.engine.torch import attention
+from windfall.train import lora
 from windfall.train.activation_memory import ALL, LEAST, LIGHT
 from windfall.train.gradients import Gradients
 from windfall.train.llama import LlamaLayer
@@ -37,6 +39,7 @@ MODELS: dict[str, Any] = {
     "qwen3, untied": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=False),
     "qwen2, biases": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     # Its head is not one linear map.
+    "qwen3, adapters": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "gemma2, capped": lambda: Gemma2Config(**SHAPE, query_pre_attn_scalar=16, attn_logit_softcapping=None),
 }
 CASES: list[tuple[str, int | None, torch.dtype]] = [
@@ -45,6 +48,10 @@ CASES: list[tuple[str, int | None, torch.dtype]] = [
     ("qwen2, biases", LEAST, torch.float32),
     ("qwen3, untied", None, torch.float32),
     ("gemma2, capped", None, torch.float32),
+    ("qwen3, adapters", ALL, torch.float32),
+    ("qwen3, adapters", LEAST, torch.float32),
+    ("qwen3, adapters", None, torch.float32),
+    ("qwen3, adapters", LIGHT, torch.bfloat16),
     ("llama, tied", LEAST, torch.bfloat16),
     ("qwen3, untied", None, torch.bfloat16),
 ]
@@ -57,7 +64,18 @@ def model_of(name: str) -> Any:
     for p in model.parameters():  # norms and biases must have an effect, too
         if p.dim() == 1:
             torch.nn.init.normal_(p, 0.5, 0.3)
+    attach(name, model)
+    for n, p in model.named_parameters():
+        if n.endswith("lora_B"):
+            torch.nn.init.normal_(p, 0.0, 0.1)
     return model
+
+
+def attach(name: str, model: Any) -> None:
+    """Adapters of some linear layers of the last two decoder layers, if the name says so."""
+    if "adapters" in name:
+        targets = [f"layers.{i}.{x}" for i in (1, 2) for x in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")]
+        lora.attach(model, Lora(rank=3, targets=targets), base="", seed=0)
 
 
 def samples(rank: int) -> list[list[Sample]]:
@@ -122,7 +140,7 @@ def expected(name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch
 def sharded(ranks: Ranks, name: str, keep: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     model = model_of(name)
     source = model.state_dict() | dict(model.named_buffers()) if ranks.first else None
-    policy = sharded_policy(MODELS[name](), source, ranks, dtype=dtype)
+    policy = sharded_policy(MODELS[name](), source, ranks, dtype=dtype, prepare=lambda model: attach(name, model))
     learner, (first, second) = learner_of(policy, keep), samples(ranks.rank)
     scores = [learner.score(pack, TEMPERATURE)[0] for pack in (first, second)]
     with failing(torch.OutOfMemoryError()) if ranks.rank == 1 and keep == ALL else contextlib.nullcontext():
@@ -130,7 +148,8 @@ def sharded(ranks: Ranks, name: str, keep: int | None, dtype: torch.dtype) -> di
     learn(learner, second)
     learner.score(first, TEMPERATURE)
     weights = dict(policy.model.named_parameters())
-    assert all(is_sharded(p) and p.dtype == torch.float32 for p in weights.values()), "sharded after a pass"
+    assert all(is_sharded(p) for p in weights.values()), "sharded after a pass"
+    assert all(p.dtype == (torch.float32 if p.requires_grad else dtype) for p in weights.values())
     return {
         "scores": torch.cat([x for part in ranks.all_gather(scores) for x in part]),
         **{n: p.grad.full_tensor() for n, p in weights.items() if p.grad is not None},

@@ -277,6 +277,14 @@ def test_step_line_shows_what_staleness_cost() -> None:
     assert step_line(stale_step(7, [0, 0, 8], held_s=2.0)).endswith("2.0 s  stale 2.0 (max 2)  lag 2:8  held 2.0 s")
 
 
+def test_step_line_shows_how_tokens_spread_over_experts() -> None:
+    assert step_line(step(7, 0.5, experts_balance=0.931, experts_unused=2)).endswith(
+        "  experts 0.93 balanced, 2 unused"
+    )
+    assert step_line(step(7, 0.5, experts_balance=1.0, experts_unused=0)).endswith("  experts 1.00 balanced")
+    assert "experts" not in step_line(step(7, 0.5))
+
+
 @pytest.mark.parametrize(
     "quiet",
     [

@@ -12,7 +12,7 @@ new handle, so a late frame is recognized by its handle alone.
 from __future__ import annotations
 
 from array import array
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -293,7 +293,7 @@ class Update(Message, frozen=True, tag=23):
 class Updated(Message, frozen=True, tag=24):
     """Trainer to controller: the answer to Update."""
 
-    report: dict[str, float | int | str]  # fields of a train.base.Report
+    report: dict[str, float | int | str | dict[str, Any] | None]  # fields of a train.base.Report
     version: int  # version of the published weights
     digest: str  # digest of the published weights
     s: float  # seconds that it took

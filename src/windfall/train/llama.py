@@ -6,7 +6,8 @@ what is cheaper to recompute (norms, rotary embedding, SwiGLU), and adds the gra
 FSDP2 see the call, and without that argument the module computes what it always did, for an engine that shares it.
 
 Weights are read from the module in every pass. Matrices with the same input are moved next to each other in memory, so
-that they need one product; sharded ones are copied next to each other in every pass. `LlamaBody` refuses modules
+that they need one product; sharded ones are copied next to each other in every pass. Linear layers may have adapters
+(projection.py); then the other weights are frozen, and no gradient is computed for them. `LlamaBody` refuses modules
 that it does not support; the caller also compares the two implementations on real rows (see logprobs.py).
 """
 
@@ -18,21 +19,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
 
-from windfall.engine.joined_weights import adjacent, join
 from windfall.engine.torch.packed import Packed
 from windfall.free_memory import free_bytes
 from windfall.train import activation_memory
 from windfall.train import layers as plain
 from windfall.train.activation_memory import ALL, LEAST, LIGHT
 from windfall.train.gradients import Gradients, accept_float32
+from windfall.train.lora import OWN, LoraLinear
+from windfall.train.projection import Projection, make_adjacent
 
 FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-SHARDED_WORKING = 20
+SHARDED_WEIGHT, SHARDED_GRADIENT = 8, 12
 """Bytes per weight of a layer that FSDP2 needs during a backward pass: two layers in half precision with their gather
-buffers (8), and in float32 the gradients of one layer and the input of two reductions (12)."""
+buffers; and if it is trained, in float32 the gradients of one layer and the input of two reductions."""
 
 
 class UnsupportedModel(Exception):
@@ -98,8 +98,10 @@ class LlamaBody:
         self.reserved = 0
         """Bytes that FSDP2 and the gradient of the head need during the backward pass."""
         if gradients is not None and gradients.sharded:
-            layer = sum(p.numel() for p in self.base.layers[0].parameters())
-            self.reserved = SHARDED_WORKING * layer + 4 * model.get_output_embeddings().weight.numel()
+            head = model.get_output_embeddings().weight
+            self.reserved = 4 * head.numel() if head.requires_grad else 0
+            for p in self.base.layers[0].parameters():
+                self.reserved += p.numel() * (SHARDED_WEIGHT + (SHARDED_GRADIENT if p.requires_grad else 0))
         for x in self.base.layers:
             x.forward = MethodType(_forward, x)
 
@@ -167,8 +169,10 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LlamaLayer, tape: Tape, now: LayerWeights, *weights: Tensor) -> Tensor:
         del weights
-        y, kept = layer.forward_in_memory(x.detach(), now, tape)  # with its graph, the tape would refer to itself
-        if tape.levels is not None:
+        needed = tape.levels is not None and any(ctx.needs_input_grad)  # no: below all adapters
+        # With its graph, the tape would refer to itself.
+        y, kept = layer.forward_in_memory(x.detach(), now, tape, needed)
+        if needed:
             tape.kept.append(kept)
         ctx.rest = layer, tape
         return y
@@ -181,43 +185,29 @@ class _Layer(torch.autograd.Function):
 
 
 class LayerWeights:
-    """The weights of a layer's module as they are now. Those with the same input are also joined: in a view if they are
-    adjacent in memory, otherwise in a copy."""
+    """The weights of a layer's module as they are now."""
 
     def __init__(self, module: Any) -> None:
         a = module.self_attn
         self.input_norm, self.mlp_norm = module.input_layernorm.weight, module.post_attention_layernorm.weight
         self.norms = [a.q_norm.weight, a.k_norm.weight] if hasattr(a, "q_norm") else [None, None]
-        self.out, self.down = a.o_proj.weight, module.mlp.down_proj.weight
-        self.groups = same_input(module)
-        self.qkv_parts, self.gate_up_parts, self.bias_parts = self.groups
-        self.all = [
-            self.input_norm, *self.qkv_parts, *self.bias_parts, *(x for x in self.norms if x is not None), self.out,
-            self.mlp_norm, *self.gate_up_parts, self.down,
-        ]  # fmt: skip
-        self.copied = False
-        self.qkv, self.gate_up = self._joined(self.qkv_parts), self._joined(self.gate_up_parts)
-        self.bias = self._joined(self.bias_parts) if self.bias_parts else None
-        self._at = self._addresses()
+        self.qkv, self.out, self.gate_up, self.down = (Projection(*group) for group in projections(module))
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        view = adjacent(parts)
-        self.copied |= view is None
-        return torch.cat([p.detach() for p in parts]) if view is None else view
+    @property
+    def all(self) -> list[Tensor]:
+        """In the order in which the backward pass returns their gradients."""
+        attention = [self.input_norm, *self.qkv.weights, *(x for x in self.norms if x is not None), *self.out.weights]
+        return [*attention, self.mlp_norm, *self.gate_up.weights, *self.down.weights]
 
     def valid(self) -> bool:
         """Whether the joined weights are still those of the module."""
-        return not self.copied and self._at == self._addresses()
-
-    def _addresses(self) -> list[int]:
-        return [p.data_ptr() for parts in self.groups for p in parts]
+        return all(p.valid() for p in (self.qkv, self.out, self.gate_up, self.down))
 
 
-def same_input(module: Any) -> list[list[Tensor]]:
-    """The weights of a layer's module that have the same input: query, key and value; gate and up; biases, if any."""
-    qkv = (module.self_attn.q_proj, module.self_attn.k_proj, module.self_attn.v_proj)
-    biases = [x.bias for x in qkv if x.bias is not None]
-    return [[x.weight for x in qkv], [module.mlp.gate_proj.weight, module.mlp.up_proj.weight], biases]
+def projections(module: Any) -> list[tuple[Any, ...]]:
+    """The linear layers of a layer's module; those with the same input together."""
+    a, m = module.self_attn, module.mlp
+    return [(a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_proj, m.up_proj), (m.down_proj,)]
 
 
 class LlamaLayer:
@@ -230,16 +220,15 @@ class LlamaLayer:
         window = getattr(a, "sliding_window", None)
         self.window: int | None = a.config.sliding_window if _family(module) == FAMILIES[1] else window
         self._weights: LayerWeights | None = None
-        for parts in same_input(module):
-            if parts and not isinstance(parts[0], DTensor):
-                join(parts)
+        for group in projections(module):
+            make_adjacent(*group)
 
     def weights(self) -> LayerWeights:
         """The weights as they are now. Only during a pass, because only then FSDP2 has gathered them."""
         if self._weights is not None and self._weights.valid():
             return self._weights
         now = LayerWeights(self.module)
-        self._weights = None if now.copied else now
+        self._weights = now if now.valid() else None
         return now
 
     def __call__(self, x: Tensor, tape: Tape) -> Tensor:
@@ -248,10 +237,10 @@ class LlamaLayer:
             accept_float32(now.all)
         return cast(Tensor, _Layer.apply(x, self, tape, now, *now.all))
 
-    def forward_in_memory(self, x: Tensor, w: LayerWeights, tape: Tape) -> tuple[Tensor, Activations]:
-        """`forward` at the level of the tape; if memory runs out, all layers keep the least. The other ranks do not
-        notice: the layers before are not run again."""
-        level = tape.levels[len(tape.kept)] if tape.levels is not None else LEAST
+    def forward_in_memory(self, x: Tensor, w: LayerWeights, tape: Tape, needed: bool) -> tuple[Tensor, Activations]:
+        """`forward` at the level of the tape, if activations are needed; if memory runs out, all layers keep the least.
+        The other ranks do not notice: the layers before are not run again."""
+        level = tape.levels[len(tape.kept)] if needed and tape.levels is not None else LEAST
         try:
             return self.forward(x, w, tape, level)
         except torch.OutOfMemoryError:  # the free memory is fragmented, or was taken meanwhile
@@ -265,24 +254,24 @@ class LlamaLayer:
         self._attention(kept, w, tape)
         self._mlp_input(kept, w)
         assert kept.gate_up is not None and kept.residual is not None
-        y = linear(self.ops.apply_swiglu(kept.gate_up), w.down).add_(kept.residual)
+        y = w.down(self.ops.apply_swiglu(kept.gate_up)).add_(kept.residual)
         if level == LIGHT:
             kept.gate_up = None
         return y, kept if level > LEAST else Activations(x=x)
 
     def _attention(self, kept: Activations, w: LayerWeights, tape: Tape) -> None:
         h, _ = self.ops.rms_norm(kept.x, w.input_norm, self.eps)
-        kept.qkv = linear(h, w.qkv, w.bias)
+        kept.qkv = w.qkv(h)
         del h
         q, k, v = self._rotated(kept.qkv, w, tape)
         kept.attention_out, kept.logsumexp = tape.batch.forward(q, k, v, self.scale, self.window)
-        kept.residual = linear(kept.attention_out.flatten(1), w.out)
+        kept.residual = w.out(kept.attention_out.flatten(1))
 
     def _mlp_input(self, kept: Activations, w: LayerWeights) -> None:
         """Add the attention output to the residual, and compute the gate and up projections of the MLP from it."""
         assert kept.residual is not None
         h, kept.residual = self.ops.rms_norm(kept.residual, w.mlp_norm, self.eps, kept.x)
-        kept.gate_up = linear(h, w.gate_up)
+        kept.gate_up = w.gate_up(h)
 
     def _rotated(self, qkv: Tensor, w: LayerWeights, tape: Tape) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their norms and rotary embedding, and values."""
@@ -297,21 +286,18 @@ class LlamaLayer:
         assert sums is not None
         self._recompute(kept, w, tape)
         gate_up, residual = kept.gate_up, kept.residual
-        d_gate_up, gated = ops.apply_swiglu_backward(dy @ w.down, gate_up)
-        down = sums.product([w.down], dy, gated)
+        d_gate_up, gated = ops.apply_swiglu_backward(w.down.input_grad(dy), gate_up)
+        down = w.down.weight_grads(dy, gated, sums)
         del gated, gate_up
-        dh = d_gate_up @ w.gate_up
+        dh = w.gate_up.input_grad(d_gate_up)
         dx, h, norm_grad = ops.rms_norm_backward(dh, residual, w.mlp_norm, self.eps, dy)
-        mlp = [sums.add(w.mlp_norm, norm_grad), *sums.product(w.gate_up_parts, d_gate_up, h), *down]
+        mlp = [sums.add(w.mlp_norm, norm_grad), *w.gate_up.weight_grads(d_gate_up, h, sums), *down]
         kept.gate_up = kept.residual = None
         del d_gate_up, dh, h, residual, dy
         d_qkv, norms_and_out = self._attention_backward(dx, w, kept, tape)
-        dh = d_qkv @ w.qkv
+        dh = w.qkv.input_grad(d_qkv)
         back, h, norm_grad = ops.rms_norm_backward(dh, kept.x, w.input_norm, self.eps, dx)
-        attention = [sums.add(w.input_norm, norm_grad), *sums.product(w.qkv_parts, d_qkv, h)]
-        if w.bias_parts:
-            parts = d_qkv.sum(0, dtype=torch.float32).split([len(x) for x in w.bias_parts])
-            attention += [sums.add(p, x) for p, x in zip(w.bias_parts, parts, strict=True)]
+        attention = [sums.add(w.input_norm, norm_grad), *w.qkv.weight_grads(d_qkv, h, sums)]
         return back, [*attention, *norms_and_out, *mlp]
 
     def _attention_backward(
@@ -320,8 +306,8 @@ class LlamaLayer:
         """The gradients of the joint projection, of the norms of queries and keys, and of the output projection."""
         sums, out, qkv = self.gradients, kept.attention_out, kept.qkv
         assert sums is not None and out is not None and qkv is not None and kept.logsumexp is not None
-        out_grad = sums.product([w.out], dx, out.flatten(1))
-        grad = (dx @ w.out).view_as(out)
+        out_grads = w.out.weight_grads(dx, out.flatten(1), sums)
+        grad = w.out.input_grad(dx).view_as(out)
         q, k, v = self._rotated(qkv, w, tape)
         parts = tape.batch.backward(grad, q, k, v, out, kept.logsumexp, self.scale, self.window)
         kept.attention_out = kept.logsumexp = None
@@ -329,7 +315,7 @@ class LlamaLayer:
             *parts, qkv, tape.cos, tape.sin, self.heads, self.kv_heads, *w.norms, self.eps
         )
         norms = [sums.add(p, x) for p, x in zip(w.norms, norm_grads, strict=True) if p is not None]
-        return back, [*norms, *out_grad]
+        return back, [*norms, *out_grads]
 
     def _recompute(self, kept: Activations, w: LayerWeights, tape: Tape) -> None:
         """Recompute the activations that were not kept."""
@@ -338,7 +324,7 @@ class LlamaLayer:
             self._mlp_input(kept, w)
         elif kept.gate_up is None:
             assert kept.residual is not None
-            kept.gate_up = linear(self.ops.rms_norm(kept.residual, w.mlp_norm, self.eps)[0], w.gate_up)
+            kept.gate_up = w.gate_up(self.ops.rms_norm(kept.residual, w.mlp_norm, self.eps)[0])
 
 
 def _family(module: Any) -> str | None:
@@ -356,10 +342,11 @@ def _check(model: Any) -> None:
         a, m = x.self_attn, x.mlp
         biased = any(p.bias is not None for p in (a.o_proj, m.gate_proj, m.up_proj, m.down_proj))
         mixed = len({p.bias is None for p in (a.q_proj, a.k_proj, a.v_proj)}) > 1
-        linears = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
-        if biased or mixed or any(type(p) is not torch.nn.Linear for p in linears):  # with an adapter it is a subclass
+        linears = [p for group in projections(x) for p in group]
+        if biased or mixed or any(type(p) not in (torch.nn.Linear, LoraLinear) for p in linears):
             raise UnsupportedModel("its projections are not plain linear layers, or only some of them have biases")
         if a.head_dim % 8:
             raise UnsupportedModel(f"its heads have {a.head_dim} elements, not a multiple of 8")
-        if len({p.dtype for p in x.parameters()}) > 1 or not x.mlp.down_proj.weight.is_floating_point():
+        own = [p for n, p in x.named_parameters() if not n.endswith(OWN)]  # sharded adapters are stored in float32
+        if len({p.dtype for p in own}) > 1 or not x.mlp.down_proj.weight.is_floating_point():
             raise UnsupportedModel("its weights have several dtypes")

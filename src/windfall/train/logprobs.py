@@ -7,6 +7,7 @@ is made at the start: windfall's are used if they support the module and give th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from windfall.engine.torch.packed import Packed
 from windfall.train.activation_memory import ALL, LEAST
+from windfall.train.experts import ExpertCounts
 from windfall.train.gradients import Gradients
 from windfall.train.head import WeightsFn
 from windfall.train.llama import LlamaBody, PackedRows, UnsupportedModel
@@ -37,6 +39,8 @@ class Learner:
         """`model`: a model of transformers, or a Policy. Without `gradients` it can only score."""
         self.policy = model if isinstance(model, Policy) else Policy(model)
         self.policy.gradients = gradients
+        self.experts = ExpertCounts(self.policy.model, self.policy.device) if gradients is not None else None
+        """How tokens spread over experts; None if this learner only scores."""
         self.always_backward = gradients is not None and gradients.sharded
         """Whether the backward pass runs even if every weight is zero: all ranks must make the same passes."""
         self.pads = Packed.pads(self.policy.device, self.policy.dtype)
@@ -73,21 +77,30 @@ class Learner:
         return self.policy.body is None
 
     @torch.no_grad()
-    def score(self, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of all targets, sample after sample, in float32."""
+    def score(
+        self, samples: Sequence[Sample], temperature: float, *, count_experts: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of all targets, sample after sample, in float32. `count_experts`: see experts.py."""
         rows, targets = pack_rows(samples, self.policy.device)
-        numbers = self.policy(rows, targets, temperature=temperature)
+        with self._counting(count_experts):
+            numbers = self.policy(rows, targets, temperature=temperature)
         if isinstance(self.policy, FSDPModule):  # FSDP2 leaves this to the backward pass
             self.policy.reshard()
         return numbers[0], numbers[1]
 
-    def learn(self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn) -> None:
+    def learn(
+        self, samples: Sequence[Sample], temperature: float, weights_fn: WeightsFn, *, count_experts: bool = False
+    ) -> None:
         """Add the gradient of the negative sum of weight * log-prob."""
         rows, targets = pack_rows(samples, self.policy.device)
-        loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
+        with self._counting(count_experts):  # not during the backward pass, which may run layers again
+            loss = self.policy(rows, targets, [len(s.targets) for s in samples], temperature, weights_fn)
         if loss.requires_grad:
             loss.backward()
         self.policy.set_training(False)
+
+    def _counting(self, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.experts is None else self.experts.counting(enabled)
 
 
 def pack_rows(samples: Sequence[Sample], device: torch.device) -> tuple[PackedRows, Tensor]:
@@ -123,8 +136,8 @@ def compare(policy: Policy) -> None:
         if gradients is not None:
             gradients.zero()
             hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden))
-            base = model.base_model
-            matrices = [p for x in (base.layers[0], base.layers[-1]) for p in x.parameters() if p.dim() > 1]
+            trained = [x for x in model.base_model.layers if any(p.requires_grad for p in x.parameters())]
+            matrices = [p for x in (trained[0], trained[-1]) for p in x.parameters() if p.dim() > 1]
             grads = [g.flatten() for g in map(gradients.of, matrices) if g is not None]
             found[-1] += (torch.cat(grads),)
             gradients.zero()

@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,13 @@ from torch.nn.functional import linear
 from windfall.config import Lora
 from windfall.config.lora import DEFAULT_ALPHA_PER_RANK, DEFAULT_RANK, choose_layers
 from windfall.errors import WindfallError
-from windfall.train.logprobs import Learner
 from windfall.train.sample import Sample
 from windfall.weights import adapter_folder
 from windfall.weights.adapter_folder import AdapterConfig
 from windfall.weights.merged import LORA_A, LORA_B, WEIGHT, AdapterPair, pairs
+
+if TYPE_CHECKING:
+    from windfall.train.logprobs import Learner
 
 OWN = (".lora_A", ".lora_B")
 """How the names of the adapters' parameters end in the module."""

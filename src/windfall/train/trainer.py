@@ -71,6 +71,8 @@ class Totals:
     drift: float = 0.0
     """The same distance over tokens of older versions."""
     peak_bytes: int = 0
+    experts: Any = 0
+    """Tokens of every expert of every layer: an array, or 0 if there are none (experts.py)."""
 
     def count(self, distance: Floats, older: Floats, **sums: Floats) -> None:
         old = older > 0
@@ -112,6 +114,8 @@ class TorchTrainer:
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
         self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
+        assert self.learner.experts is not None
+        self.experts = self.learner.experts
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
@@ -172,15 +176,19 @@ class TorchTrainer:
 
     def _begin(self) -> None:
         self.optimizer.zero()
+        self._clear_totals()
+
+    def _clear_totals(self) -> None:
         self._totals = Totals()
+        self.experts.zero()
 
     def _learn(self, credited: Sequence[Sequence[Sample]], others: Sequence[Sequence[Sample]]) -> None:
         for pack in (*credited, *(others if self.reference is not None else ())):
             reference = self._logprobs(self.reference, pack) if self.reference is not None else [None] * len(pack)
             weights = partial(self._weights, pack, reference) if pack else _no_weights
-            self.learner.learn(pack or [FILLER], self.temperature, weights)
+            self.learner.learn(pack or [FILLER], self.temperature, weights, count_experts=bool(pack))
         for pack in others if self.reference is None else ():
-            logp, entropy = self.learner.score(pack or [FILLER], self.temperature)
+            logp, entropy = self.learner.score(pack or [FILLER], self.temperature, count_experts=bool(pack))
             if pack:
                 self._weights(pack, [None] * len(pack), 0, len(pack), *map(_floats, (logp, entropy)))
 
@@ -222,6 +230,8 @@ class TorchTrainer:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, Totals()
         mine.peak_bytes = peak_bytes(self.model.device)
+        if self.experts.sizes:
+            mine.experts = self.experts.read()
         for totals in self.ranks.all_gather(mine):
             t.add(totals)
         n, lr, older = max(t.tokens, 1), self.optimizer.rate(), t.tokens - t.fresh
@@ -230,11 +240,12 @@ class TorchTrainer:
         if checked and not (np.isfinite(gap) and gap <= self.gap_limit):  # a NaN fails every comparison
             raise gap_error(gap, t.gap_max, self.gap_limit)
         norm, skipped = self.optimizer.update(t.divisor)
-        self._totals = Totals()  # the update has already set the gradients to zero
+        self._clear_totals()  # the update has already set the gradients to zero
         return Report(
             tokens=t.tokens, responses=t.responses, grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
             engine_gap_max=t.gap_max, clipped=t.clipped / n, capped=t.capped / n,
             drift=t.drift / older if older else 0.0, kl=t.kl / n, skipped=skipped, peak_bytes=t.peak_bytes,
+            experts=self.experts.describe(t.experts) if self.experts.sizes else None,
         )  # fmt: skip
 
     def _write_optimizer(self, path: Path) -> None:

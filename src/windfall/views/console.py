@@ -236,6 +236,9 @@ class Console:
             )
             extras += f"  {at_least}${per_million:,.2f}/M tok{compared}"
         extras += "".join(f"  {part}" for part in staleness.of_step(e))
+        if e.get("experts_balance") is not None:
+            unused = f", {e['experts_unused']:,} unused" if e["experts_unused"] else ""
+            extras += f"  experts {e['experts_balance']:.2f} balanced{unused}"
         if e["missing"]:
             extras += f"  rewards missing {e['missing']}"
         if e.get("skipped"):

@@ -110,7 +110,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     setup = Setup(
         model_config=model.config, dtype=dtype, micro_tokens=derived.micro_tokens,
         checkpoint_activations=derived.checkpoint_activations, onednn=bool(torch.backends.mkldnn.enabled),
-        checkpoint=found.path if found else None,
+        checkpoint=found.path if found else None, adapter=loaded.adapters.config if loaded.adapters else None,
     )  # fmt: skip
     orders.add(
         "build", lambda setup: rank.build_part(recipe, folder, setup, orders, loaded=loaded, reference=reference)
@@ -141,7 +141,9 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
-    write_model = partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained
+    write_model = weights.saved.save_pretrained
+    if sharded:
+        write_model = partial(weights.write_published, model, publisher, lambda: orders.call("collect"))
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
         publish=lambda version: orders.call("publish", version),

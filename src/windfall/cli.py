@@ -54,6 +54,15 @@ def _token_option(note: str) -> Any:
     return typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_warn_of_visible_token, help=help)
 
 
+TrainerToken = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=_warn_of_visible_token,
+        help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
+    ),
+]  # fmt: skip
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"windfall {__version__}")
@@ -176,13 +185,7 @@ def worker(
 @app.command(epilog="Example: windfall ranks --join http://10.0.0.5:29400 --token trainer.secret")
 def ranks(
     join: Annotated[str, typer.Option(metavar="URL", help="http://HOST:PORT with the run's train.rendezvous.")],
-    token: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=_warn_of_visible_token,
-            help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
-        ),
-    ],  # fmt: skip
+    token: TrainerToken,
     ranks: Annotated[str, typer.Option(metavar="auto|N", help="Ranks on this machine. Default: train.ranks.")] = "",
     host: Annotated[
         str, typer.Option(help="Address at which workers reach this machine. Default: the one that reaches the run.")
@@ -203,9 +206,7 @@ def ranks(
         if ranks != "auto" and not (ranks.isdecimal() and int(ranks)):
             raise WindfallError(f"{ranks!r} is not a number of ranks", where="--ranks", fix="Give auto, or 1 or more.")
         overrides.append(f"train.ranks={ranks}")
-    code = rank_host.main(
-        join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience
-    )
+    code = rank_host.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience)
     raise typer.Exit(code)
 
 

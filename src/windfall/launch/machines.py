@@ -118,7 +118,7 @@ class Machines:
         self._joined: dict[int, Machine] = {}
         """By number; some may not be ready yet."""
         self._changed = asyncio.Event()
-        self._attempt = 0
+        self._attempt, self._closing = 0, False
         self._problem = ""
         """Why the last machine that tried could not join."""
         context = tls.server_context(recipe.fleet)
@@ -134,6 +134,7 @@ class Machines:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closing = True
         await asyncio.gather(*(machine.end("the run has ended") for machine in self._joined.values()))
         await self._port.close()
 
@@ -193,7 +194,9 @@ class Machines:
     async def _attend(self, link: Link) -> None:
         """Serve the link of a machine until it ends."""
         try:
-            hello, proof = await handshake.challenge(link, handshake.MACHINE, self._recipe.run.name, lambda _: self._secret)
+            hello, proof = await handshake.challenge(
+                link, handshake.MACHINE, self._recipe.run.name, lambda _: self._secret
+            )
         except handshake.PeerRefused as e:
             self._problem = f"{link.peer}: {e}"
             await self._refuse(link, f"{e}; `windfall ranks` needs trainer.secret of the run, not its token")
@@ -210,17 +213,15 @@ class Machines:
             machine.lost()
             self._joined.pop(number, None)
             self._changed.set()
-            if machine.ranks:
+            if machine.ranks and not self._closing:
                 self._notice(f"machine {number} ({machine.name}) has left the trainer")
 
     async def _serve(self, machine: Machine, link: Link, proof: bytes) -> None:
-        text = config.dump(self._recipe)
-        await link.send(
-            m.MachineWelcome(
-                proof=proof, machine=machine.number, machines=self.wanted + 1, recipe=text,
-                weights_key=self._weights_key,
-            )  # fmt: skip
-        )
+        welcome = m.MachineWelcome(
+            proof=proof, machine=machine.number, machines=self.wanted + 1, recipe=config.dump(self._recipe),
+            weights_key=self._weights_key,
+        )  # fmt: skip
+        await link.send(welcome)
         try:
             async with asyncio.timeout(READY_S):
                 ready: Any = await link.receive()
@@ -232,7 +233,7 @@ class Machines:
             self._notice(f"a machine cannot join the trainer: {self._problem}")
             return
         machine.ranks = ready.ranks
-        self._notice(f"machine {machine.number} ({machine.name}) has joined with {ready.ranks} ranks")
+        self._notice(f"machine {machine.number} ({machine.name}) has joined with {count_ranks(ready.ranks)}")
         self._changed.set()
         while True:
             message = await link.receive()
@@ -250,6 +251,14 @@ class Machines:
         with contextlib.suppress(LinkClosed, TimeoutError):
             async with asyncio.timeout(1.0):
                 await link.send(m.Refused(why=clip(why), again=again))
+
+
+def count_ranks(n: int) -> str:
+    """
+    >>> count_ranks(1), count_ranks(4)
+    ('1 rank', '4 ranks')
+    """
+    return f"{n} rank{'s' * (n != 1)}"
 
 
 _tasks: set[asyncio.Task[None]] = set()

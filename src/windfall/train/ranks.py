@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as rendezvous_with
 
@@ -224,7 +225,7 @@ def _store(rendezvous: str, rank: int, size: int) -> Any:
         family = socket.AF_INET6 if ":" in url.hostname else socket.AF_INET
         with socket.create_server((url.hostname, url.port), family=family, backlog=1024) as listening:
             options["master_listen_fd"] = listening.detach()  # closed by the store
-    return dist.PrefixStore(url.path.strip("/"), dist.TCPStore(url.hostname, url.port, size, **options))
+    return PrefixStore(url.path.strip("/"), TCPStore(url.hostname, url.port, size, **options))
 
 
 def _missing(store: Any, size: int) -> str:

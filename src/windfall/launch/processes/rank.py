@@ -86,12 +86,11 @@ def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
 
     if not place.rendezvous:
         return Orders(Ranks.alone(device))
-    return Orders(
-        Ranks.join(
-            place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s,
-            machine=place.machine,
-        )  # fmt: skip
-    )
+    ranks = Ranks.join(
+        place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s,
+        machine=place.machine,
+    )  # fmt: skip
+    return Orders(ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@
 - It starts one process per GPU whenever the supervisor says so, and reports when they have ended. It never restarts
   them on its own: all ranks of all machines must start together.
 - When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without the run.
-- It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM, with EXIT_REFUSED if the run does not accept
-  it, and with EXIT_NO_CONTROLLER if it did not find the run.
+- It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM; with EXIT_REFUSED if the run does not
+  accept it; and with EXIT_NO_CONTROLLER if it did not find the run.
 - Its folder holds the recipe as the run sent it, and the logs of the ranks. Ranks die with this process.
 """
 
@@ -32,7 +32,7 @@ from windfall.errors import WindfallError, describe_exit
 from windfall.fleet import process
 from windfall.fleet.base import EXIT_NO_CONTROLLER, EXIT_REFUSED, Handle
 from windfall.launch import invitation, network, tls
-from windfall.launch.machines import MAX_FRAME_BYTES
+from windfall.launch.machines import MAX_FRAME_BYTES, count_ranks
 from windfall.launch.processes.rank import WEIGHTS_KEY
 from windfall.launch.rank_group import RANK_LOST, RankGroup, log_name, rank_places
 from windfall.link import handshake
@@ -141,13 +141,12 @@ class RankHost:
         try:
             recipe = self._read_recipe(welcome.recipe)
             places = rank_places(recipe, devices.gpu_places(recipe.run.device))
-            context = tls.server_context(recipe.fleet)
-            del context
+            tls.server_context(recipe.fleet)  # the ranks need it, and an error should be seen here
         except WindfallError as e:
             await link.send(m.MachineReady(ranks=0, error=e.what))
             raise
         await link.send(m.MachineReady(ranks=len(places)))
-        where = f"machine {welcome.machine} of 0 to {welcome.machines - 1} with {len(places)} ranks"
+        where = f"machine {welcome.machine} of 0 to {welcome.machines - 1}, with {count_ranks(len(places))}"
         self._say(f"joined the run {recipe.run.name!r} as {where}; logs are in {self._folder}")
         while True:
             message = await link.receive()

@@ -160,7 +160,7 @@ class Supervisor:
                 env = place.environment(environment)
                 handle = await fork_client.start(name=name, argv=[*argv, *sharded], env=env, log=log)
                 started.insert(rank, handle)
-        except BaseException:
+        except BaseException:  # raised again: no rank may be left
             for handle in started:
                 handle.kill()
             raise

@@ -60,21 +60,24 @@ class TrainedWeights:
         tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
         return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale)
 
-    def write_published(self, module: Any, publisher: Any, collect: Callable[[], Any], folder: Path) -> None:
+    def write_published(self, module: Any, publisher: Any, orders: Any, folder: Path) -> None:
         """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
         that was published last is complete. `module` gives the configuration and the names of a whole model; its
-        tensors need no memory. `collect` returns a buffer with that version; see the function below."""
+        tensors need no memory. `orders` let all ranks `collect` that version."""
         from windfall.weights.local_copy import views
 
-        tensors = views(collect().mapped, publisher.readable[0].manifest)
-        if self.adapters is not None:
-            adapter_folder.write(folder, self.adapters.config, tensors)
-            return
-        module.load_state_dict(tensors, assign=True)
+        buffer, version = orders.call("collect"), publisher.readable[0]
+        tensors = views(buffer.mapped, version.manifest)
         try:
+            if self.adapters is not None:
+                adapter_folder.write(folder, self.adapters.config, tensors)
+                return
+            module.load_state_dict(tensors, assign=True)
             module.save_pretrained(folder)
         finally:
             module.to("meta")
+            if buffer is not version.buffer:
+                buffer.close()
 
     def reference(self, recipe: Recipe, *, dtype: str, device: str) -> Any:
         """The model that the KL penalty compares with: the adapters, for their base, or the model of the recipe."""

@@ -141,16 +141,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
-    write_model = weights.saved.save_pretrained
-    if sharded:
-        write_model = partial(weights.write_published, model, publisher, lambda: orders.call("collect"))
+    write = partial(weights.write_published, model, publisher, orders) if sharded else weights.saved.save_pretrained
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
         publish=lambda version: orders.call("publish", version),
         update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
-            write_model=write_model, keep=recipe.checkpoint.keep, base=loaded.base,
+            write_model=write, keep=recipe.checkpoint.keep, base=loaded.base,
         ),
         address=where,
     )  # fmt: skip

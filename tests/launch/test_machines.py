@@ -242,7 +242,7 @@ def test_ranks_of_a_machine_follow_those_of_the_first(tmp_path: Path) -> None:
             rendezvous, handle = await start(machines)
             order: Any = await link.receive()
             assert order == m.StartRanks(attempt=1, rendezvous=rendezvous, first=3, size=5)
-            await link.send(m.RanksEnded(attempt=1, code=1, error=("out of memory", "rank-3.log", "Buy some.")))
+            await link.send(m.RanksEnded(attempt=1, code=1, what="out of memory", where="rank-3.log"))
             assert await asyncio.wait_for(handle.wait(), 10) == 1
             failure = (tmp_path / ".trainer.failure").read_text()
             assert "machine 1: out of memory" in failure
@@ -276,7 +276,9 @@ def test_lost_machine_ends_its_ranks_and_another_takes_its_place(tmp_path: Path)
             second = await join(dialer)
             await waiting
             assert isinstance(await second.receive(), m.StartRanks)
-        assert await second.receive() == m.RunEnded(why="the run has ended")
+            ending = asyncio.create_task(machines.__aexit__())
+            assert await asyncio.wait_for(second.receive(), 10) == m.RunEnded(why="the run has ended")
+            await ending
 
     asyncio.run(main())
 

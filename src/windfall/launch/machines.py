@@ -241,10 +241,9 @@ class Machines:
                 raise LinkClosed(f"{link.peer}: unexpected {type(message).__name__}")
             if not machine.runs(message.attempt):
                 continue
-            what, where, fix = message.error
-            if what:
-                error = WindfallError(f"machine {machine.number}: {what}", where=f"{machine.name}: {where}", fix=fix)
-                folders.fail(self._folder, "trainer", error)
+            if message.what:
+                what, where = f"machine {machine.number}: {message.what}", f"{machine.name}: {message.where}"
+                folders.fail(self._folder, "trainer", WindfallError(what, where=where, fix=message.fix))
             machine.ended(message.code)
 
     async def _refuse(self, link: Link, why: str, *, again: bool = False) -> None:

@@ -367,7 +367,9 @@ class RanksEnded(Message, frozen=True, tag=37):
 
     attempt: int
     code: int  # exit status of the rank that ended first, or the negative number of the fatal signal
-    error: tuple[str, str, str] = ("", "", "")  # what happened, where, and what to do, if a rank wrote it down
+    what: str = ""  # what happened, if a rank wrote it down
+    where: str = ""
+    fix: str = ""  # what to do
 
 
 class RunEnded(Message, frozen=True, tag=38):

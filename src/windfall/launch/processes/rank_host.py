@@ -187,8 +187,9 @@ class RankHost:
             error = e if isinstance(e, WindfallError) else WindfallError(f"ranks could not be started: {e}")
         self._say(f"the ranks ended: {error.what or describe_exit(code)}; waiting for the run")
         with contextlib.suppress(LinkClosed):  # then a new start follows after the next join
-            ended = (error.what, error.where, error.fix)
-            await link.send(m.RanksEnded(attempt=start.attempt, code=code, error=ended))
+            await link.send(
+                m.RanksEnded(attempt=start.attempt, code=code, what=error.what, where=error.where, fix=error.fix)
+            )
 
     def _failure(self, code: int) -> WindfallError:
         """Why the ranks ended, if they failed here."""

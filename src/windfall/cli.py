@@ -54,6 +54,15 @@ def _token_option(note: str) -> Any:
     return typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_warn_of_visible_token, help=help)
 
 
+TrainerToken = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=_warn_of_visible_token,
+        help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
+    ),
+]  # fmt: skip
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"windfall {__version__}")
@@ -79,6 +88,10 @@ def train(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     token: Annotated[str | None, _token_option("; by default a new one is created")] = None,
+    trainer_token: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
+    ] = None,
 ) -> None:
     """Train with a recipe: start a controller, a trainer and workers. Ctrl-C saves and shows how to resume."""
     from windfall.launch import invitation, recipe_check, start
@@ -94,7 +107,8 @@ def train(
         print(f"# not checked: {recipe_check.NOT_CHECKED}; nothing was started")
         return
     print(report)
-    start.train(parsed, new_folder(parsed), token=chosen)
+    secret = invitation.token(trainer_token) if trainer_token is not None else None
+    start.train(parsed, new_folder(parsed), token=chosen, secret=secret)
 
 
 @app.command(epilog="Example: windfall resume runs/demo --set run.steps=100")
@@ -166,6 +180,34 @@ def worker(
         join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
         share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
     )  # fmt: skip
+
+
+@app.command(epilog="Example: windfall ranks --join http://10.0.0.5:29400 --token trainer.secret")
+def ranks(
+    join: Annotated[str, typer.Option(metavar="URL", help="http://HOST:PORT with the run's train.rendezvous.")],
+    token: TrainerToken,
+    ranks: Annotated[str, typer.Option(metavar="auto|N", help="Ranks on this machine. Default: train.ranks.")] = "",
+    host: Annotated[
+        str, typer.Option(help="Address at which workers reach this machine. Default: the one that reaches the run.")
+    ] = "",
+    folder: Annotated[Path | None, typer.Option(help="Directory for logs. Default: a new temporary one.")] = None,
+    tls_ca: Annotated[Path | None, typer.Option(help="Additional certificate (PEM) to trust.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    patience: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without the run after which the command exits.")
+    ] = 600.0,
+) -> None:
+    """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""
+    from windfall.launch.processes import rank_host
+
+    overrides = _tls(tls_cert, tls_key)
+    if ranks:
+        if ranks != "auto" and not (ranks.isdecimal() and int(ranks)):
+            raise WindfallError(f"{ranks!r} is not a number of ranks", where="--ranks", fix="Give auto, or 1 or more.")
+        overrides.append(f"train.ranks={ranks}")
+    code = rank_host.main(join, token, host=host, folder=folder, ca=tls_ca, overrides=overrides, patience_s=patience)
+    raise typer.Exit(code)
 
 
 @app.command(epilog="Example: windfall top runs/demo")
@@ -281,11 +323,17 @@ def _controller(run: Path) -> None:
 
 
 @app.command(name="_trainer", hidden=True)
-def _trainer(run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "") -> None:
+def _trainer(
+    run: Path, rank: int = 0, ranks: int = 1, rendezvous: str = "", machine: int = 0, local_rank: int = 0,
+    local_ranks: int = 1, host: str = "",
+) -> None:  # fmt: skip
     from windfall.launch.processes import rank as ranks_of_trainer
     from windfall.launch.processes import trainer
 
-    place = ranks_of_trainer.RankPlace(rank=rank, size=ranks, rendezvous=rendezvous)
+    place = ranks_of_trainer.RankPlace(
+        rank=rank, size=ranks, rendezvous=rendezvous, machine=machine, local_rank=local_rank, local_size=local_ranks,
+        host=host,
+    )  # fmt: skip
     raise typer.Exit(ranks_of_trainer.main(run, place) if rank else trainer.main(run, place))
 
 

@@ -3,7 +3,8 @@
 runs/NAME/
   recipe.toml  events.jsonl  checkpoints/  journal/        the recipe and the state of the run
   recipe.began.toml  data.began.json                       the recipe and the data files that the run began with
-  token  trainer.secret                                    secrets for joining as a worker or as the trainer; owner only
+  token  trainer.secret                                    secrets for joining as a worker, or as (a machine of) the
+                                                           trainer; owner only
   address.json  fleet.json                                 where the controller listens; the last state of the fleet
   controller.log  trainer.log  fork_server.log  workers/*.log  logs of the processes
 """

@@ -19,7 +19,10 @@ from windfall.link.base import BadFrame, LinkClosed
 from windfall.types import Lease, Sampling
 
 KINDS: list[Any] = [k for k in vars(m).values() if isinstance(k, type) and issubclass(k, m.Message) and k != m.Message]
-UNIONS = {"FromWorker": m.FromWorker, "ToWorker": m.ToWorker, "FromTrainer": m.FromTrainer, "ToTrainer": m.ToTrainer}
+UNIONS = {
+    "FromWorker": m.FromWorker, "ToWorker": m.ToWorker, "FromTrainer": m.FromTrainer, "ToTrainer": m.ToTrainer,
+    "FromMachine": m.FromMachine, "ToMachine": m.ToMachine,
+}  # fmt: skip
 NUMBER = st.integers(-(2**63), 2**63 - 1)
 TEXT, BYTES = st.text(max_size=20), st.binary(max_size=20)
 REAL = st.floats(allow_nan=False)

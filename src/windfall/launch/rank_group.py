@@ -3,6 +3,9 @@
 What is left of a trainer cannot go on without a rank: its part of the weights is gone. The others would notice it at
 their next exchange; until then, or if they hang, they are ended here. The exit status of the group is that of the rank
 that ended first, because the others only follow it.
+
+On several machines, each has a group of its own ranks, and the group of the supervisor has one more member for each of
+the other machines (machines.py).
 """
 
 from __future__ import annotations
@@ -41,9 +44,12 @@ def log_name(rank: int) -> str:
 
 
 class RankGroup(Handle):
-    """Its pid is that of rank 0, which talks to the controller."""
+    """Its pid is that of its first rank. On the machine of the supervisor, this is rank 0, which talks to the
+    controller."""
 
-    def __init__(self, ranks: Sequence[Handle]) -> None:
+    def __init__(self, ranks: Sequence[Handle], *, followed: int = 1) -> None:
+        """`followed`: the exit status if every rank ended because of another one."""
+        self._followed = followed
         super().__init__(name="trainer", pid=ranks[0].pid, send=self._send_all)
         self.ranks = ranks
         self._watching = asyncio.create_task(self._watch(), name="watching the trainer's ranks")
@@ -66,13 +72,14 @@ class RankGroup(Handle):
             first += [task.result() for task in more]
         self._send_all(signal.SIGKILL)
         await asyncio.gather(*waits)
-        self.ended(exit_status(first))
+        self.ended(exit_status(first, self._followed))
 
 
-def exit_status(codes: Sequence[int]) -> int:
+def exit_status(codes: Sequence[int], followed: int = 1) -> int:
     """The exit status that tells why a group ended. `codes`: those of its ranks, in the order in which they ended.
+    `followed`: the result if all of them ended because of a rank that is not among them.
 
     >>> exit_status([-9, 1, 5]), exit_status([5, 5, 1]), exit_status([5, 5]), exit_status([0, 5])
     (-9, 1, 1, 0)
     """
-    return next((code for code in codes if code != RANK_LOST), 1)
+    return next((code for code in codes if code != RANK_LOST), followed)

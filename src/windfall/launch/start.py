@@ -18,11 +18,13 @@ from windfall.link import auth
 from windfall.views.console import Console
 
 
-def train(recipe: Recipe, folder: Path, *, token: str | None = None) -> None:
-    """Run training in `folder` until it ends or is stopped. `token`: what workers join with; None creates one."""
+def train(recipe: Recipe, folder: Path, *, token: str | None = None, secret: str | None = None) -> None:
+    """Run training in `folder` until it ends or is stopped. `token`: what workers join with; `secret`: what the other
+    machines of the trainer join with. None creates one."""
     with folders.owned(folder):
         try:
             auth.make_token(folder / "token", token)
+            auth.make_token(folder / "trainer.secret", secret)
             _run(recipe, folder, Console(recipe, folder))
         except WindfallError as e:
             # If no worker ever joined, the folder is kept only if the error message refers to it.

@@ -1,6 +1,7 @@
 """`windfall train`: starts the processes of a run, restarts killed ones, and shows what happens. Keeps no state.
 
     supervisor ─┬─ controller                              killed: restarted, continues from its journal
+                ├─ other machines of the trainer (machines.py), each with some of its ranks
                 └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
 
@@ -35,6 +36,7 @@ from windfall.fleet.trace_provider import TraceProvider
 from windfall.launch import invitation, liveness
 from windfall.launch.autoscale import Autoscaler
 from windfall.launch.gpu_assignment import GpuAssignment
+from windfall.launch.machines import Machines
 from windfall.launch.rank_group import RankGroup, log_name, rank_places
 from windfall.launch.recipe_check import trace_changes
 from windfall.link import auth
@@ -63,6 +65,8 @@ class Supervisor:
         self._stopping = self._join_shown = False
         self._controller: Handle | None = None
         self._trainer: Handle | None = None
+        self._machines: Machines | None = None
+        """The other machines of the trainer, if it has any."""
         self._workers: dict[str, Handle] = {}
         """Worker processes that this run started, by name."""
         self._local: LocalProvider | None = None
@@ -85,11 +89,21 @@ class Supervisor:
             log=self.folder / "fork_server.log", env=environment,
         )  # fmt: skip
         (self.folder / "workers").mkdir(exist_ok=True)
-        async with self._handling_signals(fork_client), fork_client, self._showing_events():
+        async with (
+            self._handling_signals(fork_client), fork_client, self._showing_events(), self._other_machines()
+        ):  # fmt: skip
             await self._run_processes(fork_client, environment)
         if self._error is not None:
             raise self._error
         return bool(self._end and self._end.get("finished"))
+
+    @contextlib.asynccontextmanager
+    async def _other_machines(self) -> AsyncIterator[None]:
+        if self.recipe.train.machines == 1:
+            yield
+            return
+        async with Machines(self.recipe, self.folder, self._console.notice) as self._machines:
+            yield
 
     async def _run_processes(self, fork_client: ForkClient, environment: dict[str, str]) -> None:
         argv = [sys.executable, "-m", "windfall.cli", "_controller", str(self.folder)]
@@ -124,21 +138,29 @@ class Supervisor:
             await asyncio.gather(main, *tasks, return_exceptions=True)
 
     async def _start_trainer(self, fork_client: ForkClient, environment: dict[str, str]) -> Handle:
-        """Start all ranks of the trainer. They meet at a file whose name was never used before."""
+        """Start all ranks of the trainer. They meet at a place whose name was never used before."""
         places = rank_places(self.recipe, self._places)
+        others = await self._machines.wait() if self._machines is not None else []
         (self.folder / ".trainer.failure").unlink(missing_ok=True)
         for met in self.folder.glob(".ranks-*"):
             met.unlink(missing_ok=True)
-        meeting = f"file://{self.folder.resolve()}/.ranks-{os.urandom(8).hex()}"
-        sharded = ["--rendezvous", meeting] if len(places) > 1 or self.recipe.train.offload else []
+        meeting, size = f"file://{self.folder.resolve()}/.ranks-{os.urandom(8).hex()}", len(places)
         started: list[Handle] = []
         try:
+            if self._machines is not None:
+                meeting, size, started = self._machines.start(others, len(places))
+                environment = environment | self._machines.environment()
+            sharded = ["--rendezvous", meeting] if size > 1 or self.recipe.train.offload else []
             for rank, place in enumerate(places):
-                argv = ["windfall", "_trainer", str(self.folder), "--rank", str(rank), "--ranks", str(len(places))]
+                argv = [
+                    "windfall", "_trainer", str(self.folder), "--rank", str(rank), "--ranks", str(size),
+                    "--local-rank", str(rank), "--local-ranks", str(len(places)),
+                ]  # fmt: skip
                 name, log = f"rank-{rank}" if rank else "trainer", self.folder / log_name(rank)
                 env = place.environment(environment)
-                started.append(await fork_client.start(name=name, argv=[*argv, *sharded], env=env, log=log))
-        except BaseException:  # raised again: a part of the ranks would wait for the rest
+                handle = await fork_client.start(name=name, argv=[*argv, *sharded], env=env, log=log)
+                started.insert(rank, handle)
+        except BaseException:  # raised again: no rank may be left
             for handle in started:
                 handle.kill()
             raise

@@ -60,22 +60,24 @@ class TrainedWeights:
         tensors, scale = _shards(self.adapters.tensors()), self.adapters.scale
         return publisher.publish(version, tensors, copied=copied, base=self._base_digest, scale=scale)
 
-    def write_published(self, module: Any, publisher: Any, folder: Path) -> None:
+    def write_published(self, module: Any, publisher: Any, orders: Any, folder: Path) -> None:
         """Write what a checkpoint holds if the weights are split over ranks: no rank has all of them, but the version
         that was published last is complete. `module` gives the configuration and the names of a whole model; its
-        tensors need no memory."""
+        tensors need no memory. `orders` let all ranks `collect` that version."""
         from windfall.weights.local_copy import views
 
-        version = publisher.readable[0]
-        tensors = views(version.buffer.mapped, version.manifest)
-        if self.adapters is not None:
-            adapter_folder.write(folder, self.adapters.config, tensors)
-            return
-        module.load_state_dict(tensors, assign=True)
+        buffer, version = orders.call("collect"), publisher.readable[0]
+        tensors = views(buffer.mapped, version.manifest)
         try:
+            if self.adapters is not None:
+                adapter_folder.write(folder, self.adapters.config, tensors)
+                return
+            module.load_state_dict(tensors, assign=True)
             module.save_pretrained(folder)
         finally:
             module.to("meta")
+            if buffer is not version.buffer:
+                buffer.close()
 
     def reference(self, recipe: Recipe, *, dtype: str, device: str) -> Any:
         """The model that the KL penalty compares with: the adapters, for their base, or the model of the recipe."""
@@ -90,6 +92,35 @@ class TrainedWeights:
         from windfall.worker.merged_model import MergedModel
 
         return MergedModel(self.model)
+
+
+def collect(publisher: Any, ranks: Any) -> Any:
+    """A buffer with all bytes of the version that was published last, on rank 0. Every rank calls this. On one machine
+    it is the buffer that all ranks wrote; otherwise a copy, in memory or else in a file, which gets the rows of the
+    other machines."""
+    import numpy as np
+    import torch
+
+    from windfall.train.remote_rows import send_to_first
+    from windfall.weights.buffers import Buffer
+
+    version = publisher.readable[0]
+    plan, mine = version.plan, version.buffer.data
+    if not plan.sources:
+        return version.buffer
+    parts = plan.parts(ranks.rank) if plan.shares[ranks.rank].leader == ranks.rank else []
+    if not ranks.first:
+        send_to_first(ranks, [(a, torch.from_numpy(mine[a:b])) for a, b in parts], lambda at, data: None)
+        return None
+    whole = Buffer(plan.nbytes, publisher.folder)
+    for start, stop in parts:
+        whole.data[start:stop] = mine[start:stop]
+
+    def write(at: int, data: memoryview) -> None:
+        whole.data[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    send_to_first(ranks, (), write)
+    return whole
 
 
 def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +158,15 @@ def prepare(model: Any, recipe: Recipe, found: IntactCheckpoint | None, *, dtype
     if folder is not None:
         adapter_folder.check_base(folder, base)
     return TrainedWeights(model=model, adapters=attach(model, recipe, folder), base=base)
+
+
+def attach_empty(model: Any, adapter: Any) -> Any:
+    """Attach adapters of the same shapes as those with this AdapterConfig. Their values mean nothing yet."""
+    from windfall.config import Lora
+    from windfall.train import lora
+
+    section = Lora(rank=adapter.rank, alpha=adapter.alpha, targets=list(adapter.targets))
+    return lora.attach(model, section, base=adapter.base, seed=0)
 
 
 def attach(model: Any, recipe: Recipe, checkpoint: Path | None) -> Any:

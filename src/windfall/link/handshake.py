@@ -6,9 +6,11 @@
                or  Refused
 
 A peer is a worker, which knows the run's token, or the trainer, which has a secret of its own. That secret stays in the
-run's folder, so a worker cannot pass for the trainer. Use TLS against an attacker who can read or change traffic.
+run's folder and on the other machines of the trainer, so a worker cannot pass for the trainer. Those machines join the
+supervisor in the same way, with that secret. Use TLS against an attacker who can read or change traffic.
 
-The controller calls `challenge` (link/gate.py). The peers call `join` (worker/agent.py, train/agent.py).
+The controller calls `challenge` (link/gate.py), and so does the supervisor (launch/machines.py). The peers call `join`
+(worker/agent.py, train/agent.py, launch/processes/rank_host.py).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Role:
 
 WORKER = Role(m.Hello, "hello", m.Welcome, "welcome")
 TRAINER = Role(m.TrainerHello, "trainer", m.TrainerWelcome, "trainer welcome")
+MACHINE = Role(m.MachineHello, "machine", m.MachineWelcome, "machine welcome")
 
 
 class PeerRefused(Exception):

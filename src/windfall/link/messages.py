@@ -4,6 +4,10 @@
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
+    supervisor ──▶ machine    Challenge, MachineWelcome or Refused;  StartRanks, StopRanks, RunEnded
+    machine ──▶ supervisor    MachineHello;  MachineReady, RanksEnded
+
+A *machine* is one more machine of the trainer, with some of its ranks (launch/machines.py).
 
 A *handle* is the number of one assignment of one response to one worker. A response that moves to another worker gets a
 new handle, so a late frame is recognized by its handle alone.
@@ -18,7 +22,7 @@ import msgspec
 
 from windfall.types import Finish, Lease, Sampling
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -317,10 +321,69 @@ class Failed(Message, frozen=True, tag=27):
     final: bool = False  # True if a person must fix the cause: another trainer would fail in the same way
 
 
+class MachineHello(Message, frozen=True, tag=32):
+    """Machine to supervisor: the answer to Challenge."""
+
+    protocol: int  # PROTOCOL of the machine
+    nonce: bytes  # random bytes that the supervisor's proof must cover
+    proof: bytes  # HMAC that shows that the machine knows the secret of the trainer
+    name: str  # for messages to people
+
+
+class MachineWelcome(Message, frozen=True, tag=33):
+    """Supervisor to machine: it is one of the trainer's machines."""
+
+    proof: bytes  # HMAC that shows that the supervisor knows the secret of the trainer
+    machine: int  # its number; 0 is the supervisor's own machine
+    machines: int
+    recipe: str  # the recipe of the run, as TOML
+    weights_key: str  # what workers send to the weight server of this machine
+
+
+class MachineReady(Message, frozen=True, tag=34):
+    """Machine to supervisor: it can start ranks."""
+
+    ranks: int  # how many
+    error: str = ""  # why it cannot, if it cannot
+
+
+class StartRanks(Message, frozen=True, tag=35):
+    """Supervisor to machine: start all ranks."""
+
+    attempt: int  # number of this start of the trainer
+    rendezvous: str  # where the ranks of all machines meet (train/ranks.py)
+    first: int  # number of the machine's first rank
+    size: int  # ranks of all machines
+
+
+class StopRanks(Message, frozen=True, tag=36):
+    """Supervisor to machine: kill all ranks, and answer with RanksEnded."""
+
+    attempt: int
+
+
+class RanksEnded(Message, frozen=True, tag=37):
+    """Machine to supervisor: all ranks of this attempt have ended."""
+
+    attempt: int
+    code: int  # exit status of the rank that ended first, or the negative number of the fatal signal
+    what: str = ""  # what happened, if a rank wrote it down
+    where: str = ""
+    fix: str = ""  # what to do
+
+
+class RunEnded(Message, frozen=True, tag=38):
+    """Supervisor to machine, last message on a link: the machine is not needed any more."""
+
+    why: str
+
+
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
 ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
 ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
+FromMachine = MachineHello | MachineReady | RanksEnded
+ToMachine = Challenge | MachineWelcome | Refused | StartRanks | StopRanks | RunEnded
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -114,8 +114,10 @@ class Port:
         routes: dict[str, Route],
         ssl: tls.SSLContext | None,
         limits: listener.Listener | None = None,
+        fix: str = "Set fleet.host and fleet.port, or stop the process that uses the port.",
     ) -> None:
-        self.host, self.port = host, port
+        """`fix`: what to do if the port cannot be opened."""
+        self.host, self.port, self._fix = host, port, fix
         self._routes, self._ssl, self._listener = routes, ssl, limits or listener.Listener()
         self._links: set[SocketLink] = set()
         self._runner: web.AppRunner | None = None
@@ -124,9 +126,8 @@ class Port:
         app = web.Application(client_max_size=1024)
         for path in self._routes:
             app.router.add_get(path, self._accept)
-        fix = "Set fleet.host and fleet.port, or stop the process that uses the port."
         options = {"shutdown_timeout": 1.0, "handle_signals": False}
-        self._runner, self.port = await self._listener.serve(app, self.host, self.port, self._ssl, fix, **options)
+        self._runner, self.port = await self._listener.serve(app, self.host, self.port, self._ssl, self._fix, **options)
 
     async def _accept(self, request: web.Request) -> web.StreamResponse:
         route = self._routes[request.path]

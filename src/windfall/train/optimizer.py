@@ -130,7 +130,7 @@ class Optimizer:
 
     def restore(self, path: Path) -> None:
         """Restore the state from a file, which may have been written by another number of ranks."""
-        names, updates = sharded_file.names(path), torch.tensor(0)
+        names, updates = sharded_file.names(path, self.ranks), torch.tensor(0)
         wanted: dict[str, Shard] = {"updates": Shard(local=updates, shape=())}
         for name, p in self._model.items():
             master = self._master[name]
@@ -142,7 +142,7 @@ class Optimizer:
                 wanted[f"step.{name}"] = Shard(local=step, shape=())
                 wanted |= {f"{key}.{name}": as_shard(p, m) for key, m in moments.items()}
         with torch.no_grad():
-            sharded_file.read(path, wanted)
+            sharded_file.read(path, wanted, self.ranks)
         self.updates = int(updates)
 
     def _rounds(self, p: Tensor) -> bool:

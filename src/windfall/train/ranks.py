@@ -10,6 +10,10 @@ own arguments; the other ranks wait in `Orders.follow`. There are three kinds of
 A rank that is lost, or that does not arrive in time, raises `RankLost` on the others, and every rank ends. All of them
 are started again together, from the last checkpoint (launch/rank_group.py).
 
+Ranks may run on several machines. Machine 0 has rank 0, its disk and the run's folder; a rank on any other machine is
+`remote` and gets everything from rank 0. They meet at a store of torch that rank 0 serves. Its address has a name which
+is new for every start of the trainer, so a rank that is left over from an earlier start never joins a later one.
+
 `Ranks.alone()` is the one rank of a trainer that is not distributed: nothing is sent, and torch.distributed is not
 initialized.
 """
@@ -17,15 +21,18 @@ initialized.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as rendezvous_with
 
@@ -47,6 +54,8 @@ class Ranks:
     device: str = "cpu"
     """Where tensors of collectives are: "cpu", or "cuda" for the current GPU."""
     timeout_s: float = 0.0
+    machine: int = 0
+    """The machine of this rank; 0 is that of rank 0."""
     tensors: Any = None
     control: Any = None
     orders: Any = None
@@ -56,23 +65,25 @@ class Ranks:
         return Ranks(device=device)
 
     @staticmethod
-    def join(rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float) -> Ranks:
+    def join(rank: int, size: int, rendezvous: str, *, device: str, timeout_s: float, machine: int = 0) -> Ranks:
         """Wait for all other ranks. `rendezvous` is file://PATH with a path that was never used before, or
-        tcp://HOST:PORT on which rank 0 listens."""
+        tcp://HOST:PORT/NAME, where rank 0 listens on that address, and NAME was never used before."""
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-        started_s = time.monotonic()
+        started_s, store = time.monotonic(), None
         try:
-            found = rendezvous_with(rendezvous, rank, size, timeout=timedelta(seconds=JOIN_S))
-            store, rank, size = next(found)
+            store = _store(rendezvous, rank, size)
+            store.set(f"arrived/{rank}", "")
+            store.wait([f"arrived/{other}" for other in range(size)], timedelta(seconds=JOIN_S))
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
             made = [dist.new_group(backend="gloo", timeout=limit) for limit in (timedelta(seconds=CONTROL_S), FOREVER)]
-        except (RuntimeError, ValueError) as e:
-            waited = f"rank {rank} waited {time.monotonic() - started_s:.0f} s at {rendezvous} for {size} ranks"
-            raise RankLost(f"{waited}: {_first_line(e)}") from e
+        except (RuntimeError, ValueError, OSError) as e:
+            where = rendezvous.rpartition("/")[0] if rendezvous.startswith("tcp:") else rendezvous
+            waited = f"rank {rank} waited {time.monotonic() - started_s:.0f} s at {where} for {size} ranks"
+            raise RankLost(f"{waited}: {_missing(store, size) or _first_line(e)}") from e
         return Ranks(
-            rank=rank, size=size, device=device, timeout_s=timeout_s, tensors=dist.group.WORLD, control=made[0],
-            orders=made[1],
+            rank=rank, size=size, device=device, timeout_s=timeout_s, machine=machine, tensors=dist.group.WORLD,
+            control=made[0], orders=made[1],
         )  # fmt: skip
 
     @property
@@ -83,6 +94,11 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def remote(self) -> bool:
+        """Whether this rank is on another machine than rank 0, and so cannot open files of the run."""
+        return self.machine != 0
 
     def mesh(self) -> DeviceMesh:
         """All ranks in one dimension, over the group with the short timeout. A mesh that makes its own groups would use
@@ -130,6 +146,16 @@ class Ranks:
             with self._noticing("for a tensor of rank 0", self.timeout_s):
                 dist.broadcast(tensor, 0, group=self.tensors)
         return tensor
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor in host memory to another rank, which calls `receive`."""
+        with self._noticing(f"to give bytes to rank {to}", CONTROL_S):
+            dist.send(tensor, to, group=self.control)
+
+    def receive(self, tensor: Tensor, sender: int) -> None:
+        """Overwrite a tensor in host memory with the one that another rank sends."""
+        with self._noticing(f"for bytes of rank {sender}", CONTROL_S):
+            dist.recv(tensor, sender, group=self.control)
 
     def leave(self) -> None:
         if self.size > 1 and dist.is_initialized():
@@ -184,6 +210,31 @@ class Orders:
         """Let the other ranks end."""
         self.add("stop", lambda: None)
         self.call("stop")
+
+
+def _store(rendezvous: str, rank: int, size: int) -> Any:
+    """The store at which the ranks meet."""
+    limit = timedelta(seconds=JOIN_S)
+    if not rendezvous.startswith("tcp:"):
+        return next(rendezvous_with(rendezvous, rank, size, timeout=limit))[0]
+    url = urlsplit(rendezvous)
+    assert url.hostname is not None
+    assert url.port is not None
+    options: dict[str, Any] = {"timeout": limit, "wait_for_workers": False, "is_master": rank == 0}
+    if rank == 0:  # by default, torch would listen on all interfaces
+        family = socket.AF_INET6 if ":" in url.hostname else socket.AF_INET
+        with socket.create_server((url.hostname, url.port), family=family, backlog=1024) as listening:
+            options["master_listen_fd"] = listening.detach()  # closed by the store
+    return PrefixStore(url.path.strip("/"), TCPStore(url.hostname, url.port, size, **options))
+
+
+def _missing(store: Any, size: int) -> str:
+    """Which ranks have not arrived at the store; "" if all have, or if it is not known."""
+    try:
+        late = [str(rank) for rank in range(size) if store is not None and not store.check([f"arrived/{rank}"])]
+    except RuntimeError:  # rank 0, which serves the store, is gone
+        return ""
+    return f"not arrived: {'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}" if late else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,22 +2,24 @@
 
 The file does not depend on the number of ranks: its header names whole tensors, and the rows of a tensor follow each
 other. On one machine all ranks write into the file at once. A rank on another machine cannot open it and sends its rows
-to rank 0, which writes them; it gets rows to read in the same way.
+to rank 0, which writes them; it gets rows to read in the same way (remote_rows.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from windfall.train import remote_rows
 from windfall.train.ranks import Ranks
+from windfall.train.remote_rows import PIECE_BYTES, Rows
 from windfall.train.sharding import Shard
 
 DTYPES = {
@@ -25,8 +27,6 @@ DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Names of dtypes in safetensors files."""
-WRITE_BYTES = 64 << 20
-"""Bytes copied from a device and written at a time."""
 
 
 def write(path: Path, tensors: Mapping[str, Shard], ranks: Ranks) -> None:
@@ -44,41 +44,114 @@ def write(path: Path, tensors: Mapping[str, Shard], ranks: Ranks) -> None:
     except OSError as e:
         error = e
     _agree(ranks, error)
-    try:
-        fd = os.open(path, os.O_WRONLY)
-        try:
-            for shard, offset in zip(tensors.values(), _offsets(tensors), strict=True):
-                if ranks.first or not _whole(shard):
-                    _write_rows(fd, shard, start + offset)
-        finally:
-            os.close(fd)
-    except OSError as e:
-        error = e
+    places = zip(tensors.values(), _offsets(tensors), strict=True)
+    mine = [_flat(shard, start + offset) for shard, offset in places if ranks.first or not _whole(shard)]
+    if ranks.remote:
+        remote_rows.send_to_first(ranks, mine, lambda at, data: None)
+    else:
+        error = _write_local(path, mine, ranks)
     _agree(ranks, error)
 
 
-def names(path: Path) -> set[str]:
-    """The tensors in the file."""
-    with safe_open(str(path), framework="pt") as file:
-        return set(file.keys())
+def _write_local(path: Path, mine: Sequence[tuple[int, torch.Tensor]], ranks: Ranks) -> OSError | None:
+    """Write the rows of this rank and, on rank 0, those of the remote ranks. Never ends before they have sent them."""
+    fd, error = -1, None
+    try:
+        fd = os.open(path, os.O_WRONLY)
+        for part in mine:
+            for at, piece in remote_rows.pieces(*part):
+                _pwrite(fd, at, memoryview(piece.numpy().data))
+    except OSError as e:
+        error = e
+    try:
+        failed = remote_rows.send_to_first(ranks, (), lambda at, data: _pwrite(fd, at, data))
+        return error or failed
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
-def read(path: Path, shards: Mapping[str, Shard]) -> None:
-    """Fill the shards whose tensors are in the file. ValueError if a tensor has another shape there."""
-    with safe_open(str(path), framework="pt") as file:
-        present = set(file.keys())
-        for name, shard in shards.items():
-            if name not in present:
-                continue
-            found = file.get_slice(name)
-            if tuple(found.get_shape()) != shard.shape:
-                raise ValueError(
-                    f"{name} has shape {list(found.get_shape())} in the file, expected {list(shard.shape)}"
-                )
-            if not shard.shape:
-                shard.local.copy_(file.get_tensor(name))
-            elif len(shard.local):
-                shard.local.copy_(found[shard.first_row : shard.first_row + len(shard.local)])
+def names(path: Path, ranks: Ranks | None = None) -> set[str]:
+    """The tensors in the file. Every rank calls this."""
+    return set(_shapes(path, ranks or Ranks.alone()))
+
+
+def read(path: Path, shards: Mapping[str, Shard], ranks: Ranks | None = None) -> None:
+    """Fill the shards whose tensors are in the file. Every rank calls this. ValueError if a tensor has another shape
+    there."""
+    ranks = ranks or Ranks.alone()
+    shapes = _shapes(path, ranks)
+    _agree(ranks, _other_shape(shapes, shards))
+    error: Exception | None = None
+    wanted = [rows for name, shard in shards.items() if name in shapes for rows in _rows(name, shard)]
+
+    def store(rows: Rows, values: torch.Tensor) -> None:
+        local = shards[rows.name].local
+        if rows.count < 0:
+            local.copy_(values.view(local.shape))
+            return
+        first = rows.first - shards[rows.name].first_row
+        local[first : first + rows.count].copy_(values.view(rows.count, *local.shape[1:]))
+
+    if ranks.remote:
+        remote_rows.fetch_from_first(ranks, wanted, lambda rows: torch.empty(0), store)
+    else:
+        with safe_open(str(path), framework="pt") as file:
+            try:
+                for rows in wanted:
+                    store(rows, _load(file, rows))
+            except OSError as e:
+                error = e
+            error = remote_rows.fetch_from_first(ranks, (), lambda rows: _load(file, rows), store) or error
+    _agree(ranks, error)
+
+
+def _shapes(path: Path, ranks: Ranks) -> dict[str, tuple[int, ...]]:
+    """The tensors in the file with their shapes, as rank 0 finds them."""
+    found: dict[str, tuple[int, ...]] | Exception = {}
+    if ranks.first:
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except OSError as e:
+            found = e
+        except SafetensorError as e:
+            found = ValueError(str(e))
+    found = ranks.broadcast(found)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _other_shape(shapes: Mapping[str, tuple[int, ...]], shards: Mapping[str, Shard]) -> ValueError | None:
+    """The error for the first shard whose tensor has another shape in the file."""
+    for name, shard in shards.items():
+        if name in shapes and shapes[name] != shard.shape:
+            return ValueError(f"{name} has shape {list(shapes[name])} in the file, expected {list(shard.shape)}")
+    return None
+
+
+def _rows(name: str, shard: Shard) -> list[Rows]:
+    """What a rank reads to fill its shard, in pieces. A tensor without dimensions has a count of -1."""
+    local, width = shard.local, shard.local.element_size()
+    if not shard.shape:
+        return [Rows(name, 0, -1, local.dtype, width)]
+    each = prod(shard.shape[1:]) * width
+    step = max(1, PIECE_BYTES // max(each, 1))
+    return [
+        Rows(name, shard.first_row + first, n, local.dtype, n * each)
+        for first in range(0, len(local), step)
+        if (n := min(step, len(local) - first)) * each
+    ]
+
+
+def _load(file: Any, rows: Rows) -> torch.Tensor:
+    try:
+        if rows.count < 0:
+            return file.get_tensor(rows.name)
+        return file.get_slice(rows.name)[rows.first : rows.first + rows.count]
+    except SafetensorError as e:
+        raise OSError(f"{rows.name} cannot be read: {e}") from e
 
 
 def _header(tensors: Mapping[str, Shard]) -> tuple[bytes, int]:
@@ -121,19 +194,19 @@ def _nbytes(shard: Shard) -> int:
     return prod(shard.shape) * shard.local.element_size()
 
 
-def _write_rows(fd: int, shard: Shard, at: int) -> None:
+def _flat(shard: Shard, at: int) -> tuple[int, torch.Tensor]:
+    """Where the first row of a shard goes if its tensor starts at `at`, and all its values."""
     flat = shard.local.detach().reshape(-1)
-    width = flat.element_size()
-    at += shard.first_row * prod(shard.shape[1:]) * width
-    for first in range(0, len(flat), WRITE_BYTES // width):
-        piece = flat[first : first + WRITE_BYTES // width].cpu().contiguous()
-        data = memoryview(piece.view(torch.uint8).numpy().data)
-        while data:
-            done = os.pwrite(fd, data, at)
-            at, data = at + done, data[done:]
+    return at + shard.first_row * prod(shard.shape[1:]) * flat.element_size(), flat
 
 
-def _agree(ranks: Ranks, error: OSError | None) -> None:
+def _pwrite(fd: int, at: int, data: memoryview) -> None:
+    while data:
+        done = os.pwrite(fd, data, at)
+        at, data = at + done, data[done:]
+
+
+def _agree(ranks: Ranks, error: Exception | None) -> None:
     """Raise the first error of any rank on all of them."""
     for found in ranks.all_gather(error):
         if found is not None:

@@ -159,7 +159,7 @@ class TorchTrainer:
         try:
             self.optimizer.restore(path)
             random = random_state(self.model.device)
-            sharded_file.read(path, random)
+            sharded_file.read(path, random, self.ranks)
         except (OSError, SafetensorError, ValueError) as e:
             raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(path)) from e
         set_random_state(random, self.model.device)

@@ -3,14 +3,20 @@
 Rank 0 is the trainer's main process (trainer.py). It loads the model, chooses what the recipe leaves open, and gives
 the order to build; the other ranks (`main` below) wait for it, build their part, and follow its orders from then on.
 
+A rank on another machine (`RankPlace.machine`) has a folder of its own with only the recipe (rank_host.py). It opens no
+file of the run: tensors, adapters and the state of the optimizer come from rank 0. The first rank of such a machine has
+a weight server for the rows of that machine.
+
 Every rank but the first ends quietly if another one is lost: the reason is in that one's log, and the supervisor
 restarts all of them together (launch/rank_group.py).
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +28,17 @@ from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.devices import Place
 from windfall.errors import WindfallError
-from windfall.launch import trained_weights
+from windfall.launch import network, tls, trained_weights
+from windfall.launch.invitation import ALL_INTERFACES
 from windfall.launch.rank_group import RANK_LOST, log_name
 from windfall.launch.trained_weights import TrainedWeights
+from windfall.link import listener
 from windfall.train import checkpoint
+
+WEIGHTS_KEY = "WINDFALL_WEIGHTS_KEY"
+"""Environment variable with the key of the weight server, on machines that do not have the run's token."""
+SERVER_START_S = 30.0
+"""Seconds in which the weight server must listen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +49,14 @@ class RankPlace:
     size: int = 1
     rendezvous: str = ""
     """Where the ranks meet (train/ranks.py); "" for one rank alone."""
+    machine: int = 0
+    """The machine of this rank; 0 has rank 0 and the run's folder."""
+    local_rank: int = 0
+    """Number of this rank among those of its machine."""
+    local_size: int = 1
+    """Ranks on this machine."""
+    host: str = ""
+    """Where workers reach this machine, if it is not that of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +68,9 @@ class Setup:
     micro_tokens: int
     checkpoint_activations: bool
     checkpoint: Path | None
-    """The checkpoint to continue from."""
+    """The checkpoint to continue from. Ranks on other machines cannot open it."""
+    adapter: Any = None
+    """The AdapterConfig of the adapters, if adapters are trained."""
     onednn: bool
 
 
@@ -59,7 +82,7 @@ def choose_device(recipe: Recipe, place: RankPlace) -> tuple[str, str]:
 
 def cpu_threads(recipe: Recipe, place: RankPlace) -> int:
     """CPU threads of this rank."""
-    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.size)
+    return recipe.run.threads or max(1, (os.cpu_count() or 1) // place.local_size)
 
 
 def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
@@ -68,9 +91,11 @@ def join(recipe: Recipe, place: RankPlace, device: str) -> Any:
 
     if not place.rendezvous:
         return Orders(Ranks.alone(device))
-    return Orders(
-        Ranks.join(place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s)
-    )
+    ranks = Ranks.join(
+        place.rank, place.size, place.rendezvous, device=device, timeout_s=recipe.train.rank_timeout_s,
+        machine=place.machine,
+    )  # fmt: skip
+    return Orders(ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +133,11 @@ def build_part(
         model, algorithms.make(recipe.algorithm.name, **recipe.algorithm.options), recipe,
         micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
     )  # fmt: skip
-    publisher = Publisher(folder, ranks=ranks, dtype=setup.dtype if sharded else None)
+    publisher = Publisher(
+        folder, ranks=ranks, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
+    )
     orders.add("publish", lambda version: weights.publish(publisher, version))
+    orders.add("collect", lambda: trained_weights.collect(publisher, ranks))
     if setup.checkpoint_activations and trainer.learner.has_graph:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
@@ -135,7 +163,8 @@ def _shard(
     weights: list[TrainedWeights] = []
 
     def attach(model: Any) -> None:
-        adapters = trained_weights.attach(model, recipe, setup.checkpoint) if recipe.train.lora else None
+        # The values come from rank 0, so that the others need neither the base model nor the checkpoint.
+        adapters = trained_weights.attach_empty(model, setup.adapter) if setup.adapter is not None else None
         weights.append(TrainedWeights(model=model, adapters=adapters))
 
     source = None if loaded is None else _tensors(loaded.model)
@@ -162,7 +191,13 @@ def main(folder: Path, place: RankPlace) -> int:
     try:
         device, _ = choose_device(recipe, place)
         orders = join(recipe, place, device)
-        orders.add("build", lambda setup: build_part(recipe, folder, setup, orders))
+
+        def build(setup: Setup) -> None:
+            part = build_part(recipe, folder, setup, orders)
+            if place.machine and place.local_rank == 0:
+                part.publisher.address = serve_weights(part.publisher, recipe, place.host)
+
+        orders.add("build", build)
         orders.follow()
         return 0
     except (RankLost, PublishFailed) as e:
@@ -175,6 +210,21 @@ def main(folder: Path, place: RankPlace) -> int:
         traceback.print_exc()
         folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)))
         return 1
+
+
+def serve_weights(publisher: Any, recipe: Recipe, host: str) -> str:
+    """Serve the rows of this machine to workers until the process ends. Returns the address of the server."""
+    from windfall.weights.serve import serve
+
+    f, loop = recipe.fleet, asyncio.new_event_loop()
+    listener.raise_file_limit()
+    threading.Thread(target=loop.run_forever, name="weight server", daemon=True).start()
+    opening = serve(
+        publisher, host=f.host if f.host in ALL_INTERFACES else host, port=f.weights_port,
+        key=os.environ[WEIGHTS_KEY], ssl=tls.server_context(f),
+    )  # fmt: skip
+    server = asyncio.run_coroutine_threadsafe(opening, loop).result(SERVER_START_S)
+    return f"{'https' if f.tls_cert else 'http'}://{network.in_url(host)}:{server.port}"
 
 
 def crashed(who: str, error: Exception, log: Path) -> WindfallError:

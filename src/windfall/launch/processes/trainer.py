@@ -107,7 +107,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     setup = Setup(
         model_config=model.config, dtype=dtype, micro_tokens=derived.micro_tokens,
         checkpoint_activations=derived.checkpoint_activations, onednn=bool(torch.backends.mkldnn.enabled),
-        checkpoint=found.path if found else None,
+        checkpoint=found.path if found else None, adapter=loaded.adapters.config if loaded.adapters else None,
     )  # fmt: skip
     build_part = partial(rank.build_part, recipe, folder, orders=orders, loaded=loaded, reference=reference)
     orders.add("build", build_part)
@@ -138,7 +138,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         address, "/trainer", m.ToTrainer, ssl=tls.client_context(address, pinned=f.tls_cert),
         max_frame_bytes=m.MAX_TRAINER_FRAME_BYTES,
     )  # fmt: skip
-    write_model = partial(weights.write_published, model, publisher) if sharded else weights.saved.save_pretrained
+    write = partial(weights.write_published, model, publisher, orders) if sharded else weights.saved.save_pretrained
     local = _local_engine(recipe, folder, place, part, device)
     host = TrainerAgent(
         trainer=trainer, state=state, secret=secret, dialer=dialer, hello=hello,
@@ -147,7 +147,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         update_bytes=lambda: trained_weights.update_bytes(publisher),
         save=lambda now: checkpoint.save(
             folder / "checkpoints", now, tokenizer=tokenizer, write_optimizer=trainer.write_optimizer,
-            write_model=write_model, keep=recipe.checkpoint.keep, base=loaded.base,
+            write_model=write, keep=recipe.checkpoint.keep, base=loaded.base,
         ),
         address=where,
     )  # fmt: skip

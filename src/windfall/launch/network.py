@@ -1,0 +1,92 @@
+"""Addresses and network interfaces of this machine, for ranks that talk to ranks on other machines.
+
+gloo and NCCL choose a network interface by themselves: gloo takes the one of the host name, which is often the loopback
+interface or a public network. `socket_environment` tells both to use the one with the address of the rendezvous. A
+choice of the user (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has priority.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+SIOCGIFADDR = 0x8915
+"""ioctl of Linux: the IPv4 address of an interface."""
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Host and port.
+
+    >>> split_endpoint("10.0.0.5:29400"), split_endpoint("[fd00::5]:29400")
+    (('10.0.0.5', 29400), ('fd00::5', 29400))
+    """
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def in_url(host: str) -> str:
+    """A host as a part of a URL.
+
+    >>> in_url("10.0.0.5"), in_url("fd00::5")
+    ('10.0.0.5', '[fd00::5]')
+    """
+    return f"[{host}]" if ":" in host else host
+
+
+def resolve(host: str) -> str:
+    """The address of a host name; OSError if it has none."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def address_toward(host: str, port: int) -> str:
+    """The address of this machine from which it reaches another host. Sends no packets."""
+    family, kind, protocol, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as s:
+        s.connect(to)
+        return str(s.getsockname()[0])
+
+
+def free_port(host: str) -> int:
+    """A port of this address that nothing listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        s.bind((host, 0))
+        return s.getsockname()[1]
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address; None if there is none or it cannot be found out."""
+    try:
+        wanted = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+    if wanted.is_loopback:
+        return "lo"
+    if wanted.version == 6:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                fields = line.split()
+                if int(fields[0], 16) == int(wanted):
+                    return fields[-1]
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(s.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if found[20:24] == wanted.packed:
+                    return name
+    return None
+
+
+def socket_environment(address: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment variables for ranks that use the interface with this address."""
+    environment = os.environ if environment is None else environment
+    name = interface_of(address)
+    wanted = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {key: value for key, value in wanted.items() if key not in environment}

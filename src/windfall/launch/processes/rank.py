@@ -119,7 +119,6 @@ def build_part(
     import torch
 
     from windfall.train.trainer import TorchTrainer
-    from windfall.weights.buffers import machine
     from windfall.weights.publish import Publisher
 
     torch.backends.mkldnn.enabled = setup.onednn  # pyright: ignore[reportAttributeAccessIssue]
@@ -143,11 +142,10 @@ def build_part(
     torch.manual_seed(recipe.run.seed)  # for models that use random numbers in training; a checkpoint has its own state
     if setup.checkpoint is not None:
         trainer.restore_optimizer(setup.checkpoint / checkpoint.OPTIMIZER)
-    here = machine()
-    members = ranks.all_gather((os.getpid(), here, devices.own_place(ranks.device)))
+    members = ranks.all_gather((os.getpid(), ranks.machine, devices.own_place(ranks.device)))
     return TrainerPart(
         trainer=trainer, publisher=publisher, weights=weights, pids=[pid for pid, _, _ in members],
-        places=[place for _, where, place in members if where == here],
+        places=[place for _, where, place in members if where == ranks.machine],
     )  # fmt: skip
 
 

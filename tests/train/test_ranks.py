@@ -7,6 +7,7 @@ way: tied and untied heads, norms of queries and keys, experts, adapters.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -280,6 +281,30 @@ def test_lost_rank_is_noticed_by_the_others(how: int) -> None:
     for error, took_s in run_ranks(3, lose_a_rank, how, timeout_s=limit_s, lost=(2,)):
         assert "waited" in error
         assert took_s < 15
+
+
+def fail_while_others_wait(ranks: Ranks) -> str:
+    """Rank 1 fails within an order; the others are in a collective that FSDP2 would run."""
+    orders = Orders(ranks)
+
+    def work() -> None:
+        if ranks.rank == 1:
+            raise MemoryError("too large")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    orders.add("learn", work)
+    try:
+        orders.call("learn") if ranks.first else orders.follow()
+    except (RankLost, MemoryError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def test_error_of_one_rank_is_a_loss_for_the_others() -> None:
+    first, second, third = run_ranks(3, fail_while_others_wait, lost=())
+    assert second == "MemoryError: too large"
+    for error in (first, third):
+        assert re.match(r"RankLost: rank [02] lost another one during `learn`: .*(by peer|gloo)", error), error
 
 
 def test_packs_of_ranks_are_equal_in_number_and_lose_nothing() -> None:

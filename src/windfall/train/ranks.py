@@ -193,7 +193,8 @@ class Orders:
             orders = [(name, each[rank] if each is not None else args) for rank in range(size)]
             with self.ranks._noticing("to give an order", FOREVER.total_seconds()):
                 dist.scatter_object_list([None], orders, src=0, group=self.ranks.orders)
-        return self._actions[name](*(args if each is None else each[0]))
+        with self._noticing_losses(name):
+            return self._actions[name](*(args if each is None else each[0]))
 
     def follow(self) -> None:
         """Run the orders of rank 0 until it says `stop`."""
@@ -204,7 +205,18 @@ class Orders:
             name, args = box[0]
             if name == "stop":
                 return
-            self._actions[name](*args)
+            with self._noticing_losses(name):
+                self._actions[name](*args)
+
+    @contextlib.contextmanager
+    def _noticing_losses(self, name: str) -> Iterator[None]:
+        """Turn errors of the collectives that FSDP2 runs within an action into RankLost."""
+        try:
+            yield
+        except RuntimeError as e:
+            if self.ranks.size > 1 and _from_collective(e):
+                raise RankLost(f"rank {self.ranks.rank} lost another one during `{name}`: {_first_line(e)}") from e
+            raise
 
     def stop(self) -> None:
         """Let the other ranks end."""
@@ -235,6 +247,13 @@ def _missing(store: Any, size: int) -> str:
     except RuntimeError:  # rank 0, which serves the store, is gone
         return ""
     return f"not arrived: {'rank' if len(late) == 1 else 'ranks'} {', '.join(late)}" if late else ""
+
+
+def _from_collective(error: RuntimeError) -> bool:
+    """Whether an error says that another rank is gone or late. Errors of gloo are plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or any(
+        sign in str(error) for sign in ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL error")
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -43,7 +43,7 @@ from windfall.train.logprobs import Learner
 from windfall.train.lora import Adapters, BaseLearner
 from windfall.train.optimizer import Optimizer
 from windfall.train.policy import Policy
-from windfall.train.ranks import Orders, Ranks
+from windfall.train.ranks import Orders, RankLost, Ranks
 from windfall.train.sample import Sample, packs_of_ranks
 from windfall.train.sharding import Shard
 
@@ -249,7 +249,12 @@ class TorchTrainer:
         )  # fmt: skip
 
     def _write_optimizer(self, path: Path) -> None:
-        sharded_file.write(path, self.optimizer.state() | random_state(self.model.device), self.ranks)
+        try:
+            sharded_file.write(path, self.optimizer.state() | random_state(self.model.device), self.ranks)
+        except OSError as e:
+            if self.ranks.first:
+                raise
+            raise RankLost(f"rank 0 reports that {path} cannot be written: {e}") from e
 
 
 def _floats(t: torch.Tensor) -> Floats:

@@ -202,11 +202,11 @@ def main(folder: Path, place: RankPlace) -> int:
         print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
         return RANK_LOST
     except WindfallError as e:
-        folders.fail(folder, "trainer", e)
+        folders.fail(folder, "trainer", e, first=True)
         return 2
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
-        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)))
+        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)), first=True)
         return 1
 
 

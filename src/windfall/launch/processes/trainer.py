@@ -73,12 +73,12 @@ def main(folder: Path, place: RankPlace = ALONE) -> int:
             return 2
         except (RankLost, PublishFailed) as e:
             traceback.print_exc()
-            if not (folder / ".trainer.failure").exists():  # otherwise the rank that was lost has written down why
-                folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
+            # The rank that was lost may have written down why.
+            folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"), first=True)
             return RANK_LOST
         except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
             traceback.print_exc()
-            folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"))
+            folders.fail(folder, "trainer", crashed("the trainer", e, folder / "trainer.log"), first=True)
             return 1
 
 
@@ -115,6 +115,8 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     trainer, publisher, weights = part.trainer, part.publisher, part.weights
     if sharded:
         model.to("meta")  # the ranks have the weights; the module is still needed to write checkpoints
+        if isinstance(reference, torch.nn.Module):
+            reference.to("meta")
     if not trainer.learner.has_graph:  # it decides for every pack which activations to keep
         derived = replace(derived, checkpoint_activations=False)
     token, secret, f = auth.read_token(folder / "token"), auth.make_token(folder / "trainer.secret"), recipe.fleet

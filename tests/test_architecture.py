@@ -39,6 +39,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "engine/cuda/splits.py",
     "engine/cuda/host_state.py",
     "engine/scheduler.py",
+    "models/tool_calls.py",
     "ledger/episode.py",
     "ledger/ledger.py",
     "scheduling/admission.py",
@@ -75,8 +76,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "weights/plan.py",
 ]
 PURE_MAY_IMPORT = {
-    "__future__", "array", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
-    "itertools", "math", "msgspec", "numpy", "signal", "typing", "xxhash",
+    "__future__", "array", "ast", "bisect", "collections", "dataclasses", "datetime", "enum", "functools", "heapq",
+    "itertools", "json", "math", "msgspec", "numpy", "re", "signal", "typing", "xxhash",
 }  # fmt: skip
 LIGHT = [
     "cli",

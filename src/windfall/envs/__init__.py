@@ -10,6 +10,7 @@ from typing import Any
 
 from windfall.envs.base import Env
 from windfall.envs.failures import source_location
+from windfall.envs.sessions.stateful import Stateful
 from windfall.errors import WindfallError, nearest
 
 BUILT_IN = {
@@ -59,10 +60,14 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
         if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
             raise WindfallError(f"{factory} does not accept these options: {e}", where="env.options") from e
         raise _user_code_error(f"building {factory}", e) from e
+    if callable(getattr(env, "open", None)) and not callable(getattr(env, "feedback", None)):
+        env = Stateful(env)
     missing = [method for method in ("task", "feedback") if not callable(getattr(env, method, None))]
     if missing:
         what = f"{factory} returned a {type(env).__name__} without {' and '.join(missing)}"
-        raise WindfallError(what, where="env.factory", fix="An environment needs the methods task and feedback.")
+        raise WindfallError(
+            what, where="env.factory", fix="An environment needs the methods task and feedback, or task and open."
+        )
     return env
 
 

@@ -29,6 +29,8 @@ class Call:
     """The stack of the call at that moment."""
     moves: int = 0
     """Number of children that ended during this call for an unknown reason."""
+    session: tuple[Any, ...] = ()
+    """The session that this call continues: the task and the turns so far. Empty: none."""
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():

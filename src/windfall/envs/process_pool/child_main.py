@@ -114,8 +114,9 @@ class ChildProgram:
         except WindfallError as e:
             self.send(0, "refused", e.what, e.where, e.fix)
             return
-        self._name = type(self._env).__name__
-        self.send(0, "ready", self._name)
+        stateful = bool(getattr(self._env, "stateful", False))
+        self._name = self._env.name if stateful else type(self._env).__name__
+        self.send(0, "ready", self._name, stateful)
 
     def _begin(self, number: int, what: str, args: list[Any]) -> None:
         loop, limit_s = asyncio.get_running_loop(), args.pop()

@@ -7,6 +7,8 @@
 - A time limit counts from when a call begins to run, which the child records (running_call.py). Over the limit, an
   `async def` that waits is canceled. A call that blocks is killed with its child, and the failure contains its stack.
 - A child runs one plain call at a time. sizing.py decides when another child is useful.
+- If the environment has sessions, a turn goes to the child that has its session. If that child has ended, it goes to
+  any child, which replays the session (sessions/stateful.py).
 - A call ends with a value, a failure, or the error that says why the environment cannot be built.
 """
 
@@ -18,7 +20,7 @@ import os
 import sys
 import time
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
@@ -42,6 +44,8 @@ SILENT_S = 5.0
 continues after it was canceled."""
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
+MAX_HOMES = 1 << 16
+"""Number of sessions whose child is remembered. A turn of an older session goes to any child."""
 MAX_MOVES = 5
 """Number of children that may end during a call for an unknown reason before the call fails."""
 
@@ -58,6 +62,9 @@ class EnvPool:
         self._children: list[PoolChild] = []
         self._pending: deque[Call] = deque()
         self._next_number = 1
+        self._stateful = False
+        self._homes: OrderedDict[tuple[Any, ...], list[PoolChild]] = OrderedDict()
+        """By task and turns so far: the children that have a session with them."""
         self._sending_soon = False
         self._sizing = Sizing(cores=available_cores())
         self._broken: WindfallError | None = None
@@ -95,11 +102,16 @@ class EnvPool:
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
         args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [(t.text, t.observation) for t in turns])
-        return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'")
+        session = (index, *((t.text, t.observation) for t in turns[:-1])) if self._stateful and len(turns) > 1 else ()
+        return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
 
-    def _call(self, what: str, args: tuple[Any, ...], limit_s: float, name: str) -> asyncio.Future[Any]:
+    def _call(
+        self, what: str, args: tuple[Any, ...], limit_s: float, name: str, session: tuple[Any, ...] = ()
+    ) -> asyncio.Future[Any]:
         future = asyncio.get_running_loop().create_future()
-        call = Call(number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future)
+        call = Call(
+            number=self._next_number, what=what, args=args, limit_s=limit_s, name=name, future=future, session=session
+        )
         self._next_number += 1
         future.add_done_callback(lambda future: self._on_cancel(call) if future.cancelled() else None)
         if self._broken is not None:
@@ -128,11 +140,10 @@ class EnvPool:
             if self._pending[0].future.done():
                 self._pending.popleft()  # it was canceled
                 continue
-            queue_limit = self._sizing.queue_limit(self._pending[0].what)
-            free = [c for c in self._children if c.ready and c.queued < queue_limit and len(c.waiting) < MAX_WAITING]
-            if not free:
+            child = self._home(self._pending[0]) or self._free_child(self._pending[0].what)
+            if child is None:
                 break
-            child, call = min(free, key=lambda c: (c.queued, len(c.waiting))), self._pending.popleft()
+            call = self._pending.popleft()
             if not child.sent:
                 child.last_message_s = time.monotonic()
             child.sent[call.number], call.late_s, call.stack = call, None, ""
@@ -141,6 +152,29 @@ class EnvPool:
             child.process.send(messages)
         if self._pending and not any(c.ready for c in self._children) and not any(self._starting()):
             self._start()
+
+    def _free_child(self, what: str) -> PoolChild | None:
+        """The child with the shortest queue among those that can take this call."""
+        limit = self._sizing.queue_limit(what)
+        free = [c for c in self._children if c.ready and c.queued < limit and len(c.waiting) < MAX_WAITING]
+        return min(free, key=lambda c: (c.queued, len(c.waiting)), default=None)
+
+    def _home(self, call: Call) -> PoolChild | None:
+        """The child that has the session of this call, as far as it is known and still there."""
+        homes = self._homes.get(call.session, [])
+        child = homes.pop() if homes else None
+        if not homes:
+            self._homes.pop(call.session, None)
+        return child if child in self._children else None
+
+    def _remember_home(self, child: PoolChild, call: Call, value: object) -> None:
+        """The session of an answered call waits in this child for its next turn."""
+        if self._stateful and isinstance(value, Feedback) and value.observation is not None:
+            before, last = call.args[3][:-1], call.args[3][-1][0]
+            key = (call.args[0], *before, (last, value.observation))
+            self._homes.setdefault(key, []).append(child)
+            if len(self._homes) > MAX_HOMES:
+                self._homes.popitem(last=False)
 
     def _handle_line(self, child: PoolChild, line: bytes) -> None:
         if child not in self._children:
@@ -185,6 +219,7 @@ class EnvPool:
             if isinstance(value, EnvFailed):
                 call.fail(value)
             else:
+                self._remember_home(child, call, value)
                 call.succeed(value)
         if self._pending:
             self._send_soon()
@@ -203,7 +238,8 @@ class EnvPool:
         self._children.append(child)
         child.process.send([self._build_message])
 
-    def _child_ready(self, child: PoolChild, name: str) -> None:
+    def _child_ready(self, child: PoolChild, name: str, stateful: bool) -> None:
+        self._stateful = stateful is True
         child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
         self.name = name
         assert self._built is not None

@@ -23,7 +23,7 @@ LAYERS = [
     {"free_memory", "algorithms", "events", "fleet", "cost", "link"},
     {"config", "devices", "weights", "engine", "envs", "ledger"},
     {"run_folder", "models", "scheduling", "train"},
-    {"views", "selftest", "rollout"},
+    {"views", "selftest", "rollout", "gateway"},
     {"controller", "worker"},
     {"launch"},
     {"commands", "sim"},

@@ -114,6 +114,12 @@ class History:
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
         segment.busy = False
 
+    def remove_turn(self, call: Call, sampled: int) -> None:
+        """Remove the last turn of a segment: nobody saw its answer. The segment must not be continued after this."""
+        segment = call.segment
+        del segment.tokens[len(segment.tokens) - sampled - len(call.new) :], segment.sampled[len(segment.tokens) :]
+        segment.busy = True
+
     def abandon(self, call: Call) -> None:
         call.segment.busy = False
         if not call.segment.tokens and call.segment is self.segments[-1]:

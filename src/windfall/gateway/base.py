@@ -1,0 +1,47 @@
+"""The Sampler interface: what the gateway needs from the rest of windfall. A sampler never sees text or messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from windfall.types import Finish
+
+Progress = Callable[[Sequence[int], Sequence[float]], int | None]
+"""Called with all tokens of the turn so far and their log-probs. If it returns a number, the turn ends after that many
+tokens (a stop string was found); later tokens are discarded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """One turn that is to be sampled."""
+
+    session: str
+    segment: int
+    """Number of the segment within its session."""
+    turn: int
+    """Number of the turn within its segment. A turn above 0 continues the ids of the turn before."""
+    prompt: tuple[int, ...]
+    """All ids before the turn."""
+    new: tuple[int, ...]
+    """Those at the end of `prompt` that were not part of the segment before. For turn 0, all of them."""
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledTurn:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+
+
+class Sampler(Protocol):
+    model: str
+    """Name of the model in the API."""
+    context: int
+    """Largest number of tokens of prompt and turn together."""
+
+    async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
+        """Sample a turn. Raises WindfallError if that is not possible. Canceling it withdraws the turn."""
+        ...

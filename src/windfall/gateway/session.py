@@ -138,7 +138,7 @@ class GatewaySession:
         finally:
             self._left += limit - (len(flight.tokens) if answered else 0)
             if not answered:
-                self.history.abandon(call)
+                self.history.abandon(call, begun=True)
                 self._in_flight.pop(digest, None)
 
     def _grow(self, flight: CallInFlight, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:

@@ -2,7 +2,7 @@
 
     place(messages, tools)   a new Call: it continues a segment, or it opens one; the segment is busy until the answer
     answer(call, ids)        the sampled ids of the call: the segment grows by one turn
-    abandon(call)            the call was not answered: the segment is as it was before
+    abandon(call)            the call was not answered: the segment is as it was before, or ends there
 
 Rules:
 - A segment's ids only grow. Ids that were sampled are kept as they were sampled; all others are masked.
@@ -120,7 +120,10 @@ class History:
         del segment.tokens[len(segment.tokens) - sampled - len(call.new) :], segment.sampled[len(segment.tokens) :]
         segment.busy = True
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: Call, *, begun: bool = False) -> None:
+        """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more."""
+        if begun:
+            return  # it stays busy
         call.segment.busy = False
         if not call.segment.tokens and call.segment is self.segments[-1]:
             self.segments.pop()

@@ -116,6 +116,10 @@ class Dispatch:
         if self._staleness:
             self._schedule_soon()  # a worker that has become idle may load a new version
 
+    def cut(self, id: str, length: int) -> None:
+        """End the turn of a response after its first `length` tokens. Its listener is not called."""
+        self._cancel(self.ledger.cut(id, length))
+
     def _cancel(self, handles: Mapping[str, list[int]]) -> None:
         """Cancel assignments that the ledger has ended, by worker."""
         for worker, ended in handles.items():

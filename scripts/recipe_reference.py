@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from windfall.config import RULES, Lora, SimKind, file, sections
+from windfall.config import RULES, Lora, SimKind, env_sections, file, sections
 
 HEAD = """# Recipes
 
@@ -38,7 +38,7 @@ def rows(section: Any) -> list[str]:
     """The table of one section's keys."""
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in section.model_fields.items():
-        if section in sections.ENVS.values() and name == "name":
+        if section in env_sections.ENVS.values() and name == "name":
             continue  # the heading already has the environment's name
         shown = "-" if field.default is None else f"`{file._toml(_plain(field.default))}`"
         default = "required" if field.is_required() else shown

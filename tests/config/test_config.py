@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windfall.config import Recipe, dump, load, parse, sections
+from windfall.config import Recipe, dump, env_sections, load, parse, sections
 from windfall.errors import WindfallError
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").rglob("*.toml"))
@@ -150,8 +150,8 @@ def test_invalid_toml_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_every_environment_is_registered_by_its_name() -> None:
     union = get_args(sections.Env)[0]
-    assert set(sections.ENVS.values()) == set(get_args(union))
-    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in sections.ENVS.items())
+    assert set(env_sections.ENVS.values()) == set(get_args(union))
+    assert all(get_args(kind.model_fields["name"].annotation) == (name,) for name, kind in env_sections.ENVS.items())
 
 
 def again(recipe: Recipe, folder: Path) -> Recipe:

@@ -15,7 +15,7 @@ from hostile.files import DAMAGES, damage, file_for_folder
 from windfall import config
 from windfall import run_folder as folders
 from windfall.config import RULES, Recipe
-from windfall.config.sections import ENVS
+from windfall.config.env_sections import ENVS
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.launch import resume_check

@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from windfall.config.env_sections import ENVS
 from windfall.config.lora import Lora
-from windfall.config.sections import ENVS, Recipe, SimKind
+from windfall.config.sections import Recipe, SimKind
 from windfall.errors import WindfallError, nearest
 
 _DATES = (datetime.date, datetime.time)  # datetime.datetime is a subclass of date

@@ -71,7 +71,7 @@ class EnvFailures:
 
 
 OUT_OF_TOKENS = EnvFailed(
-    "the response ran out of tokens (rollout.max_tokens) before the environment gave a reward; raise the limit, or "
-    "return Feedback(observation=..., reward=...) to say what reward such a response gets",
+    "the response ran out of tokens (rollout.max_tokens) before the environment gave a reward; raise the limit, set "
+    "rollout.out_of_tokens to a number, or return Feedback(observation=..., reward=...) to say what it is worth",
     "out of tokens",
 )

@@ -15,8 +15,9 @@ complete. Every event arrives in one inbox, so that all of this runs in one plac
 
 Rules: every episode that is opened is handed out exactly once, in its group, or dropped because it is too old. A group
 is handed out when all its responses are finished or dropped. A reward that could not be determined is missing (None),
-never zero. Tokens that are in the journal are not generated again. A task that the environment cannot produce, or whose
-prompt leaves no room for a response, is skipped and counts as drawn.
+never zero. A response that runs out of tokens has the reward that its environment gives to what it has, or else
+`rollout.out_of_tokens`. Tokens that are in the journal are not generated again. A task that the environment cannot
+produce, or whose prompt leaves no room for a response, is skipped and counts as drawn.
 """
 
 from __future__ import annotations
@@ -439,9 +440,8 @@ class Stream:
         cut = episode.finish == "length"
         if not cut and episode.observe(self._rollout.text.observation(feedback.observation)):
             return None
-        if feedback.reward is not None:
-            return episode.close(feedback.reward)
-        return self._missing(episode, OUT_OF_TOKENS)
+        worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
+        return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
 
     def _missing(self, episode: Episode, e: EnvFailed) -> Response:
         """Finish a response without a reward."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lighthouse import Lighthouse
 
-from windfall import config
+from windfall.config.env_sections import CustomEnv
 from windfall.envs.failures import EnvFailed
 from windfall.envs.grade import grade
 from windfall.envs.guess import Guess
@@ -127,7 +127,7 @@ def test_environments_without_state_are_the_same_through_sessions() -> None:
 
 
 def section(**options: Any) -> Any:
-    return config.sections.CustomEnv(name="custom", factory="lighthouse:build", options=options)
+    return CustomEnv(name="custom", factory="lighthouse:build", options=options)
 
 
 def test_sessions_in_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,18 @@ class GuessEnv(Section):
     """Number of guesses allowed per task."""
 
 
+class FrozenLakeEnv(Section):
+    name: Literal["frozen_lake"]
+    size: int = Field(default=4, ge=2, le=64)
+    """Width and height of the map."""
+    slippery: bool = False
+    """Whether a move may slip to the side."""
+    max_turns: Count = 12
+    """Number of moves allowed per task."""
+    frozen: float = Field(default=0.8, gt=0, le=1)
+    """Chance that a field of the map is ice and not a hole."""
+
+
 class CustomEnv(Section):
     name: Literal["custom"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -70,7 +82,10 @@ class CustomEnv(Section):
     """Keyword arguments for the factory."""
 
 
-Env = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | CustomEnv, Field(discriminator="name")]
+Env = Annotated[
+    ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | FrozenLakeEnv | CustomEnv, Field(discriminator="name")
+]
 ENVS: dict[str, type[Section]] = {
-    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv, "custom": CustomEnv,
+    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv,
+    "frozen_lake": FrozenLakeEnv, "custom": CustomEnv,
 }  # fmt: skip

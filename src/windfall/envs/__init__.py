@@ -15,6 +15,7 @@ from windfall.errors import WindfallError, nearest
 
 BUILT_IN = {
     "arithmetic": ("windfall.envs.arithmetic", "Arithmetic"),
+    "frozen_lake": ("windfall.envs.frozen_lake", "FrozenLake"),
     "gym": ("windfall.envs.gym", "Gym"),
     "guess": ("windfall.envs.guess", "Guess"),
     "jsonl": ("windfall.envs.jsonl", "JsonLines"),
@@ -33,7 +34,14 @@ def build(section: dict[str, Any], seed: int) -> Env:
     if section["name"] == "custom":
         return _custom(options["factory"], seed, options.get("options", {}))
     module, name = BUILT_IN[section["name"]]
-    return getattr(importlib.import_module(module), name)(seed=seed, **options)
+    return _with_feedback(getattr(importlib.import_module(module), name)(seed=seed, **options))
+
+
+def _with_feedback(env: Any) -> Any:
+    """An environment with sessions as one that gives feedback; every other one unchanged."""
+    if callable(getattr(env, "open", None)) and not callable(getattr(env, "feedback", None)):
+        return Stateful(env)
+    return env
 
 
 def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
@@ -60,8 +68,7 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
         if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
             raise WindfallError(f"{factory} does not accept these options: {e}", where="env.options") from e
         raise _user_code_error(f"building {factory}", e) from e
-    if callable(getattr(env, "open", None)) and not callable(getattr(env, "feedback", None)):
-        env = Stateful(env)
+    env = _with_feedback(env)
     missing = [method for method in ("task", "feedback") if not callable(getattr(env, method, None))]
     if missing:
         what = f"{factory} returned a {type(env).__name__} without {' and '.join(missing)}"

@@ -31,7 +31,7 @@ class FrozenLake:
         self._size, self._slippery, self._max_turns, self._frozen, self._seed = size, slippery, max_turns, frozen, seed
 
     def task(self, index: int) -> Task:
-        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map  # pyright: ignore[reportMissingImports]
 
         seed = int.from_bytes(hashlib.blake2b(f"{self._seed}/{index}".encode(), digest_size=4).digest(), "big")
         rows = generate_random_map(size=self._size, p=self._frozen, seed=seed)
@@ -49,7 +49,7 @@ class LakeWalk:
     """One walk. The ice slips by a generator that is seeded with the task, so a replay slips in the same places."""
 
     def __init__(self, rows: list[str], seed: int, slippery: bool, max_turns: int) -> None:
-        import gymnasium
+        import gymnasium  # pyright: ignore[reportMissingImports]
 
         self._env: Any = gymnasium.make("FrozenLake-v1", desc=rows, is_slippery=slippery, max_episode_steps=10**6)
         self._env.reset(seed=seed)

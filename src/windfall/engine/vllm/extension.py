@@ -1,0 +1,77 @@
+"""What windfall adds to vLLM's worker class. It runs in every rank; `collective_rpc` calls its methods by name.
+
+vLLM makes `Extension` a base class of its worker (`worker_extension_cls`) and refuses an attribute that the worker has
+already, so every name begins with `windfall_`.
+
+Loading in place: `model.load_weights` copies into the parameters, which CUDA graphs refer to. That suffices for dense
+models on a GPU. Where vLLM changes the layout of weights after it has loaded them (experts; everything on a CPU, whose
+matrices are packed and whose parameters are then empty), its layer-wise reload does both again, layer by layer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from windfall.engine.vllm.checkpoint import to_checkpoint
+from windfall.engine.vllm.sampling import WindfallSampler
+from windfall.engine.vllm.shared_weights import SharedTensors
+from windfall.fleet.parent_death import die_with_parent
+
+
+class Extension:
+    model_runner: Any
+
+    def windfall_prepare(self, engine_pid: int, own_sampler: bool) -> dict[str, Any]:
+        """Called once after the start. Returns facts about this rank."""
+        if os.getpid() != engine_pid:
+            die_with_parent(engine_pid, signal.SIGKILL)
+        runner = self.model_runner
+        v2 = runner_is_v2(runner)
+        installed = own_sampler and not v2 and _can_replace_sampler(runner)
+        if installed:
+            runner.sampler = WindfallSampler(runner)
+        return {"pid": os.getpid(), "v2": v2, "own_sampler": installed}
+
+    def windfall_load(self, weights: SharedTensors | Mapping[str, Any]) -> list[str]:
+        """Copy the weights into the model. Returns the names of parameters that got none."""
+        runner = self.model_runner
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        found = weights.tensors() if isinstance(weights, SharedTensors) else _each(weights)
+        with torch.no_grad():
+            if _loads_in_place(model):
+                loaded = model.load_weights(to_checkpoint(_to_gpu(found)))
+                torch.cuda.synchronize()
+                names = {name for name, _ in model.named_parameters()}
+                return sorted(names - loaded) if loaded is not None else []
+            runner.reload_weights(weights_iterator=to_checkpoint(found))
+        return []
+
+
+def runner_is_v2(runner: Any) -> bool:
+    """Whether this is vLLM's model runner V2, which draws by (seed, position)."""
+    return any("vllm.v1.worker.gpu.model_runner" in base.__module__ for base in type(runner).__mro__)
+
+
+def _can_replace_sampler(runner: Any) -> bool:
+    return all(hasattr(runner, name) for name in ("sampler", "input_batch", "requests", "optimistic_seq_lens_cpu"))
+
+
+def _loads_in_place(model: Any) -> bool:
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return on_gpu and not any("MoE" in type(module).__name__ for module in model.modules())
+
+
+def _each(weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in weights:
+        yield name, weights[name]
+
+
+def _to_gpu(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """One tensor after the other on the GPU, so that merging the projections of a layer copies no bytes to the host."""
+    for name, tensor in weights:
+        yield name, tensor.cuda(non_blocking=True)

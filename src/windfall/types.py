@@ -157,9 +157,9 @@ class Response:
     reward: float | None = None
     """None: the reward is missing (the environment failed every try). Such a response is counted, not trained on."""
     turns: int = 1
-    engines: tuple[tuple[str, int], ...] = ()
+    engines: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     """(engine, number of tokens) of consecutive stretches of the sampled tokens. An empty name: the engine is unknown,
-    because the tokens were read from a journal."""
+    because the tokens were read from a journal. Responses that differ only in this are equal."""
 
     @property
     def sampled_count(self) -> int:

@@ -235,7 +235,8 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     limit: int
     old: bytes | None = None
     lag: bytes | None = None
-    engines: tuple[tuple[str, int], ...] = ()
+    engines: tuple[str, ...] = ()  # engines of consecutive stretches of the targets
+    engine_tokens: tuple[int, ...] = ()  # number of targets of each stretch
 
 
 class TrainerHello(Message, frozen=True, tag=18):

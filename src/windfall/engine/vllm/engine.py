@@ -36,8 +36,8 @@ from windfall.engine.base import Counters
 from windfall.engine.torch.engine import check_request
 from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.checkpoint import WeightShapes, config_json
-from windfall.engine.vllm.shared_weights import OwnedBuffer, SharedTensors
 from windfall.errors import WindfallError
+from windfall.shared_tensors import SharedTensors, TensorFile
 from windfall.types import Capabilities, Chunk, Finish, Request
 
 EXTENSION = "windfall.engine.vllm.extension.Extension"
@@ -164,10 +164,10 @@ class VllmEngine:
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     def _load(self, version: int, weights: Mapping[str, Any]) -> None:
-        owned: OwnedBuffer | None = None
+        owned: TensorFile | None = None
         source: SharedTensors | Mapping[str, Any] = weights
         if self.capabilities.tensor_parallel > 1:
-            source = getattr(weights, "shared", None) or (owned := OwnedBuffer(weights)).shared
+            source = getattr(weights, "shared", None) or (owned := TensorFile(weights)).shared
         try:
             missing = self._vllm.collective_rpc("windfall_load", args=(source,))
         finally:

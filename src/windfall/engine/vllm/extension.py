@@ -19,8 +19,8 @@ import torch
 
 from windfall.engine.vllm.checkpoint import to_checkpoint
 from windfall.engine.vllm.sampling import WindfallSampler
-from windfall.engine.vllm.shared_weights import SharedTensors
 from windfall.fleet.parent_death import die_with_parent
+from windfall.shared_tensors import SharedTensors
 
 
 class Extension:
@@ -49,6 +49,8 @@ class Extension:
                 names = {name for name, _ in model.named_parameters()}
                 return sorted(names - loaded) if loaded is not None else []
             runner.reload_weights(weights_iterator=to_checkpoint(found))
+            if next(model.parameters()).device.type == "cpu":
+                _pack_experts(model)
         return []
 
 
@@ -64,6 +66,15 @@ def _can_replace_sampler(runner: Any) -> bool:
 def _loads_in_place(model: Any) -> bool:
     on_gpu = next(model.parameters()).device.type == "cuda"
     return on_gpu and not any("MoE" in type(module).__name__ for module in model.modules())
+
+
+def _pack_experts(model: Any) -> None:
+    """Pack the experts for the CPU's kernels. vLLM 0.32 does so only when it loads them for the first time: after a
+    reload it would compute with matrices in the wrong layout, and report nothing."""
+    for module in model.modules():
+        experts = getattr(getattr(getattr(module, "quant_method", None), "moe_kernel", None), "fused_experts", None)
+        if experts is not None:
+            experts.process_weights_after_loading(module)
 
 
 def _each(weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

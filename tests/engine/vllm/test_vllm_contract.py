@@ -1,11 +1,10 @@
-"""What every engine must do, for vLLM: the tests of ../test_contract.py and ../test_swap.py, with models that vLLM runs.
+"""What every engine must do, for vLLM: as in ../test_contract.py and ../test_swap.py, with models that vLLM runs.
 Where `capabilities.exact` is true, a response continues token for token. Not covered on a CPU: graphs, bfloat16,
 asynchronous scheduling, model runner V2. On a GPU the same file covers them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +21,9 @@ Made = dict[str, list[Chunk]]
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+def model(request: pytest.FixtureRequest) -> Any:
     torch.set_num_threads(1)
-    yield build(request.param)
+    return build(request.param)
 
 
 @pytest.fixture(scope="module")

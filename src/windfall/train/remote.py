@@ -124,6 +124,7 @@ def parts(samples: Sequence[Sample]) -> Iterator[tuple[m.SampleMessage, ...]]:
         # On the wire an integer takes up to 5 bytes, a log-prob 8 and a lag 2; a sample has a few more fields.
         wire = 5 * (len(sample.ids) + len(sample.targets)) + 16 * len(sample.targets) + 64
         wire += 0 if sample.lag is None else sample.lag.nbytes
+        wire += sum(4 * len(name) + 10 for name, _ in sample.engines)
         if part and size + wire > FRAME_BYTES:
             yield tuple(part)
             part, size = [], 0

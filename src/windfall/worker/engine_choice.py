@@ -49,9 +49,7 @@ def choose(spec: EngineSpec, device: str, *, asked: EngineName = "auto", tensor_
             what = "run.deterministic needs windfall's engine: vLLM's results depend on the batch"
             raise WindfallError(what, where=where, fix="Use engine.name = 'windfall', or turn run.deterministic off.")
         installed.check(device)
-        return EngineChoice(
-            "vllm", f"{where} is 'vllm'" if wanted == "vllm" else f"{tensor_parallel} tensor-parallel GPUs"
-        )
+        return EngineChoice("vllm", f"{where} is 'vllm'" if wanted == "vllm" else f"it spans {tensor_parallel} GPUs")
     return _automatic(spec, device)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-MISSING = importlib.util.find_spec("vllm") is None
+from windfall.engine.vllm import installed
+
+MISSING = installed.find() is None
 collect_ignore_glob = ["test_vllm_*.py"] if MISSING else []
 
 
@@ -20,8 +19,3 @@ def engines_closed() -> Iterator[None]:
         import vllm_case
 
         vllm_case.close_all()
-
-
-def pytest_report_header(config: Any) -> str:
-    del config
-    return "" if MISSING else f"vLLM tests: {Path(__file__).parent}"

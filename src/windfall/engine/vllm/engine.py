@@ -45,6 +45,10 @@ MIN_BLOCKS = 4
 """The KV cache has at least this many blocks: vLLM keeps one free, and prefill needs one more than the tokens."""
 
 
+GRAPH_ROWS = 512
+"""vLLM captures graphs for batches of up to this many rows unless it is told to go further."""
+
+
 @dataclass(slots=True)
 class _Running:
     request: Request
@@ -219,6 +223,8 @@ def _arguments(
     from vllm import EngineArgs  # pyright: ignore
 
     options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": gpu_share}
+    if device != "cpu" and max_running > GRAPH_ROWS and not eager:
+        options["max_cudagraph_capture_size"] = max_running
     if tensor_parallel > 1:
         options["distributed_executor_backend"] = "mp"
     return EngineArgs(

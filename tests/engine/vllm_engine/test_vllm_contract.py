@@ -197,6 +197,26 @@ def test_refused_weights_change_nothing(llamas: list[Any]) -> None:
     assert tokens(made[request.id]) == expected
 
 
+def test_adapters_are_merged_at_the_swap(llamas: list[Any]) -> None:
+    """As a worker gets them in a run that trains adapters."""
+    from windfall.weights.merged import MergedWeights
+
+    base, noise = llamas[0].state_dict(), torch.Generator().manual_seed(8)
+    layer = "model.layers.1.self_attn.q_proj"
+    pair = {
+        f"{layer}.lora_A.weight": torch.randn(4, 128, generator=noise),
+        f"{layer}.lora_B.weight": torch.randn(128, 4, generator=noise),
+    }
+    merged = build("llama")
+    merged.load_state_dict({**base, f"{layer}.weight": base[f"{layer}.weight"] + 0.1 * (
+        pair[f"{layer}.lora_B.weight"] @ pair[f"{layer}.lora_A.weight"]
+    )})  # fmt: skip
+    e, request = engine(llamas[0]), replace(requests(1, seed=2)[0], max_tokens=20)
+    e.swap(1, MergedWeights(base, pair, 0.1))
+    said = drain(e, [request])[request.id]
+    assert torch.allclose(torch.tensor(logprobs(said)), oracle(merged, request, tokens(said)), atol=CLOSE, rtol=0)
+
+
 def test_response_ends_with_its_stop_token(model: Any) -> None:
     request = replace(requests(1, temperature=0.0)[0], max_tokens=30)
     e = engine(model)

@@ -39,19 +39,25 @@ class Extension:
 
     def windfall_load(self, weights: SharedTensors | Mapping[str, Any]) -> list[str]:
         """Copy the weights into the model. Returns the names of parameters that got none."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore
+
         runner = self.model_runner
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         found = weights.tensors() if isinstance(weights, SharedTensors) else _each(weights)
-        with torch.no_grad():
-            if _loads_in_place(model):
-                loaded = model.load_weights(to_checkpoint(_to_gpu(found)))
-                torch.cuda.synchronize()
-                names = {name for name, _ in model.named_parameters()}
-                return sorted(names - loaded) if loaded is not None else []
-            runner.reload_weights(weights_iterator=to_checkpoint(found))
-            if next(model.parameters()).device.type == "cpu":
-                _pack_experts(model)
-        return []
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        given = to_checkpoint(_to_gpu(found) if on_gpu else found)
+        missing: set[str] = set()
+        with torch.no_grad(), set_current_vllm_config(runner.vllm_config):
+            if on_gpu and not _has_experts(model):
+                loaded = model.load_weights(given)
+                missing = {name for name, _ in model.named_parameters()} - loaded if loaded else set()
+            else:
+                runner.reload_weights(weights_iterator=given)
+        if on_gpu:
+            torch.cuda.synchronize()  # the buffer may be overwritten after this
+        else:
+            _pack_experts(model)
+        return sorted(missing)
 
 
 def runner_is_v2(runner: Any) -> bool:
@@ -63,9 +69,8 @@ def _can_replace_sampler(runner: Any) -> bool:
     return all(hasattr(runner, name) for name in ("sampler", "input_batch", "requests", "optimistic_seq_lens_cpu"))
 
 
-def _loads_in_place(model: Any) -> bool:
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    return on_gpu and not any("MoE" in type(module).__name__ for module in model.modules())
+def _has_experts(model: Any) -> bool:
+    return any("MoE" in type(module).__name__ for module in model.modules())
 
 
 def _pack_experts(model: Any) -> None:
@@ -83,6 +88,6 @@ def _each(weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _to_gpu(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """One tensor after the other on the GPU, so that merging the projections of a layer copies no bytes to the host."""
+    """One tensor after the other, copied to the GPU as a whole: experts are then split there."""
     for name, tensor in weights:
         yield name, tensor.cuda(non_blocking=True)

@@ -238,7 +238,7 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
         page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
-        longest=longest, wanted=o.groups * o.group_size,
+        longest=longest, wanted=o.groups * o.group_size, engine=e.name,
     )  # fmt: skip
 
 

@@ -15,14 +15,16 @@ import msgspec
 
 from windfall import errors
 from windfall.devices import describe, restrict
+from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
 from windfall.link import auth
 from windfall.link import messages as m
 from windfall.types import Lease
 from windfall.weights.pull import Puller
-from windfall.worker import engine_factory, preemption
+from windfall.worker import engine_choice, engine_factory, preemption, vllm_factory
 from windfall.worker.agent import Agent
+from windfall.worker.engine_choice import EngineName
 from windfall.worker.startup import StartupThread, check_device, detect_device
 
 
@@ -36,10 +38,12 @@ def _is_address(url: str) -> bool:
 
 def main(
     url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
-    share: float, clouds: str, ca: Path | None, patience_s: float,
+    share: float, clouds: str, ca: Path | None, patience_s: float, engine: EngineName = "auto",
+    tensor_parallel: int = 1,
 ) -> None:  # fmt: skip
     """Join a run and work for it; exits the process with the agent's status. `token`: the run's token, or the file that
-    holds it. `share`: share of the free memory for the KV cache."""
+    holds it. `share`: share of the free memory for the KV cache. `engine`: which engine; "auto" leaves it to the run.
+    `tensor_parallel`: number of GPUs that the engine spans."""
     if not _is_address(url):
         what = f"{url!r} is not the address of a controller"
         raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
@@ -47,7 +51,9 @@ def main(
     context = tls.client_context(url, ca=ca, pinned=Path(pinned) if pinned else None)
     token = invitation.token(token, patience_s)
     device = restrict(device)  # before any thread asks for a device
-    start = StartupThread(device, threads)  # takes seconds, so the arguments are checked before
+    if engine == "vllm":
+        installed.check("cpu" if device == "cpu" else (detect_device(device) or ("cuda",))[0])
+    start = StartupThread(device, threads, vllm=engine == "vllm")  # takes seconds, so the arguments are checked before
     glanced = detect_device(device)
     lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.chosen_device()), region=region,
                   price_usd_per_h=price_usd_per_h)  # fmt: skip
@@ -56,16 +62,21 @@ def main(
         found = start.chosen_device()
         if glanced is not None:
             check_device(glanced, found)
-        engine, slots, took = engine_factory.build_engine_timed(spec, found, share=share)
+        choice = engine_choice.choose(spec, found, asked=engine, tensor_parallel=tensor_parallel)
+        print(choice, file=sys.stderr, flush=True)
+        if choice.name == "vllm":
+            built, slots, took = vllm_factory.build(spec, found, share=share, tensor_parallel=tensor_parallel)
+        else:
+            built, slots, took = engine_factory.build_engine_timed(spec, found, share=share)
         start.took = msgspec.structs.replace(start.took, build_s=took.build_s, warm_s=took.warm_s)
-        return engine, slots
+        return built, slots
 
     async def run() -> int:
         agent = Agent(
             url, token, name=name or f"{socket.gethostname()}-{os.getpid()}", lease=lease,
             build=build_engine,
-            puller=Puller(key=auth.weights_key(token), ssl=context), boot=lambda: start.took, ssl=context,
-            patience_s=patience_s,
+            puller=Puller(key=auth.weights_key(token), ssl=context, shared=tensor_parallel > 1),
+            boot=lambda: start.took, ssl=context, patience_s=patience_s,
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         preemption.on_sigterm(loop, agent.warned)

@@ -138,7 +138,7 @@ class Supervisor:
                 name, log = f"rank-{rank}" if rank else "trainer", self.folder / log_name(rank)
                 env = place.environment(environment)
                 started.append(await fork_client.start(name=name, argv=[*argv, *sharded], env=env, log=log))
-        except BaseException:
+        except BaseException:  # raised again: no rank may be left without the others
             for handle in started:
                 handle.kill()
             raise

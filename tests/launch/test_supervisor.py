@@ -179,16 +179,16 @@ def test_workers_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(it, "_controller_url", url)
         any_client: Any = client
         await it._providers(any_client, {})
-        assert it._local is not None
+        local: Any = it._scaled["local"]
         client.fails = True
         with pytest.raises(OSError, match="too many"):
-            await it._local.spawn("w1.1", Lease())
+            await local.spawn("w1.1", Lease())
         client.fails = False
         for name in ("w1.2", "w2.1", "w3.1"):
-            await it._local.spawn(name, Lease())
+            await local.spawn(name, Lease())
         client.handles["w2.1"].ended(-9)
         await asyncio.sleep(0)
-        await it._local.spawn("w2.2", Lease())
+        await local.spawn("w2.2", Lease())
         assert client.started == {
             "w1.2": ("1", device, "0.2"), "w2.1": ("0", device, "0.4"), "w3.1": ("1", device, "0.2"),
             "w2.2": ("0", device, "0.4"),

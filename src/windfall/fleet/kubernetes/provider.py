@@ -118,7 +118,8 @@ class KubernetesProvider:
             if pod.started and not (before and before.started):
                 self.started += 1
                 self._on_event("started", worker=PREFIX + name, pid=0)
-            if pod.restarts > (before.restarts if before else 0) and pod.exit_code != EXIT_REFUSED:
+            restarted = pod.restarts > (before.restarts if before else 0) and not pod.leaving
+            if restarted and pod.exit_code != EXIT_REFUSED:
                 self.started, self.lost = self.started + 1, self.lost + 1
                 self._ended(name, pod.exit_code, by="itself")
                 self._on_event("restarted", worker=PREFIX + name, pid=0, instead_of=PREFIX + name, after_s=0.0)

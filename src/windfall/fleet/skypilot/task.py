@@ -32,15 +32,12 @@ def task(
 ) -> dict[str, Any]:
     """The task as SkyPilot reads it from YAML. `worker`: the name of the worker."""
     spot = command.lease.kind == "spot"
-    resources: dict[str, Any] = {
-        "infra": options.infra, "cpus": options.cpus, "accelerators": _alternatives(options.accelerators),
-        "image_id": options.image,
-    }  # fmt: skip
-    resources = {key: value for key, value in resources.items() if value}
-    if spot and options.fallback:
-        resources["any_of"] = [{"use_spot": True}, {"use_spot": False}]
-    else:
-        resources["use_spot"] = spot
+    given = {"infra": options.infra, "cpus": options.cpus, "image_id": options.image}
+    resources: dict[str, Any] = {key: value for key, value in given.items() if value}
+    # SkyPilot does not take a list of accelerators beside any_of, so every combination is an alternative.
+    gpus = [{"accelerators": gpu} for gpu in options.accelerators] or [{}]
+    terms = [True, False] if spot and options.fallback else [spot]
+    resources["any_of"] = [{**gpu, "use_spot": use_spot} for use_spot in terms for gpu in gpus]
     resources["job_recovery"] = {"max_restarts_on_errors": options.max_restarts}
     name = f"{worker}-r$(date +%s)"
     return {
@@ -50,7 +47,3 @@ def task(
         "setup": options.setup or f"pip install 'windfall=={__version__}'",
         "run": f"# A recovered worker is a new worker, so its name contains the time.\n{command.shell(url, name)}\n",
     }
-
-
-def _alternatives(accelerators: Sequence[str]) -> str | list[str]:
-    return accelerators[0] if len(accelerators) == 1 else list(accelerators)

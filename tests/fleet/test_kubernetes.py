@@ -11,7 +11,7 @@ import pytest
 import yaml
 from fleet.sources import COMMAND, DRAINING, TOKEN, Workers
 from fleet.stand_ins.kubernetes import Cluster
-from fleet.test_worker_sources import RecordedEvents
+from fleet.test_source_contract import RecordedEvents
 
 from windfall.errors import WindfallError
 from windfall.fleet.kubernetes import api, credentials

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fleet.sources import COMMAND, DRAINING, SlurmSource, Workers, running
-from fleet.test_worker_sources import RecordedEvents
+from fleet.test_source_contract import RecordedEvents
 
 from windfall.errors import WindfallError
 from windfall.fleet.slurm.provider import parse_states

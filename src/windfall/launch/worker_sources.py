@@ -7,6 +7,7 @@ recipe ──▶ check()      before anything starts: is the system's software h
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import json
 import shutil
@@ -44,6 +45,13 @@ PROGRAMS = {"skypilot": ("sky", skypilot_provider.FIX), "slurm": ("sbatch", slur
 """The program that must be installed for a source, and what to do if it is not."""
 
 
+LOGS = {
+    "ray": "Ray's logs, and ray_driver.log", "kubernetes": "kubectl logs", "skypilot": "sky jobs logs",
+    "slurm": "workers/slurm-*.log",
+}  # fmt: skip
+"""Where the output of workers is that are not on this machine."""
+
+
 def check(recipe: Recipe) -> None:
     """Raise WindfallError if a source cannot work: its software is missing, or its workers could not reach the run."""
     for name, section in recipe.fleet.sources.items():
@@ -53,6 +61,17 @@ def check(recipe: Recipe) -> None:
         if program and shutil.which(program) is None:
             raise WindfallError(f"program '{program}' not found", where=f"fleet.{name}", fix=fix)
         check_reachable(recipe, name, section)
+    _check_ceiling(recipe)
+
+
+def _check_ceiling(recipe: Recipe) -> None:
+    """Refuse a run that would start with more than it may cost. Prices that are not in the recipe are not known yet."""
+    f = recipe.fleet
+    priced = [(f.workers, f.price_usd_per_h), *((s.workers, s.price_usd_per_h) for s in f.sources.values())]
+    usd_per_h = sum(count * price for count, price in priced)
+    if f.max_usd_per_h and usd_per_h > f.max_usd_per_h:
+        what = f"the workers that the run starts with cost ${usd_per_h:g} per hour, more than ${f.max_usd_per_h:g}"
+        raise WindfallError(what, where="fleet.max_usd_per_h", fix="Start with fewer workers, or raise the ceiling.")
 
 
 def check_reachable(recipe: Recipe, name: str, section: WorkerSource) -> None:
@@ -85,8 +104,9 @@ def providers(recipe: Recipe, folder: Path, token: str, *, url: Url, on_event: O
     for name, section in recipe.fleet.sources.items():
         worker, where = command(section), _url_of(section, url)
         made[name] = _provider(
-            recipe, section, folder, worker, label=label, url=where, hidden=dict(hidden), on_event=on_event
-        )
+            recipe, section, folder, worker, label=label, url=where, hidden=dict(hidden),
+            on_event=functools.partial(on_event, log=LOGS[name]),
+        )  # fmt: skip
     return made
 
 

@@ -28,7 +28,7 @@ class SlurmOptions:
     gpus: str = "1"
     memory_gib: float = 0.0
     time_limit_min: int = 240
-    warning_s: int = 120
+    warning_s: int = 30
     setup: str = ""
     options: Sequence[str] = ()
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import os
+import socket
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from fleet.sources import COMMAND, DRAINING, TOKEN, Workers
+from fleet.sources import COMMAND, DRAINING, TOKEN, Workers, source_path
 from fleet.stand_ins.kubernetes import Cluster
 from fleet.test_source_contract import RecordedEvents
 
+from windfall import config
 from windfall.errors import WindfallError
+from windfall.events.log import read
 from windfall.fleet.kubernetes import api, credentials
 from windfall.fleet.kubernetes.api import ApiServer
 from windfall.fleet.kubernetes.credentials import Credentials
 from windfall.fleet.kubernetes.manifests import KubernetesOptions, RunNames, deployment, manifests
 from windfall.fleet.kubernetes.provider import KubernetesProvider
+from windfall.launch import worker_sources
 
 NAMES = RunNames(run="Demo_1")
 OPTIONS = KubernetesOptions(
@@ -138,6 +146,7 @@ def test_pod_that_is_evicted_counts_as_lost_and_foreign_changes_are_undone(tmp_p
         await events.until(3, "started")
         await events.until(1, "exited")
         assert (provider.started, provider.lost) == (3, 1)
+        await workers.until(3, of="all")
         cluster.scale(0)
         await workers.until(5, of="all")
         assert cluster.replicas == 2
@@ -147,6 +156,77 @@ def test_pod_that_is_evicted_counts_as_lost_and_foreign_changes_are_undone(tmp_p
         assert not workers.alive()
 
     serve(tmp_path, use)
+
+
+RECIPE = """
+[run]
+name = "Demo_1"
+steps = 2
+device = "cpu"
+threads = 1
+[rollout]
+groups = 2
+group_size = 2
+max_tokens = 24
+[eval]
+tasks = 0
+[fleet]
+local = false
+host = "0.0.0.0"
+port = PORT
+weights_port = WEIGHTS
+[fleet.kubernetes]
+image = "windfall"
+workers = 2
+gpus = 0
+worker_threads = 1
+server = "SERVER"
+token_file = "api.token"
+drain_s = 5.0
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
+    """Real workers, started as the Deployment of the preview says."""
+    port, weights = free_ports(2)
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "windfall"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m windfall.cli "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "run.token").write_text(TOKEN)
+    (tmp_path / "api.token").write_text("t\n")
+    text = RECIPE.replace("PORT", str(port)).replace("WEIGHTS", str(weights))
+    recipe = config.parse(tomllib.loads(text.replace("SERVER", "http://h")), where="test")
+    shown = list(yaml.safe_load_all(worker_sources.preview(recipe)))
+    (made,) = [o for o in shown if o and o["kind"] == "Deployment"]
+    command = made["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[3] == f"http://windfall-demo-1-0.windfall-demo-1:{port}"
+    command[3] = f"http://127.0.0.1:{port}"  # there is no DNS of a cluster here
+
+    async def main() -> None:
+        path = f"{program.parent}:{os.environ['PATH']}"
+        async with Cluster(made, token="t", secrets={NAMES.secret: TOKEN}, path=path) as cluster:
+            (tmp_path / "r.toml").write_text(text.replace("SERVER", cluster.url))
+            train = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "windfall.cli", "train", "r.toml", "--token", "run.token", cwd=tmp_path,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source_path()},
+            )  # fmt: skip
+            out, _ = await asyncio.wait_for(train.communicate(), 200)
+            assert train.returncode == 0, out.decode()
+            assert (cluster.replicas, len(cluster.pods)) == (0, 0)
+
+    asyncio.run(main())
+    events = read(tmp_path / "runs" / "Demo_1" / "events.jsonl")
+    joined = {e["worker"] for e in events if e["name"] == "worker_joined"}
+    assert joined
+    assert all(name.startswith("kubernetes-windfall-demo-1-workers-") for name in joined)
 
 
 def test_kubeconfig(tmp_path: Path) -> None:

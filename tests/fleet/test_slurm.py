@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fleet.sources import COMMAND, DRAINING, SlurmSource, Workers, programs, running, source_path
@@ -91,8 +92,8 @@ def test_leftovers_of_a_killed_supervisor_are_canceled(tmp_path: Path) -> None:
         async with SlurmSource().open(tmp_path, workers, RecordedEvents(), 1) as provider:
             task = asyncio.create_task(provider.run())
             (left,) = await workers.until(1)
-            provider._jobs._queue.cancel = _nothing  # pyright: ignore  # it dies without a word
-            provider._jobs._queue.drain = _nothing  # pyright: ignore
+            queue: Any = provider._jobs._queue  # pyright: ignore
+            queue.cancel = queue.drain = queue.cancel_leftovers = _nothing  # it dies without a word
             provider.grace_s = 0.0
             task.cancel()
             assert left in workers.alive()

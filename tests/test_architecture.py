@@ -64,6 +64,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "sim/chaos/faults.py",
     "sim/core/token_schedule.py",
     "rollout/assignment.py",
+    "launch/autoscale.py",
     "launch/liveness.py",
     "launch/gpu_assignment.py",
     "cost/prices.py",

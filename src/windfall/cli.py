@@ -25,6 +25,8 @@ app = typer.Typer(
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
+app.add_typer(fleet, name="fleet")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
 Overrides = Annotated[
@@ -427,6 +429,17 @@ def bench_engine(
     from windfall.commands import bench_engine as measure
 
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
+
+
+@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml | kubectl apply -f -")
+def fleet_preview(recipe: RecipeFile, set: Overrides = None) -> None:
+    """Print what a recipe would start on other systems; start nothing.
+
+    Ray options, Kubernetes manifests, SkyPilot tasks and Slurm batch files. The token of the run is in none of them.
+    """
+    from windfall.launch import worker_sources
+
+    print(worker_sources.preview(config.load(recipe, set)), end="")
 
 
 def _tls(cert: Path | None, key: Path | None) -> list[str]:

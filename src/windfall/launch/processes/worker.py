@@ -47,8 +47,7 @@ def main(
     if not _is_address(url):
         what = f"{url!r} is not the address of a controller"
         raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
-    pinned = os.environ.get("WINDFALL_TLS_PIN")
-    context = tls.client_context(url, ca=ca, pinned=Path(pinned) if pinned else None)
+    context = tls.client_context(url, ca=ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
     token = invitation.token(token, patience_s)
     device = restrict(device)  # before any thread asks for a device
     if engine == "vllm":

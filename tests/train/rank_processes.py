@@ -1,4 +1,7 @@
-"""Runs a function on several gloo ranks, each in its own process, and returns what each of them returned."""
+"""Runs a function on several gloo ranks, each in its own process, and returns what each of them returned.
+
+The processes are forks. Everything that they need is imported here, once, instead of in each of them: that takes longer
+than most of their work."""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+from windfall.train import sharding, trainer
 from windfall.train.ranks import Ranks
+from windfall.weights import publish
+
+IMPORTED = (LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, sharding, trainer, publish)
 
 TIMEOUT_S = 240.0
 
@@ -50,8 +60,6 @@ def run_ranks(
 def _rank(
     rank: int, size: int, meeting: str, timeout_s: float, pipe: Any, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    import torch
-
     torch.set_num_threads(1)
     try:
         ranks = Ranks.alone() if size == 1 else Ranks.join(rank, size, meeting, device="cpu", timeout_s=timeout_s)

@@ -119,9 +119,10 @@ def make_trainer(name: str, ranks: Ranks, *, kl: float = 0.0, offload: bool = Fa
     return TorchTrainer(model, algorithm, recipe, micro_tokens=64, orders=Orders(ranks), reference=reference)
 
 
-def whole(ranks: Ranks, t: torch.Tensor) -> torch.Tensor | None:
-    parts = ranks.gather(rows(t).clone())
-    return torch.cat(parts) if parts is not None else None
+def whole(ranks: Ranks, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """The rows of all ranks, on rank 0."""
+    parts = ranks.gather({n: rows(t).clone() for n, t in named.items()})
+    return {n: torch.cat([part[n] for part in parts]) for n in named} if parts is not None else None
 
 
 def train(ranks: Ranks, name: str, kl: float) -> Any:
@@ -130,18 +131,19 @@ def train(ranks: Ranks, name: str, kl: float) -> Any:
     reports, gradients = [], {}
 
     def collect() -> Any:
-        return {n: whole(ranks, p.grad) for n, p in t.model.named_parameters() if p.grad is not None}
+        return whole(ranks, {n: p.grad for n, p in t.model.named_parameters() if p.grad is not None})
 
     t.orders.add("collect", collect)
-    t.orders.add("weights", lambda: {n: whole(ranks, p) for n, p in t.model.named_parameters()})
+    t.orders.add("weights", lambda: whole(ranks, dict(t.model.named_parameters())))
     if not ranks.first:
         t.orders.follow()
         return None
-    for groups in batches():
+    for update, groups in enumerate(batches(), 1):
         t.begin()
         for group in groups:
             t.accumulate(group)
-        gradients = t.orders.call("collect")
+        if update == UPDATES:
+            gradients = t.orders.call("collect")
         reports.append(t.finish())
     weights = t.orders.call("weights")
     t.orders.stop()
@@ -174,7 +176,7 @@ def test_ranks_agree_with_one_rank(name: str) -> None:
 def save_and_restore(ranks: Ranks, folder: Path, first: int) -> Any:
     """Train on the first `first` ranks' file, or from the start; write, and give the weights and the state."""
     t = make_trainer("qwen3", ranks)
-    t.orders.add("weights", lambda: {n: whole(ranks, p) for n, p in t.model.named_parameters()})
+    t.orders.add("weights", lambda: whole(ranks, dict(t.model.named_parameters())))
     if first:
         source = torch.load(folder / f"weights-{first}.pt") if ranks.first else None
         fill(t.model, source and source | dict(make_model("qwen3").named_buffers()), ranks)

@@ -69,8 +69,8 @@ class Setup:
     checkpoint_activations: bool
     checkpoint: Path | None
     """The checkpoint to continue from. Ranks on other machines cannot open it."""
-    adapter: Any = None
-    """The AdapterConfig of the adapters, if adapters are trained."""
+    adapter: Any
+    """The AdapterConfig of the adapters, or None if the whole model is trained."""
     onednn: bool
 
 

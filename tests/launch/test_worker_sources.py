@@ -102,6 +102,13 @@ def test_run_that_starts_above_the_price_ceiling_is_refused() -> None:
         worker_sources.check(Recipe.model_validate({"fleet": {**fleet, "max_usd_per_h": 5.0}}))
 
 
+def test_engine_of_a_source_reaches_its_workers() -> None:
+    made = recipe(ray={"engine": "vllm", "tensor_parallel": 4, "gpus": 4.0}).fleet.ray
+    assert made is not None
+    arguments = worker_sources.command(made).arguments("http://h:1", "w")
+    assert arguments[-4:] == ["--engine", "vllm", "--tensor-parallel", "4"]
+
+
 def test_providers_have_the_types_of_their_sections(tmp_path: Path) -> None:
     async def url() -> str:
         return "http://h:1"

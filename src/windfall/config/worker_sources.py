@@ -37,6 +37,10 @@ class WorkerSource(Section):
     """CPU threads of each worker. 0 uses all cores of its machine."""
     worker_memory: float = Field(default=0.4, gt=0, lt=1)
     """Share of a device's free memory for the KV cache of each worker."""
+    engine: Literal["auto", "windfall", "vllm"] = "auto"
+    """Engine of these workers. "auto" leaves the choice to `engine.name`."""
+    tensor_parallel: Count = 1
+    """GPUs that one engine of these workers spans. More than 1 needs vLLM, and as many GPUs per worker."""
     join_url: str = Field(default="", pattern=r"^(https?://[^/\s]+)?$")
     """Address at which these workers reach the controller, such as "https://train.example.com:8700". If left out: the
     address of this machine."""

@@ -26,14 +26,19 @@ class WorkerCommand:
     device: str = "auto"
     threads: int = 0
     memory: float = 0.4
+    engine: str = "auto"
+    tensor_parallel: int = 1
 
     def arguments(self, url: str, name: str) -> list[str]:
         """The arguments of `windfall`."""
         region = ["--region", self.lease.region] if self.lease.region else []
+        engine = ["--engine", self.engine] if self.engine != "auto" else []
+        if self.tensor_parallel > 1:
+            engine += ["--tensor-parallel", str(self.tensor_parallel)]
         return [
             "worker", "--join", url, "--name", name, "--lease", self.lease.kind, "--price",
             f"{self.lease.price_usd_per_h:g}", *region, "--device", self.device, "--threads", str(self.threads),
-            "--memory", f"{self.memory:g}",
+            "--memory", f"{self.memory:g}", *engine,
         ]  # fmt: skip
 
     def shell(self, url: str, name: str) -> str:

@@ -157,8 +157,9 @@ def autoscaler(recipe: Recipe, *, elsewhere: bool = True) -> Autoscaler:
 def command(section: WorkerSource) -> WorkerCommand:
     lease = Lease(kind=section.kind, region=section.region, price_usd_per_h=section.price_usd_per_h)
     return WorkerCommand(
-        lease=lease, device=section.device, threads=section.worker_threads, memory=section.worker_memory
-    )
+        lease=lease, device=section.device, threads=section.worker_threads, memory=section.worker_memory,
+        engine=section.engine, tensor_parallel=section.tensor_parallel,
+    )  # fmt: skip
 
 
 def _url_of(section: WorkerSource, url: Url) -> Url:

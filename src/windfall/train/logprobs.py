@@ -70,7 +70,7 @@ class Learner:
             if comparing and self.ranks.size > 1:
                 raise  # in the middle of a pass: other ranks may wait in a collective that this one never reaches
             if comparing and isinstance(self.policy, FSDPModule):
-                self.policy.reset_iter_state()
+                getattr(self.policy, "reset_iter_state", lambda: None)()  # not in torch 2.11
             return f"{type(e).__name__}: {e}"
         return ""
 

@@ -67,8 +67,10 @@ class Learner:
         except UnsupportedModel as e:
             return str(e)
         except Exception as e:  # fault boundary: it would fail in every step; transformers' layers are the fallback
-            if comparing and isinstance(self.policy, FSDPModule):
+            if comparing and self.ranks.size > 1:
                 raise  # in the middle of a pass: other ranks may wait in a collective that this one never reaches
+            if comparing and isinstance(self.policy, FSDPModule):
+                getattr(self.policy, "reset_iter_state", lambda: None)()  # not in torch 2.11
             return f"{type(e).__name__}: {e}"
         return ""
 

@@ -61,6 +61,16 @@ def test_newest_logs_are_kept(tmp_path: Path) -> None:
     assert {int(p.stem[1:]) for p in tmp_path.iterdir()} == set(range(10, 60))
 
 
+def test_first_error_of_several_processes_is_kept(tmp_path: Path) -> None:
+    for n in range(3):
+        folders.fail(tmp_path, "trainer", WindfallError(f"rank {n} failed", where="here", fix=""), first=True)
+    assert folders.failure(tmp_path, "trainer", 1).what == "rank 0 failed"
+    assert [p.name for p in tmp_path.iterdir()] == [".trainer.failure"]
+    folders.fail(tmp_path, "trainer", WindfallError("last", where="here", fix=""))
+    assert folders.failure(tmp_path, "trainer", 1).what == "last"
+    assert folders.failure(tmp_path, "worker", -6, "w1").what == "the w1 was killed (SIGABRT)"
+
+
 def test_error_that_cannot_be_recorded_goes_to_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 import sys
 import time
@@ -26,7 +27,7 @@ import xxhash
 
 from windfall import config
 from windfall.config import Recipe
-from windfall.errors import WindfallError
+from windfall.errors import WindfallError, describe_exit
 
 BEGAN = "recipe.began.toml"
 DATA_BEGAN = "data.began.json"
@@ -239,18 +240,28 @@ def address(folder: Path) -> dict[str, Any] | None:
     return value if valid_url and type(port) is int and 0 < port < 1 << 16 else None
 
 
-def fail(folder: Path, role: str, error: WindfallError) -> None:
-    """Record the error that ends this process, so that the supervisor can show it."""
+def fail(folder: Path, role: str, error: WindfallError, *, first: bool = False) -> None:
+    """Record the error that ends this process, so that the supervisor can show it. `first`: keep an error that another
+    process of this role has already recorded, because this one follows from it."""
     fields = {"role": role, "what": error.what, "where": error.where, "fix": error.fix}
+    path = folder / f".{role}.failure"
     try:
-        replace(folder / f".{role}.failure", json.dumps(fields))
+        if not first:
+            replace(path, json.dumps(fields))
+            return
+        own = path.with_name(f"{path.name}.{os.getpid()}")
+        own.write_text(json.dumps(fields), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(own)
+        own.unlink()
     except OSError:  # the disk may be full; the process's log may still have room
         print(f"error: {error}", file=sys.stderr)
 
 
-def failure(folder: Path, role: str, code: int) -> WindfallError:
-    """The error that a process recorded before it ended with this status, or else the end of its log."""
-    log = folder / f"{role}.log"
+def failure(folder: Path, role: str, code: int, who: str = "") -> WindfallError:
+    """The error that a process recorded before it ended with this status, or else the end of its log. `who`: which one
+    ended, if there are several with this role."""
+    log = folder / f"{who or role}.log"
     fields = read_json(folder / f".{role}.failure")
     if fields is not None and fields.get("what"):
         return WindfallError(str(fields["what"]), where=str(fields.get("where", "")), fix=str(fields.get("fix", "")))
@@ -258,4 +269,4 @@ def failure(folder: Path, role: str, code: int) -> WindfallError:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
     except OSError:
         tail = ""
-    return WindfallError(f"the {role} ended with status {code}", where=str(log), fix=tail)
+    return WindfallError(f"the {who or role} {describe_exit(code)}", where=str(log), fix=tail)

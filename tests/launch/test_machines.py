@@ -42,10 +42,12 @@ threads = 1
 deterministic = true
 [env]
 name = "arithmetic"
+mean_steps = 1.5
 [rollout]
 groups = 3
 group_size = 4
 max_tokens = 24
+temperature = 1.4
 [train]
 lr = 1e-3
 minibatches = 3

@@ -18,12 +18,12 @@ import pytest
 from hostile.files import DAMAGES, FOREIGN_LINES, damage
 from rich.console import Console as Terminal
 
-from windfall import config, errors
+from windfall import backoff, config, errors
 from windfall import run_folder as folders
 from windfall.devices import Place
 from windfall.errors import WindfallError
 from windfall.fleet.base import Handle
-from windfall.launch import invitation, liveness
+from windfall.launch import invitation, liveness, supervisor
 from windfall.launch.supervisor import Supervisor
 from windfall.link import auth
 from windfall.types import Lease
@@ -132,6 +132,21 @@ def test_failed_controller_is_not_restarted(tmp_path: Path) -> None:
     assert started == [1]
 
 
+@pytest.mark.parametrize(("code", "limit"), [(-6, liveness.MAX_FAILURES), (-11, liveness.MAX_FAILURES), (-9, 16)])
+def test_trainer_that_always_crashes_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, limit: int
+) -> None:
+    """A signal is a failure, too: NCCL ends a process that waits too long with SIGABRT, the kernel one that needs too
+    much memory with SIGKILL."""
+    monkeypatch.setattr(liveness, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(supervisor, "QUICK_S", 0.0)
+    monkeypatch.setattr(backoff, "delay_s", lambda *_, **__: 0.001)
+    start, started = ends(*[code] * 99)
+    with pytest.raises(WindfallError, match=rf"the trainer was killed \(SIG.*\) \({limit} times in a row"):
+        asyncio.run(supervisor_of(tmp_path)._keep_running("trainer", start))
+    assert started == [limit]
+
+
 @pytest.mark.parametrize("pid", [1234, 999])
 def test_frozen_trainer_is_killed_only_if_we_started_it(tmp_path: Path, pid: int, output: io.StringIO) -> None:
     async def main() -> list[int]:
@@ -171,7 +186,8 @@ def test_workers_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
 
     async def main() -> None:
         (tmp_path / "workers").mkdir()
-        it, client = supervisor_of(tmp_path, 2, run={"device": device}, fleet={"workers": 3}), Starts()
+        sections = {"run": {"device": device}, "fleet": {"workers": 3}, "train": {"ranks": 1}}
+        it, client = supervisor_of(tmp_path, 2, **sections), Starts()
 
         async def url() -> str:
             return "http://127.0.0.1:1"
@@ -195,6 +211,11 @@ def test_workers_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
         }  # fmt: skip
 
     asyncio.run(main())
+
+
+def test_workers_avoid_the_gpus_of_all_ranks(tmp_path: Path) -> None:
+    it = supervisor_of(tmp_path, 4, fleet={"workers": 2}, train={"ranks": 2})
+    assert [it._gpus.assign(name) for name in ("w1", "w2")] == [2, 3]
 
 
 def test_console_shows_how_to_join_without_the_token(

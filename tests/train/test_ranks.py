@@ -7,6 +7,7 @@ way: tied and untied heads, norms of queries and keys, experts, adapters.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import traceback
@@ -344,7 +345,7 @@ def freeze_in_a_pass(ranks: Ranks) -> tuple[str, float]:
         if not ranks.first:
             t.orders.follow()
         t.accumulate(make_samples(1, 9))
-    except RuntimeError:
+    except RankLost:
         return traceback.format_exc(), time.monotonic() - began_s
     return "", 0.0
 
@@ -354,6 +355,30 @@ def test_frozen_rank_is_noticed_in_a_pass() -> None:
     assert "_fsdp_collectives.py" in error
     assert "Timed out waiting 3000ms" in error
     assert took_s < 15
+
+
+def fail_while_others_wait(ranks: Ranks) -> str:
+    """Rank 1 fails within an order; the others are in a collective that FSDP2 would run."""
+    orders = Orders(ranks)
+
+    def work() -> None:
+        if ranks.rank == 1:
+            raise MemoryError("too large")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    orders.add("learn", work)
+    try:
+        orders.call("learn") if ranks.first else orders.follow()
+    except (RankLost, MemoryError) as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def test_error_of_one_rank_is_a_loss_for_the_others() -> None:
+    first, second, third = run_ranks(3, fail_while_others_wait, lost=())
+    assert second == "MemoryError: too large"
+    for error in (first, third):
+        assert re.match(r"RankLost: rank [02] lost another one during `learn`: .*(by peer|gloo)", error), error
 
 
 def test_packs_of_ranks_are_equal_in_number_and_lose_nothing() -> None:

@@ -19,8 +19,10 @@ from windfall.engine.torch.engine import TorchEngine
 from windfall.errors import WindfallError
 from windfall.models import load
 from windfall.train import head, logprobs
+from windfall.train import trainer as trainer_module
 from windfall.train.gradients import Gradients
 from windfall.train.optimizer import Optimizer
+from windfall.train.policy import Policy
 from windfall.train.sample import Sample, credit, outcomes, packs
 from windfall.train.trainer import TorchTrainer
 from windfall.types import Group, Request, Response, Task
@@ -454,3 +456,20 @@ def test_training_does_not_apply_dropout(model: Any) -> None:
         found.append(model.model.embed_tokens.weight.grad.clone())
         assert not any(m.training for m in model.modules())
     torch.testing.assert_close(*found)
+
+
+def test_memory_and_random_state_are_those_of_the_device_that_computes(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With train.offload, the weights are stored on another device than the one that computes."""
+    computes = torch.device("cpu", 0)
+    t, asked = trainer(Policy(model, device=computes)), list[torch.device]()
+    assert t.model.device != computes
+    for name in ("peak_bytes", "random_state", "set_random_state"):
+        original = getattr(trainer_module, name)
+        monkeypatch.setattr(trainer_module, name, lambda *a, of=original: (asked.append(a[-1]), of(*a))[1])
+    t.accumulate(samples(2))
+    t.finish()
+    t.write_optimizer(tmp_path / "optimizer")
+    t.restore_optimizer(tmp_path / "optimizer")
+    assert asked == [computes] * 4

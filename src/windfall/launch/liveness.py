@@ -6,6 +6,7 @@ cannot observe anything, and a wall clock may be set.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,11 @@ MAX_FAILURES = 4
 """A trainer that fails this often in a row, with no new step completed in between, ends the run."""
 FIRST_DELAY_S = 2.0
 """Delay before the first restart of a failed trainer; each further delay is five times as long (2, 10, 50 s)."""
+MAX_KILLS = 16
+"""A trainer that is killed this often in a row (SIGKILL), with no new step in between, ends the run: the machine has
+too little memory for it. More than MAX_FAILURES, because a kill can also come from outside."""
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+"""Signals by which a process ends because of itself. NCCL ends a process that waits too long with SIGABRT."""
 FROZEN_TRAINER = ".trainer.frozen"
 """File in the run folder by which the controller reports a frozen trainer to the supervisor."""
 
@@ -77,6 +83,7 @@ class TrainerFailures:
     """When to restart a trainer that fails. Memory may be free again later, so it is restarted after a delay; restarts
     do not cure a failure that comes back every time."""
 
+    limit: int = MAX_FAILURES
     count: int = 0
     """Failures in a row."""
     _newest_step: int = 0
@@ -91,7 +98,7 @@ class TrainerFailures:
         """
         self.count = 1 if newest_step > self._newest_step else self.count + 1
         self._newest_step = max(newest_step, self._newest_step)
-        return delay_s(self.count - 1, first_s=FIRST_DELAY_S, factor=5.0) if self.count < MAX_FAILURES else None
+        return delay_s(self.count - 1, first_s=FIRST_DELAY_S, factor=5.0) if self.count < self.limit else None
 
     def final_error(self, error: WindfallError) -> WindfallError:
         """The last error with the number of failures, to end the run with."""

@@ -52,6 +52,8 @@ class RankGroup(Handle):
         self._followed = followed
         super().__init__(name="trainer", pid=ranks[0].pid, send=self._send_all)
         self.ranks = ranks
+        self.cause = ranks[0].name
+        """The member because of which the group ended."""
         self._watching = asyncio.create_task(self._watch(), name="watching the trainer's ranks")
 
     def _send_all(self, number: int) -> None:
@@ -66,20 +68,24 @@ class RankGroup(Handle):
     async def _watch(self) -> None:
         waits = {asyncio.ensure_future(rank.wait()): rank for rank in self.ranks}
         done, rest = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        first = [task.result() for task in done]
+        ended = [(waits[task].name, task.result()) for task in waits if task in done]
         if rest:
             more, _ = await asyncio.wait(rest, timeout=FOLLOW_S)
-            first += [task.result() for task in more]
+            ended += [(waits[task].name, task.result()) for task in waits if task in more]
         self._send_all(signal.SIGKILL)
         await asyncio.gather(*waits)
-        self.ended(exit_status(first, self._followed))
+        self.cause, code = cause(ended, self._followed)
+        self.ended(code)
 
 
-def exit_status(codes: Sequence[int], followed: int = 1) -> int:
-    """The exit status that tells why a group ended. `codes`: those of its ranks, in the order in which they ended.
-    `followed`: the result if all of them ended because of a rank that is not among them.
+def cause(ended: Sequence[tuple[str, int]], followed: int = 1) -> tuple[str, int]:
+    """The member because of which a group ended, and the exit status of the group. `ended`: members with their exit
+    statuses, in the order in which they ended. `followed`: the status if all of them ended because of a rank that is
+    not among them.
 
-    >>> exit_status([-9, 1, 5]), exit_status([5, 5, 1]), exit_status([5, 5]), exit_status([0, 5])
-    (-9, 1, 1, 0)
+    >>> cause([("rank-2", -9), ("trainer", 1), ("rank-1", 5)]), cause([("trainer", 5), ("rank-1", 1)])
+    (('rank-2', -9), ('rank-1', 1))
+    >>> cause([("rank-1", 5), ("trainer", 5)]), cause([("trainer", 0), ("rank-1", 5)])
+    (('rank-1', 1), ('trainer', 0))
     """
-    return next((code for code in codes if code != RANK_LOST), followed)
+    return next(((name, code) for name, code in ended if code != RANK_LOST), (ended[0][0], followed))

@@ -72,7 +72,10 @@ class Supervisor:
         self._local: LocalProvider | None = None
         self._places = devices.gpu_places(recipe.run.device) if places is None else places
         f, nodes = recipe.fleet, recipe.trace.nodes
-        self._gpus = GpuAssignment(len(self._places), workers=max(f.workers, f.workers_max) + nodes)
+        self._gpus = GpuAssignment(
+            len(self._places), trainer=len(rank_places(recipe, self._places)),
+            workers=max(f.workers, f.workers_max) + nodes,
+        )  # fmt: skip
         self._autoscaler = Autoscaler(recipe.fleet.workers, recipe.fleet.workers_max)
         self._problems = liveness.WorkerProblems()
         self._error: WindfallError | None = None
@@ -170,6 +173,7 @@ class Supervisor:
         """Run a process until it exits with status 0 or the run is asked to stop. A killed process is restarted. The
         trainer is also restarted when it fails, but not forever, and not after an error that the user must fix (2)."""
         quick, handle, failures = 0, None, liveness.TrainerFailures()
+        kills = liveness.TrainerFailures(limit=liveness.MAX_KILLS)
         try:
             while not self._stopping:
                 began, how = time.monotonic(), "was killed"
@@ -181,16 +185,20 @@ class Supervisor:
                     code, how = -signal.SIGKILL, f"could not be started: {e}"
                 if (code == 0 and role == "controller") or (code <= 0 and self._stopping):
                     return
-                if code > 0 and not (role == "trainer" and code == BETWEEN_VERSIONS):
+                who = handle.cause if isinstance(handle, RankGroup) else role
+                crashed = role == "trainer" and -code in liveness.CRASHES
+                if crashed or (code > 0 and not (role == "trainer" and code == BETWEEN_VERSIONS)):
                     delay_s = failures.restart_delay_s(self._newest_step) if role == "trainer" and code != 2 else None
-                    error = folders.failure(self.folder, role, code)
+                    error = folders.failure(self.folder, role, code, who)
                     if delay_s is None:
                         raise failures.final_error(error)
-                    count = f"failure {failures.count} of {liveness.MAX_FAILURES}"
+                    count = f"failure {failures.count} of {failures.limit}"
                     self._console.notice(f"{error.what}; restarting in {delay_s:g} s ({count})")
                     (self.folder / f".{role}.failure").unlink(missing_ok=True)
                     await asyncio.sleep(delay_s)
                     continue
+                if role == "trainer" and kills.restart_delay_s(self._newest_step) is None:
+                    raise kills.final_error(folders.failure(self.folder, role, code, who))
                 quick = quick + 1 if time.monotonic() - began < QUICK_S else 0
                 if quick >= QUICK_DEATHS:
                     what = f"the {role} was killed {quick} times within {QUICK_S:g} s of its start"

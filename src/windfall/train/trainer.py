@@ -43,7 +43,7 @@ from windfall.train.logprobs import Learner
 from windfall.train.lora import Adapters, BaseLearner
 from windfall.train.optimizer import Optimizer
 from windfall.train.policy import Policy
-from windfall.train.ranks import Orders, Ranks
+from windfall.train.ranks import Orders, RankLost, Ranks
 from windfall.train.sample import Sample, packs_of_ranks
 from windfall.train.sharding import Shard
 
@@ -110,16 +110,18 @@ class TorchTrainer:
         train = recipe.train
         self.gap_limit = train.engine_gap_limit
         self.orders = orders or Orders(Ranks.alone())
-        self.ranks = self.orders.ranks
+        self.ranks, self.device = self.orders.ranks, policy.device
         updates = recipe.run.steps * train.minibatches
         self.optimizer = Optimizer(self.model, train, updates, ranks=self.ranks, dtype=policy.dtype)
-        self.learner = Learner(policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations)
+        self.learner = Learner(
+            policy, self.optimizer.gradients, checkpoint_activations=train.checkpoint_activations, ranks=self.ranks
+        )
         assert self.learner.experts is not None
         self.experts = self.learner.experts
         self.reference: Any = None
         if reference is not None:
             adapted = isinstance(reference, Adapters)
-            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference)
+            self.reference = BaseLearner(self.learner, reference) if adapted else Learner(reference, ranks=self.ranks)
         for action in (self._score, self._begin, self._learn, self._finish, self._write_optimizer):
             self.orders.add(action.__name__.strip("_"), action)
         self._begin()
@@ -158,11 +160,11 @@ class TorchTrainer:
         """Restore what `write_optimizer` wrote, maybe by another number of ranks. Every rank calls this itself."""
         try:
             self.optimizer.restore(path)
-            random = random_state(self.model.device)
+            random = random_state(self.device)
             sharded_file.read(path, random, self.ranks)
         except (OSError, SafetensorError, ValueError) as e:
             raise WindfallError(f"the optimizer's state cannot be read: {e}", where=str(path)) from e
-        set_random_state(random, self.model.device)
+        set_random_state(random, self.device)
 
     def _plan(self, samples: Sequence[Sample]) -> list[list[list[Sample]]]:
         """The packs of every rank."""
@@ -172,7 +174,7 @@ class TorchTrainer:
 
     def _score(self, packs: Sequence[Sequence[Sample]]) -> list[list[list[Floats]]] | None:
         """The log-probs of the samples of all ranks, on rank 0."""
-        return self.ranks.gather([self._logprobs(self.learner, pack) for pack in packs])
+        return self.ranks.prompt.gather([self._logprobs(self.learner, pack) for pack in packs])
 
     def _begin(self) -> None:
         self.optimizer.zero()
@@ -229,10 +231,10 @@ class TorchTrainer:
     def _finish(self) -> Report:
         """Every rank computes the same report, and updates its own rows."""
         mine, t = self._totals, Totals()
-        mine.peak_bytes = peak_bytes(self.model.device)
+        mine.peak_bytes = peak_bytes(self.device)
         if self.experts.sizes:
             mine.experts = self.experts.read()
-        for totals in self.ranks.all_gather(mine):
+        for totals in self.ranks.prompt.all_gather(mine):
             t.add(totals)
         n, lr, older = max(t.tokens, 1), self.optimizer.rate(), t.tokens - t.fresh
         gap = t.gap / t.fresh if t.fresh else 0.0
@@ -249,7 +251,12 @@ class TorchTrainer:
         )  # fmt: skip
 
     def _write_optimizer(self, path: Path) -> None:
-        sharded_file.write(path, self.optimizer.state() | random_state(self.model.device), self.ranks)
+        try:
+            sharded_file.write(path, self.optimizer.state() | random_state(self.device), self.ranks)
+        except OSError as e:
+            if self.ranks.first:
+                raise
+            raise RankLost(f"rank 0 reports that {path} cannot be written: {e}") from e
 
 
 def _floats(t: torch.Tensor) -> Floats:

@@ -15,10 +15,11 @@ from windfall.weights import manifest
 from windfall.weights.manifest import Manifest
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
-def views(buffer: mmap.mmap, of: Manifest) -> dict[str, torch.Tensor]:
+def views(buffer: mmap.mmap | np.ndarray, of: Manifest) -> dict[str, torch.Tensor]:
     """The tensors of a manifest as views of the buffer that holds them, by name."""
     import torch
 

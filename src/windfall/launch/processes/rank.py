@@ -133,9 +133,11 @@ def build_part(
         micro_tokens=setup.micro_tokens, reference=reference, orders=orders,
     )  # fmt: skip
     publisher = Publisher(
-        folder, ranks=ranks, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
+        folder, ranks=ranks.prompt, dtype=setup.dtype if sharded else None, on_machine=f"machine {ranks.machine}"
     )
-    orders.add("publish", lambda version: weights.publish(publisher, version))
+    copied = free_memory if sharded and recipe.fleet.local else None  # the trainer's engines are other processes
+    orders.add("publish", lambda version: weights.publish(publisher, version, copied=copied))
+    orders.add("free_memory", lambda: (free_memory(), ranks.prompt.barrier()))
     orders.add("collect", lambda: trained_weights.collect(publisher, ranks))
     if setup.checkpoint_activations and trainer.learner.has_graph:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -147,6 +149,13 @@ def build_part(
         trainer=trainer, publisher=publisher, weights=weights, pids=[pid for pid, _, _ in members],
         places=[place for _, where, place in members if where == ranks.machine],
     )  # fmt: skip
+
+
+def free_memory() -> None:
+    """Give the GPU memory that this process keeps for later use back to the driver, for engines in other processes."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def _shard(
@@ -202,11 +211,11 @@ def main(folder: Path, place: RankPlace) -> int:
         print(f"rank {place.rank} ends: {e}", file=sys.stderr, flush=True)
         return RANK_LOST
     except WindfallError as e:
-        folders.fail(folder, "trainer", e)
+        folders.fail(folder, "trainer", e, first=True)
         return 2
     except Exception as e:  # fault boundary: the traceback goes to the log, its last line to the supervisor
         traceback.print_exc()
-        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)))
+        folders.fail(folder, "trainer", crashed(f"rank {place.rank}", e, folder / log_name(place.rank)), first=True)
         return 1
 
 

@@ -34,6 +34,10 @@ from windfall.train.trainer import TorchTrainer, peak_bytes
 
 PEAK = 990e12
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+    },
     "cpu": {
         "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": True,
@@ -52,6 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=("cpu", "tiny"), default="cpu", help="Shape for --device cpu.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
@@ -67,17 +72,18 @@ def main() -> None:
         return
     first = 0.0
     for size in args.ranks:
-        found = in_processes(size, "cpu", "unsharded" if size == 1 else "fsdp2", "cpu", args.steps)
+        variant = "unsharded" if size == 1 else "fsdp2"
+        found = in_processes(size, args.model, variant, "cpu", args.steps)
         first = first or found[0][0]
-        show("cpu", "unsharded" if size == 1 else "fsdp2", found, first)
+        show(args.model, variant, found, first)
 
 
 def show(name: str, variant: str, found: list[tuple[float, float, int, int]], first: float) -> None:
     speed, share = found[0][0], found[0][1]
     state, peak = (max(row[i] for row in found) / 1e6 for i in (2, 3))
     shown = f"{share:>12.1%}" if share else f"{'-':>12}"
-    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.0f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
-    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.0f}{paper}{peak:>10,.0f}"
+    paper = f"{paper_bytes(name, len(found)) / 1e6:>10,.2f}" if variant in ("unsharded", "fsdp2") else f"{'-':>10}"
+    figures = f"{speed:>10,.0f}{speed / first:>7.2f}{shown}{state:>10,.2f}{paper}{peak:>10,.0f}"
     print(f"{name:<22}{variant:<16}{len(found):>5}{figures}", flush=True)
 
 
@@ -176,8 +182,8 @@ def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> T
 def make_samples(name: str) -> list[Sample]:
     draw, rng = random.Random(0), np.random.default_rng(0)
     size = SHAPES[name]["vocab_size"]
-    least, most = (64, 256) if name == "cpu" else (512, 2048)
-    lengths = [draw.randrange(least, most) for _ in range(48)]
+    count, least, most = {"tiny": (8, 16, 64), "cpu": (48, 64, 256)}.get(name, (48, 512, 2048))
+    lengths = [draw.randrange(least, most) for _ in range(count)]
     out = []
     for n in lengths:
         ids = tuple(rng.integers(3, size, n).tolist())

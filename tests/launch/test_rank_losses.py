@@ -29,7 +29,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a short run, one of whose ranks was killed in its first step."""
     folder = tmp_path_factory.mktemp("killed")
     with run_windfall(folder, *SHORT) as running:
-        kill(folder, running, 1, "pass", 1)
+        lose(folder, running, 1, "pass", 1)
         finish(folder, running)
     return folder
 
@@ -40,25 +40,32 @@ def test_rank_is_killed(killed: Path) -> None:
     assert trained_steps(killed / "r") == [1, 2]
 
 
-def test_rank_hangs(tmp_path: Path, killed: Path) -> None:
-    """A frozen rank leaves the others waiting in a collective of FSDP2. Their time limit ends them, and the run has the
-    result of the one with a killed rank."""
-    run = tmp_path / "r"
-    with run_windfall(tmp_path, *SHORT, f"train.rank_timeout_s={TIMEOUT_S}") as running:
-        pids = wait_for_trainer(tmp_path, running, 1)
-        wait_until(lambda: trained_steps(run), tmp_path, running, POLL_S)
-        os.kill(pids[1], signal.SIGSTOP)
+def test_rank_freezes_between_two_orders(tmp_path: Path, killed: Path) -> None:
+    """Rank 0 notices that its next order does not arrive, and the run has the result of the one with a killed rank."""
+    check_frozen(tmp_path, "step", killed)
+
+
+@pytest.mark.slow
+def test_rank_freezes_in_a_pass(tmp_path: Path, killed: Path) -> None:
+    """The other rank waits in a collective of FSDP2, or in that of an order."""
+    check_frozen(tmp_path, "pass", killed)
+
+
+def check_frozen(folder: Path, moment: str, killed: Path) -> None:
+    run = folder / "r"
+    with run_windfall(folder, *SHORT, f"train.rank_timeout_s={TIMEOUT_S}") as running:
+        lose(folder, running, 1, moment, 1, signal.SIGSTOP)
         frozen_s = time.monotonic()
-        wait_for_trainer(tmp_path, running, 2)
+        wait_for_trainer(folder, running, 2)
         assert time.monotonic() - frozen_s < 90
-        finish(tmp_path, running)
-    assert "restarting in 2 s (failure 1 of 4)" in (tmp_path / "out.txt").read_text()
-    assert "fsdp" in (run / "trainer.log").read_text()
+        finish(folder, running)
+    assert "restarting in 2 s (failure 1 of 4)" in (folder / "out.txt").read_text()
+    assert f"Timed out waiting {TIMEOUT_S * 1000}ms" in (run / "trainer.log").read_text()
     assert trained_steps(run)[-1] == 2
     assert weights(run) == weights(killed / "r")
 
 
-# kills at chosen moments
+# chosen moments
 
 
 KILLS = (
@@ -70,12 +77,14 @@ UPDATE_S = 0.5
 """From the first pass of a step to one of its updates, about."""
 
 
-def kill(folder: Path, running: subprocess.Popen[bytes], start: int, moment: str, rank: int) -> None:
-    """Kill a rank after this start of the trainer, at the next such moment."""
+def lose(
+    folder: Path, running: subprocess.Popen[bytes], start: int, moment: str, rank: int, how: int = signal.SIGKILL
+) -> None:
+    """Send a signal to a rank after this start of the trainer, at the next such moment."""
     pids = wait_for_trainer(folder, running, start)
     wait_until(moments(folder / "r", pids)[moment], folder, running, POLL_S)
     time.sleep(UPDATE_S if moment == "update" else 0.0)
-    os.kill(pids[rank], signal.SIGKILL)
+    os.kill(pids[rank], how)
 
 
 def moments(run: Path, pids: list[int]) -> dict[str, Callable[[], object]]:
@@ -118,7 +127,7 @@ def test_four_ranks_are_killed_at_every_part_of_a_step(tmp_path: Path, adapters:
         for start, (moment, rank, after) in enumerate(KILLS, 1):
             saved = run / "checkpoints" / f"step-{after:06d}"
             wait_until(lambda saved=saved, after=after: not after or saved.exists(), folder, running)
-            kill(folder, running, start, moment, rank)
+            lose(folder, running, start, moment, rank)
         finish(folder, running)
     assert len(events(run, "trainer_ready")) == 1 + len(KILLS)
     assert sorted(set(trained_steps(run))) == [1, 2, 3, 4]

@@ -108,6 +108,31 @@ def test_rising_prices_shrink_the_most_expensive_source_at_once() -> None:
     assert a.update(snapshot(1, 4, names, usd=20.0), {"local": names}, 2.0) == {"local": 1}  # it keeps the run alive
 
 
+def two_sources(counts: tuple[int, int], running: tuple[int, int], advice: int, **options: Any) -> dict[str, int]:
+    """The changes for two sources of the same kind, after two steps with the same advice."""
+    sources = {name: ScaledSource(count=n, max_count=8) for name, n in zip(("ray", "slurm"), counts, strict=True)}
+    a, changes = Autoscaler(sources, **options), {}
+    own = {name: {f"{name}{k}.1" for k in range(n)} for name, n in zip(sources, running, strict=True)}
+    a.update(snapshot(0, sum(running), [*{"ray0.1", "slurm0.1"}]), {"ray": {"ray0.1"}, "slurm": {"slurm0.1"}}, 0.0)
+    for step in (1, 2):
+        changes = a.update(snapshot(step, advice, sorted(own["ray"] | own["slurm"])), own, float(step))
+    return changes
+
+
+def test_sources_of_one_kind_share_one_advice() -> None:
+    assert two_sources((1, 1), (1, 1), 6) == {"ray": 3, "slurm": 3}
+    assert two_sources((5, 5), (5, 5), 6) == {"ray": 3, "slurm": 3}
+    assert two_sources((3, 3), (3, 1), 3) == {"ray": 2, "slurm": 1}, "workers that have not joined go first"
+
+
+def test_worker_that_was_only_asked_for_does_not_keep_the_run_alive() -> None:
+    assert two_sources((1, 1), (1, 0), 0, keep_one=True) == {"slurm": 0}
+    sources = {"ray": ScaledSource(count=1, max_count=8), "slurm": ScaledSource(count=1)}
+    a = Autoscaler(sources, keep_one=True)
+    for step in (1, 2, 3):
+        assert a.update(snapshot(step, 0, ["ray1.1"]), {"ray": {"ray1.1"}}, float(step)) == {}
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.floats(0, 5), st.booleans()), max_size=40), st.integers(1, 6),
     st.integers(0, 3), st.floats(0, 12),

@@ -1,13 +1,16 @@
 """Decides how many workers each source should run. Pure: fleet.json and the time in, numbers out.
 
-- Advice is about one kind of worker, and the fleet may have workers of that kind that this run did not start.
+- Advice is about one kind of worker, and the fleet may have workers of that kind that this run did not start. Several
+  sources can have workers of one kind: the shortage or surplus is computed once and split over them. A new worker goes
+  to the source with the fewest; the first to go are workers that were asked for and have not joined.
 - Advice is followed when two steps in a row agree: a worker takes a while to start, and one unusual step is no reason
   to stop one. After a change, the same source is left alone for the cool-down.
 - The number stays between the limits of its source. The sources together cost no more than the price ceiling. A price
   that is not known is not guessed: under a ceiling such a source does not grow. If prices rise above the ceiling, the
   most expensive source shrinks at once, without advice or cool-down.
 - If the trainer's own engine does not generate, one worker stays whatever advice and ceiling say: without it the run
-  would stand still and the trainer would cost money for nothing.
+  would stand still and the trainer would cost money for nothing. A source may go to 0 only while another source has a
+  worker that is ready: one that was only asked for may never come.
 """
 
 from __future__ import annotations
@@ -42,7 +45,12 @@ class Autoscaler:
         """`max_usd_per_h`: price ceiling for all sources together; 0: none. `keep_one`: never stop the last worker."""
         self.sources = dict(sources)
         self._cooldown_s, self._max_usd_per_h, self._keep_one = cooldown_s, max_usd_per_h, keep_one
-        self._advice = {name: _AdviceFollower() for name in sources}
+        self._lease: dict[str, str] = {}
+        """Kind of the workers of each source, as advice names it. It is remembered when all of them are gone."""
+        self._advice: dict[str, _AdviceFollower] = {}
+        """By kind of worker."""
+        self._ready: dict[str, int] = {}
+        """Number of workers of each source that are ready, in the newest snapshot."""
 
     def update(
         self, snapshot: dict[str, Any] | None, own: Mapping[str, Collection[str]], now_s: float
@@ -50,55 +58,72 @@ class Autoscaler:
         """The sources whose number of workers changes, and their new numbers. `own`: names of the workers of each
         source."""
         if snapshot is None:
-            for follower in self._advice.values():
-                follower.previous = None
+            self._advice.clear()
             return {}
         rows = [w for w in snapshot.get("workers", []) if w["state"] != "gone" and _name(w) != LOCAL]
-        changes: dict[str, int] = {}
+        joined: dict[str, int] = {}
         for name, source in self.sources.items():
             own_rows = [w for w in rows if _name(w) in own.get(name, ())]
-            if own_rows and (price := _price(own_rows[0])) is not None:
-                source.usd_per_h = price
-            advised = self._advice[name].wanted(snapshot, rows, own_rows)
-            if not source.max_count or advised is None or now_s - source.changed_s < self._cooldown_s:
-                continue
-            wanted = self._allowed(source, min(source.max_count, max(source.min_count, advised)))
-            if wanted != source.count:
-                changes[name] = wanted
-                self._set(name, wanted, now_s)
-        return {**changes, **self._respect_ceiling(now_s)}
+            joined[name] = len(own_rows)
+            self._ready[name] = sum(w["state"] == "ready" for w in own_rows)
+            if own_rows:
+                self._lease[name] = own_rows[0]["lease"]
+                if (price := _price(own_rows[0])) is not None:
+                    source.usd_per_h = price
+        before = {name: source.count for name, source in self.sources.items()}
+        for lease in dict.fromkeys(self._lease.values()):
+            scaled = [n for n, s in self.sources.items() if s.max_count and self._lease.get(n) == lease]
+            others = sum(w["lease"] == lease for w in rows) - sum(joined[n] for n in scaled)
+            advised = self._advice.setdefault(lease, _AdviceFollower(lease)).wanted(snapshot, others)
+            if advised is not None:
+                self._split(advised, scaled, joined, now_s)
+        self._respect_ceiling()
+        changes = {name: s.count for name, s in self.sources.items() if s.count != before[name]}
+        for name in changes:
+            self.sources[name].changed_s = now_s
+            if follower := self._advice.get(self._lease.get(name, "")):
+                follower.previous = None
+        return changes
 
-    def _set(self, name: str, count: int, now_s: float) -> None:
+    def _split(self, wanted: int, names: list[str], joined: Mapping[str, int], now_s: float) -> None:
+        """Change the numbers of these sources until they have `wanted` workers together, as far as that is allowed."""
+        free = [n for n in names if now_s - self.sources[n].changed_s >= self._cooldown_s]
+        while missing := wanted - sum(self.sources[n].count for n in names):
+            step = 1 if missing > 0 else -1
+            possible = [n for n in free if self._may_change(n, step)]
+            if not possible:
+                return
+            if step > 0:
+                name = min(possible, key=lambda n: self.sources[n].count)
+            else:
+                name = max(possible, key=lambda n: (self.sources[n].count - joined[n], self.sources[n].count))
+            self.sources[name].count += step
+
+    def _may_change(self, name: str, step: int) -> bool:
+        """Whether limits, ceiling and the last worker of the run allow one worker more (1) or less (-1)."""
         source = self.sources[name]
-        source.count, source.changed_s = count, now_s
-        self._advice[name].previous = None
+        if step < 0:
+            return source.count > source.min_count and not (source.count == 1 and self._is_needed(name))
+        if source.count >= source.max_count:
+            return False
+        if not self._max_usd_per_h:
+            return True
+        # A sum of prices is not exact: 0.1 + 0.2 must fit into 0.3.
+        return source.usd_per_h is not None and (
+            source.usd_per_h == 0 or self._cost() + source.usd_per_h <= self._max_usd_per_h + 1e-9
+        )
 
-    def _allowed(self, source: ScaledSource, wanted: int) -> int:
-        """`wanted`, reduced to what the ceiling allows and raised to what the run needs."""
-        if self._max_usd_per_h and wanted > source.count:
-            if source.usd_per_h is None:
-                wanted = source.count
-            elif source.usd_per_h > 0:
-                room = self._max_usd_per_h - self._cost() + source.count * source.usd_per_h
-                # A sum of prices is not exact: 0.1 + 0.2 must fit into 0.3.
-                wanted = max(source.count, min(wanted, math.floor(room / source.usd_per_h + 1e-9)))
-        others = sum(s.count for s in self.sources.values()) - source.count
-        return max(wanted, 1) if self._keep_one and not others and source.count else wanted
+    def _is_needed(self, name: str) -> bool:
+        """Whether the run would stand still without the workers of this source."""
+        others = (n for n, s in self.sources.items() if n != name and s.count)
+        return self._keep_one and not any(self._ready.get(n) for n in others)
 
-    def _respect_ceiling(self, now_s: float) -> dict[str, int]:
+    def _respect_ceiling(self) -> None:
         """Shrink the most expensive sources while the workers cost more than the ceiling."""
-        changes: dict[str, int] = {}
         priced = [(n, s) for n, s in self.sources.items() if s.max_count and s.usd_per_h]
         for name, source in sorted(priced, key=lambda item: -(item[1].usd_per_h or 0.0)):
-            over = self._cost() - self._max_usd_per_h
-            if not self._max_usd_per_h or over <= 1e-9:
-                break
-            surplus = math.ceil(over / (source.usd_per_h or math.inf) - 1e-9)
-            wanted = self._allowed(source, max(source.min_count, source.count - surplus, 0))
-            if wanted < source.count:
-                changes[name] = wanted
-                self._set(name, wanted, now_s)
-        return changes
+            while self._max_usd_per_h and self._cost() > self._max_usd_per_h + 1e-9 and self._may_change(name, -1):
+                source.count -= 1
 
     def _cost(self) -> float:
         """Known cost of all workers that were asked for, in $ per hour."""
@@ -106,25 +131,20 @@ class Autoscaler:
 
 
 class _AdviceFollower:
-    """The number of workers that advice asks one source for, once two steps agree on it."""
+    """The number of workers of one kind that advice asks for, once two steps agree on it."""
 
-    def __init__(self) -> None:
-        self._lease: str | None = None
-        """Kind of the source's workers, as advice names it. It is remembered when all of them are gone."""
+    def __init__(self, lease: str) -> None:
+        self._lease = lease
         self.previous: tuple[int, int] | None = None
         """The last step with advice to change, and the number of workers it asked for."""
 
-    def wanted(
-        self, snapshot: dict[str, Any], rows: list[dict[str, Any]], own_rows: list[dict[str, Any]]
-    ) -> int | None:
-        """None: no advice to change, or only one step has given it."""
-        if own_rows:
-            self._lease = own_rows[0]["lease"]
+    def wanted(self, snapshot: dict[str, Any], others: int) -> int | None:
+        """How many workers the sources should have together. None: no advice to change, or only one step has given it.
+        `others`: workers of this kind whose number cannot be chosen."""
         advice = next((a for a in snapshot.get("advice", []) if a["lease"] == self._lease), None)
         if advice is None or advice["count"] == advice["now"]:
             self.previous = None
             return None
-        others = sum(w["lease"] == self._lease for w in rows) - len(own_rows)
         wanted = max(0, advice["count"] - others)
         before = self.previous
         if before is None or before[0] != snapshot["step"]:

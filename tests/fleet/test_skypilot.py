@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet.sources import COMMAND
+from fleet.sources import COMMAND, DRAINING, TOKEN, SkySource, Workers, running
+from fleet.test_source_contract import RecordedEvents
 
-from windfall.fleet.skypilot.provider import parse_states
+from windfall.fleet.skypilot import provider
+from windfall.fleet.skypilot.provider import parse_queue, parse_states
 from windfall.fleet.skypilot.task import SkyPilotOptions, task
 from windfall.fleet.worker_command import WorkerCommand
 from windfall.launch.worker_sources import to_yaml
@@ -53,8 +58,50 @@ def test_states() -> None:
         {"job_id": 4, "job_name": "c", "status": "FAILED_NO_RESOURCE"},
         {"job_id": 5, "job_name": "d", "status": "SUCCEEDED"},
     ]
-    jobs = parse_states("Fetching...\n" + json.dumps(rows))
+    jobs = parse_states(parse_queue("Fetching...\n" + json.dumps(rows)))
     assert {name: job.code for name, job in jobs.items()} == {"a": None, "b": 3, "c": -9, "d": 0}
     assert jobs["a"].waiting
     with pytest.raises(OSError, match="did not print JSON"):
-        parse_states("[broken")
+        parse_queue("[broken")
+    with pytest.raises(OSError, match="did not print JSON"):
+        parse_queue("cannot reach the API server")
+    live = [{"job_id": 6, "job_name": "e", "status": "RUNNING"}, {"job_id": 7, "job_name": "e", "status": "CANCELLED"}]
+    assert parse_states(live)["e"].code is None, "a job that runs is not hidden by a newer one"
+
+
+def test_job_of_a_launch_that_took_too_long_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "LAUNCH_TIMEOUT_S", 1.0)
+    workers, events = Workers(tmp_path, DRAINING), RecordedEvents()
+
+    async def main() -> None:
+        async with SkySource().open(tmp_path, workers, events, 1) as source:
+            (tmp_path / "fake_sky" / "slow_launch").touch()
+            async with running(source):
+                assert (await events.until(1, "started"))[0]["worker"] == "sky1.1"
+                await workers.until(1)
+            await workers.until(0, within_s=5.0)
+
+    asyncio.run(main())
+    assert len(workers.pids()) == 1
+    assert not events.of("spawn_failed", "stuck")
+
+
+def test_cancel_that_fails_is_reported_and_two_jobs_of_one_name_are_both_canceled(tmp_path: Path) -> None:
+    workers, events = Workers(tmp_path, DRAINING), RecordedEvents()
+
+    async def main() -> None:
+        async with SkySource().open(tmp_path, workers, events, 1) as source:
+            async with running(source):
+                await workers.until(1)
+                state = tmp_path / "fake_sky"
+                file = str(next((tmp_path / "workers").glob("*.yaml")))
+                twice = ["sky", "jobs", "launch", "--name", Path(file).stem, "--secret", "WINDFALL_TOKEN", file]
+                subprocess.run(twice, env={**os.environ, "WINDFALL_TOKEN": TOKEN}, check=True, capture_output=True)
+                await workers.until(2)
+                (state / "no_cancel").touch()
+                source.target(0)
+                assert "cannot cancel" in (await events.until(1, "stuck"))[0]["error"]
+                (state / "no_cancel").unlink()
+            await workers.until(0, within_s=5.0)
+
+    asyncio.run(main())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -29,12 +30,25 @@ class Handle:
     """A running worker process. The code that started the process provides `send`, and calls `ended` once."""
 
     def __init__(
-        self, *, name: str, pid: int, send: Callable[[int], None], kill_timeout_s: float = KILL_TIMEOUT_S
-    ) -> None:
+        self, *, name: str, pid: int, send: Callable[[int], None], kill_timeout_s: float = KILL_TIMEOUT_S,
+        waiting: bool = False,
+    ) -> None:  # fmt: skip
         """`send` sends a signal, given by its number, to the process. `pid`: the process id on the worker's machine, or
-        the number of its job. `kill_timeout_s`: seconds to wait for its end after SIGKILL."""
+        the number of its job. `kill_timeout_s`: seconds to wait for its end after SIGKILL. `waiting`: it does not run
+        yet; `runs` will say when it does."""
         self.name, self.pid, self._send, self._kill_timeout_s = name, pid, send, kill_timeout_s
+        self._ran_from: float | None = None if waiting else time.monotonic()
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def runs(self) -> None:
+        """Record that the process runs, if it was waiting until now."""
+        if self._ran_from is None:
+            self._ran_from = time.monotonic()
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds that the process has run, without the time that it waited for a machine."""
+        return 0.0 if self._ran_from is None else time.monotonic() - self._ran_from
 
     def ended(self, code: int) -> None:
         """Record the end of the process. `code` is its exit status, or the negative number of the fatal signal."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 
 from windfall.errors import WindfallError
 from windfall.fleet.base import OnEvent, Spawn, ignore_event
-from windfall.fleet.restart import GRACE_S, RestartingNodes
+from windfall.fleet.restart import GRACE_S, RestartDelay, RestartingNodes
 from windfall.types import Lease
 
 
@@ -21,9 +22,9 @@ class SlotProvider(RestartingNodes):
 
     def __init__(
         self, spawn: Spawn, count: int, *, terms: Lease, on_event: OnEvent = ignore_event, grace_s: float = GRACE_S,
-        prefix: str = "w",
+        prefix: str = "w", delay: Callable[[], RestartDelay] = RestartDelay,
     ) -> None:  # fmt: skip
-        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s)
+        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s, delay=delay)
         self.prefix, self._changed = prefix, asyncio.Event()
         self.target(count)
 

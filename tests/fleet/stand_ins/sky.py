@@ -36,6 +36,8 @@ def launch(arguments: list[str]) -> None:
         [sys.executable, "-S", __file__, "controller", str(number)], start_new_session=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
+    if (STATE / "slow_launch").exists():
+        time.sleep(60)
     print(f"Managed job submitted, ID: {number}")
 
 
@@ -67,10 +69,12 @@ def queue(arguments: list[str]) -> None:
 
 
 def cancel(arguments: list[str]) -> None:
-    name = arguments[arguments.index("--name") + 1]
+    numbers = [int(a) for a in arguments if a.isdecimal()]
+    if not numbers or (STATE / "no_cancel").exists():
+        sys.exit("sky: cannot cancel")
     for path in STATE.glob("*.json"):
         row = json.loads(path.read_text())
-        if row["job_name"] == name and row["status"] not in ("SUCCEEDED", "CANCELLED", "FAILED"):
+        if row["job_id"] in numbers and row["status"] not in ("SUCCEEDED", "CANCELLED", "FAILED"):
             (STATE / f"{row['job_id']}.cancel").touch()
 
 

@@ -110,11 +110,13 @@ def watch(task: str, shell: subprocess.Popen, options: dict) -> str:
 
 
 def squeue(arguments: list[str]) -> None:
-    asked = next(a for a in arguments if a.startswith("--jobs=")).removeprefix("--jobs=").split(",")
+    asked = next((a for a in arguments if a.startswith("--name=")), "").removeprefix("--name=")
+    if not asked:  # real ones fail for a list of ids as soon as one of them has expired
+        sys.exit("slurm_load_jobs error: Invalid job id specified")
     for path in sorted(STATE.glob("*_*.json")):
         number, index = path.stem.split("_")
-        if number in asked:
-            row = json.loads(path.read_text())
+        row = json.loads(path.read_text())
+        if row["name"] == asked:
             print(f"{number}|{index}|{row['state']}|{row['code']}|")
 
 

@@ -26,6 +26,7 @@ from typing import Any, Self
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.fleet.base import Handle, OnEvent, ignore_event
+from windfall.fleet.restart import RestartDelay
 from windfall.fleet.slots import SlotProvider
 from windfall.fleet.worker_command import WorkerCommand
 from windfall.types import Lease
@@ -191,6 +192,11 @@ class _Link:
             future.set_result(handle)
 
 
+def restart_delay() -> RestartDelay:
+    """A worker loads its software from the disk of a node for many seconds before it can fail."""
+    return RestartDelay(young_s=60.0, limit_s=60.0)
+
+
 class RayProvider(SlotProvider):
     name = "ray"
 
@@ -199,7 +205,15 @@ class RayProvider(SlotProvider):
         secrets: Mapping[str, str], grace_s: float, on_event: OnEvent = ignore_event,
     ) -> None:  # fmt: skip
         self._client, self._worker, self._url, self._secrets = client, worker, url, secrets
-        super().__init__(self._spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="ray")
+        super().__init__(
+            self._spawn,
+            count,
+            terms=worker.lease,
+            on_event=on_event,
+            grace_s=grace_s,
+            prefix="ray",
+            delay=restart_delay,
+        )
 
     async def _spawn(self, name: str, lease: Lease) -> Handle:
         arguments = ["-m", "windfall.cli", *self._worker.arguments(await self._url(), name)]

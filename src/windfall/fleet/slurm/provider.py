@@ -27,6 +27,8 @@ LOST = {"NODE_FAIL", "PREEMPTED"}
 
 
 class SlurmQueue:
+    together = True
+
     def __init__(
         self, options: SlurmOptions, worker: WorkerCommand, *, label: str, folder: Path,
         url: Callable[[], Awaitable[str]], secrets: Mapping[str, str],
@@ -49,9 +51,9 @@ class SlurmQueue:
         return {worker: f"{array}_{slot_of(worker)}" for worker in workers}
 
     async def states(self, ids: Iterable[str]) -> Mapping[str, Job]:
-        arrays = sorted({id.partition("_")[0] for id in ids})
+        # By name: squeue fails for a list of ids if one of them has expired.
         out = await _run(
-            "squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}",
+            "squeue", "--noheader", "--array", "--states=all", f"--name={self._label}", f"--user={getpass.getuser()}",
             "--Format=ArrayJobID:|,ArrayTaskID:|,State:|,exit_code:|",
         )  # fmt: skip
         return parse_states(out)
@@ -65,8 +67,9 @@ class SlurmQueue:
     async def cancel(self, id: str) -> None:
         await _run("scancel", id)
 
-    async def cancel_leftovers(self) -> None:
+    async def cancel_leftovers(self) -> int:
         await _run("scancel", f"--name={self._label}", f"--user={getpass.getuser()}")
+        return 0  # Slurm finds and cancels them in one step
 
 
 async def _run(*argv: str, env: Mapping[str, str] | None = None) -> str:
@@ -108,10 +111,11 @@ class SlurmProvider(SlotProvider):
         self, queue: SlurmQueue, worker: WorkerCommand, count: int, *, poll_s: float, grace_s: float,
         on_event: OnEvent = ignore_event,
     ) -> None:  # fmt: skip
-        self._jobs = JobSpawner(queue, poll_s=poll_s)
+        self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
         super().__init__(
-            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="slurm"
-        )
+            self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="slurm",
+            delay=self._jobs.restart_delay,
+        )  # fmt: skip
 
     async def run(self) -> None:
         async with self._jobs:

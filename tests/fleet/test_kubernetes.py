@@ -7,14 +7,16 @@ import base64
 import contextlib
 import os
 import socket
+import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from fleet.sources import COMMAND, DRAINING, TOKEN, Workers, source_path
+from fleet.sources import COMMAND, DRAINING, TOKEN, Workers, running, source_path
 from fleet.stand_ins.kubernetes import Cluster
 from fleet.test_source_contract import RecordedEvents
 
@@ -63,6 +65,24 @@ def test_manifests_keep_the_rules_of_workers() -> None:
     assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "patch", "list"}
 
 
+def test_run_in_its_pod_gets_the_signal_to_stop(tmp_path: Path) -> None:
+    (pod,) = [o["spec"]["template"]["spec"] for o in objects() if o["kind"] == "StatefulSet"]
+    workers = Workers(tmp_path, "")
+    code = f"trap 'touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/started; while :; do sleep 0.05; done"
+    (workers.bin / "windfall").write_text(f"#!/bin/sh\n{code}\n")
+    shell = subprocess.Popen(pod["containers"][0]["command"], env={**os.environ, "PATH": workers.path})
+    try:
+        for _ in range(100):
+            if (tmp_path / "started").exists():
+                break
+            time.sleep(0.05)
+        shell.terminate()
+        assert shell.wait(5.0) == 0
+    finally:
+        shell.kill()
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("version", ["1.28", "1.33"])
 def test_manifests_are_valid_by_the_published_schemas(version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate")
@@ -82,6 +102,23 @@ def serve(tmp_path: Path, use: Any) -> Any:
             return await use(cluster, workers)
 
     return asyncio.run(main())
+
+
+def test_refusal_in_mid_run_is_reported_and_the_workers_go_on(tmp_path: Path) -> None:
+    async def use(cluster: Cluster, workers: Workers) -> None:
+        events = RecordedEvents()
+        provider = KubernetesProvider(
+            Credentials(server=cluster.url, token="t"), NAMES, 1, namespace="default", drain_s=1.0, on_event=events,
+            poll_s=0.05,
+        )  # fmt: skip
+        async with running(provider):
+            (first,) = await workers.until(1)
+            cluster.faults = [403]
+            assert "needs the Role" in (await events.until(1, "spawn_failed"))[0]["error"]
+            provider.target(2)
+            assert first in await workers.until(2)
+
+    serve(tmp_path, use)
 
 
 def test_faults_that_pass_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,14 @@ def test_spot_with_fallback() -> None:
     assert "TOKEN" not in json.dumps(example())
 
 
+@pytest.mark.parametrize(("worker", "job"), [(0, 0), (3, 3), (5, 0)])
+def test_worker_without_controller_ends_its_job(tmp_path: Path, worker: int, job: int) -> None:
+    """SkyPilot restarts a job that fails, and would rent machines for a run that is dead."""
+    workers = Workers(tmp_path, f"raise SystemExit({worker})")
+    env = {**os.environ, "PATH": workers.path, "WINDFALL_TOKEN": TOKEN}
+    assert subprocess.run(["bash", "-c", example()["run"]], env=env, check=False).returncode == job
+
+
 def test_file_is_what_skypilot_reads(tmp_path: Path) -> None:
     sky = pytest.importorskip("sky")
     path = tmp_path / "sky1.1.yaml"

@@ -39,6 +39,9 @@ def test_script_is_valid_and_has_no_secret(tmp_path: Path) -> None:
         directives
     )
     assert text.index("#SBATCH --nice") < text.index("module load cuda") < text.index("windfall worker")
+    assert text.index("trap ") < text.index("windfall worker")
+    with pytest.raises(WindfallError, match="line break"):
+        script(SlurmOptions(options=["--nice\nrm -rf"]), COMMAND, label="x", url="u", workers=["slurm1.1"], log="l")
     with pytest.raises(WindfallError, match="line break"):
         script(SlurmOptions(partition="a\nrm -rf"), COMMAND, label="x", url="u", workers=["slurm1.1"], log="l")
 

@@ -7,7 +7,8 @@
     Ray, Kubernetes, SkyPilot, Slurm ── workers elsewhere      by their providers (worker_sources.py)
 
 The processes of this machine end with the supervisor, however it ends (see fleet/parent_death.py). Workers elsewhere
-end when it stops them, or when they find no controller for a while. It reads what it shows from the log.
+end when it stops them, or when they find no controller for a while. Kubernetes is the exception: a Deployment restarts
+such workers until a person deletes it (docs/guides/kubernetes.md). It reads what it shows from the log.
 
 On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
 killed at once.
@@ -123,10 +124,11 @@ class Supervisor:
             self._trainer = await self._start_trainer(fork_client, environment)
             return self._trainer
 
+        providers = await self._providers(fork_client, environment)  # first: this can fail, and nothing is started yet
         tasks = [
             asyncio.create_task(self._keep_running("trainer", trainer)),
             asyncio.create_task(self._watch()),
-            *(asyncio.create_task(p.run()) for p in await self._providers(fork_client, environment)),
+            *(asyncio.create_task(p.run()) for p in providers),
         ]
         main = asyncio.create_task(self._keep_running("controller", controller))
         try:

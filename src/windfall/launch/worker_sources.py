@@ -60,6 +60,8 @@ def check(recipe: Recipe) -> None:
         program, fix = PROGRAMS.get(name, ("", ""))
         if program and shutil.which(program) is None:
             raise WindfallError(f"program '{program}' not found", where=f"fleet.{name}", fix=fix)
+        if isinstance(section, Kubernetes):
+            credentials.find(section.kubeconfig, section.server, section.token_file)
         check_reachable(recipe, name, section)
     _check_ceiling(recipe)
 

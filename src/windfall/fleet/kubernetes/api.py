@@ -79,7 +79,8 @@ class ApiServer:
                 elif status < 500 and status not in (409, 429):
                     raise _refusal(status, f"{method} {path}", failure)
                 delay_s = max(delay_s, after_s)
-            await asyncio.sleep(delay_s)
+            if attempt < TRIES - 1:
+                await asyncio.sleep(delay_s)
         raise OSError(f"{method} {self._credentials.server}{path} failed {TRIES} times: {failure}")
 
     async def _send(

@@ -127,11 +127,20 @@ def deployment(
 
 def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]) -> Manifest:
     run = f"{RUN_FOLDER}/{names.run}"
-    start = (
-        f'if [ -e "{run}/recipe.toml" ]; then windfall resume "{run}"; '
-        f'else windfall train {RECIPE_FOLDER}/recipe.toml --set run.folder="{RUN_FOLDER}"; fi && '
-        # The pod would be restarted if it ended. Waiting leaves its volume readable.
-        "echo 'finished; copy the model, then delete this StatefulSet' && exec sleep infinity"
+    start = "\n".join(
+        [
+            # The shell is process 1 and must pass SIGTERM on: the run then stops and saves.
+            """trap 'asked=1; stopped=1; kill -TERM "$run" 2>/dev/null' TERM""",
+            f'if [ -e "{run}/recipe.toml" ]; then windfall resume "{run}" &',
+            f'else windfall train {RECIPE_FOLDER}/recipe.toml --set run.folder="{RUN_FOLDER}" & fi',
+            'run=$!; [ -z "$stopped" ] || kill -TERM "$run"',
+            'asked=; wait "$run"; status=$?',
+            'while [ -n "$asked" ]; do asked=; wait "$run"; status=$?; done',
+            'if [ -n "$stopped" ] || [ "$status" != 0 ]; then exit "$status"; fi',
+            # The pod would be restarted if it ended. Waiting leaves its volume readable.
+            "echo 'finished; copy the model, then delete this StatefulSet'",
+            "trap 'exit 0' TERM; sleep infinity & wait",
+        ]
     )
     container: Manifest = {
         "name": "run",

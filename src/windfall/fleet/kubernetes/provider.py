@@ -8,6 +8,8 @@
 - A pod that vanishes without a smaller target counts as lost.
 - If a worker exits with status 3 (refused), all of them would be: they have the same image. The Deployment is scaled
   to 0 and stays there until the next `target`.
+- A refusal of the API server (401, 403, 404) ends the provider only before its first answer. Later it is reported, and
+  the request is repeated: the workers that run go on.
 - Canceling `run()` scales to 0 and waits until the pods are gone, but not longer than their grace period.
 """
 
@@ -90,6 +92,7 @@ class KubernetesProvider:
         return worker.startswith(PREFIX)
 
     async def run(self) -> None:
+        reached = False
         async with self._api:
             try:
                 while True:
@@ -97,7 +100,10 @@ class KubernetesProvider:
                     try:
                         await self._set_replicas(0 if self._refused else self._count)
                         self._update(parse_pods(await self._pods()))
-                    except OSError as e:  # the API server is away; the workers go on
+                        reached = True
+                    except (OSError, WindfallError) as e:  # the API server is away; the workers go on
+                        if isinstance(e, WindfallError) and not reached:
+                            raise
                         self._on_event("spawn_failed", worker=self._names.workers, error=str(e))
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), self._poll_s)

@@ -2,7 +2,8 @@
 
 - One job per worker, not one job with many nodes: after a preemption SkyPilot replaces all machines of a job.
 - SkyPilot replaces preempted machines by itself, also in other regions. It restarts a worker that fails at most
-  `max_restarts` times; a worker that was refused would be refused again.
+  `max_restarts` times; a worker that was refused would be refused again. A worker that finds no controller ends its job
+  as if it had succeeded: SkyPilot would otherwise start machines for a run that is dead.
 - The token is a SkyPilot secret, given by `sky jobs launch --secret`; it is not in the file.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windfall import __version__
+from windfall.fleet.base import EXIT_NO_CONTROLLER
 from windfall.fleet.worker_command import TLS_PIN, WorkerCommand
 
 
@@ -45,5 +47,6 @@ def task(
         "resources": resources,
         **({"envs": {TLS_PIN: certificate}} if certificate else {}),
         "setup": options.setup or f"pip install 'windfall=={__version__}'",
-        "run": f"# A recovered worker is a new worker, so its name contains the time.\n{command.shell(url, name)}\n",
+        "run": f"# A recovered worker is a new worker, so its name contains the time.\n{command.shell(url, name)}\n"
+        f'status=$?; if [ "$status" = {EXIT_NO_CONTROLLER} ]; then exit 0; fi; exit "$status"\n',
     }

@@ -47,10 +47,11 @@ def script(
         *([options.setup.strip(), ""] if options.setup.strip() else []),
         "# A worker name is used once, so a requeued worker gets a new one.",
         f"declare -A names=({names})",
+        "# SIGTERM comes before the time limit, or when the run needs fewer workers: the worker drains and leaves.",
+        """asked=; worker=; trap 'asked=1; [ -z "$worker" ] || kill -TERM "$worker" 2>/dev/null' TERM""",
         f"{command.shell(url, name)} &",
         "worker=$!",
-        "# SIGTERM comes before the time limit, or when the run needs fewer workers: the worker drains and leaves.",
-        """trap 'asked=1; kill -TERM "$worker" 2>/dev/null' TERM""",
+        '[ -z "$asked" ] || kill -TERM "$worker" 2>/dev/null',
         'asked=; wait "$worker"; status=$?',
         'while [ -n "$asked" ]; do asked=; wait "$worker"; status=$?; done',
         'exit "$status"',
@@ -67,10 +68,12 @@ def _directives(o: SlurmOptions, label: str, slots: Sequence[int], log: str) -> 
         "time": str(o.time_limit_min), "signal": f"B:TERM@{o.warning_s}", "open-mode": "append", "output": log,
         "export": "ALL",
     }  # fmt: skip
-    for key, value in given.items():
-        if "\n" in value:
+    for key, value in [*given.items(), *(option.lstrip("-").partition("=")[::2] for option in o.options)]:
+        if "\n" in key + value:
             fix = "Write it on one line."
-            raise WindfallError(f"{value!r} has a line break", where=f"fleet.slurm, option --{key} of sbatch", fix=fix)
+            raise WindfallError(
+                f"{value or key!r} has a line break", where=f"fleet.slurm, option --{key} of sbatch", fix=fix
+            )
     lines = [f"--{key}={shlex.quote(value)}" for key, value in given.items() if value]
     return [*lines, "--requeue", *o.options]
 

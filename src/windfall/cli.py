@@ -431,15 +431,20 @@ def bench_engine(
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
 
 
-@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml | kubectl apply -f -")
-def fleet_preview(recipe: RecipeFile, set: Overrides = None) -> None:
+@fleet.command(
+    name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes | kubectl apply -f -"
+)
+def fleet_preview(
+    recipe: RecipeFile, set: Overrides = None,
+    only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",
+) -> None:  # fmt: skip
     """Print what a recipe would start on other systems; start nothing.
 
     Ray options, Kubernetes manifests, SkyPilot tasks and Slurm batch files. The token of the run is in none of them.
     """
     from windfall.launch import worker_sources
 
-    print(worker_sources.preview(config.load(recipe, set)), end="")
+    print(worker_sources.preview(config.load(recipe, set), only), end="")
 
 
 def _tls(cert: Path | None, key: Path | None) -> list[str]:

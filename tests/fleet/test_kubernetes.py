@@ -49,7 +49,7 @@ def test_manifests_keep_the_rules_of_workers() -> None:
     workers = made["Deployment", "windfall-demo-1-workers"]
     pod = workers["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > OPTIONS.drain_s
-    assert pod["priorityClassName"] == made["PriorityClass", "windfall-demo-1-workers"]["metadata"]["name"]
+    assert pod["priorityClassName"] == made["PriorityClass", "default-windfall-demo-1-workers"]["metadata"]["name"]
     assert "replicas" not in workers["spec"]
     assert [kind for kind, _ in made].count("Service") == 1
     assert made["Service", "windfall-demo-1"]["spec"]["selector"]["windfall/role"] == "run"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ def test_preview_shows_every_source_and_starts_nothing(
     code, out, err = windfall("fleet", "preview", "r.toml")
     assert (code, err) == (0, "")
     assert '"label_selector": {\n      "ray.io/accelerator-type": "H100"' in out
-    assert "# ray: 1 workers, at most 16" in out
+    assert "# ray: 1 worker, at most 16" in out
     assert "#SBATCH --array=1-3" in out
     assert "use_spot: true" in out
     assert "terminationGracePeriodSeconds: 45" in out
@@ -62,7 +64,15 @@ def test_each_part_of_the_preview_is_what_its_system_reads(tmp_path: Path) -> No
     assert kinds.count("Deployment") == kinds.count("StatefulSet") == 1
     (stored,) = [m["data"]["recipe.toml"] for m in manifests if m and m["kind"] == "ConfigMap"]
     (tmp_path / "recipe.toml").write_text(stored)
-    assert config.load(tmp_path / "recipe.toml") == only("kubernetes")
+    inside = config.load(tmp_path / "recipe.toml")
+    assert inside == worker_sources.recipe_in_pod(only("kubernetes"))
+    assert inside.fleet.kubernetes is not None
+    assert inside.fleet.kubernetes.server == "", "the pod uses its own service account"
+    assert (
+        worker_sources.preview(recipe(), "slurm")
+        == worker_sources.preview(recipe()).partition("# slurm")[1]
+        + (worker_sources.preview(recipe()).partition("# slurm")[2])
+    )
     assert yaml.safe_load(worker_sources.preview(only("skypilot")))["run"].endswith("\n")
     lines = worker_sources.preview(only("ray")).splitlines()
     shown = json.loads("\n".join(line for line in lines if not line.startswith("#")))
@@ -100,6 +110,44 @@ def test_run_that_starts_above_the_price_ceiling_is_refused() -> None:
     worker_sources.check(Recipe.model_validate({"fleet": {**fleet, "max_usd_per_h": 6.0}}))
     with pytest.raises(WindfallError, match=r"cost \$6 per hour, more than \$5"):
         worker_sources.check(Recipe.model_validate({"fleet": {**fleet, "max_usd_per_h": 5.0}}))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_run_in_kubernetes_finds_its_certificate(tmp_path: Path) -> None:
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout key.pem -out cert.pem -subj /CN=windfall"
+    subprocess.run(make.split(), cwd=tmp_path, check=True, capture_output=True)
+    text = worker_sources.preview(only("kubernetes", tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"))
+    assert "create secret tls windfall-" in text
+    made = {m["kind"]: m for m in yaml.safe_load_all(text) if m}
+    pod = made["StatefulSet"]["spec"]["template"]["spec"]
+    (secret,) = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
+    assert f"secret tls {secret} " in text
+    (mounted,) = [m["mountPath"] for m in pod["containers"][0]["volumeMounts"] if m["name"] == "tls"]
+    inside = tomllib.loads(made["ConfigMap"]["data"]["recipe.toml"])["fleet"]
+    assert (inside["tls_cert"], inside["tls_key"]) == (f"{mounted}/tls.crt", f"{mounted}/tls.key")
+
+
+def test_file_that_the_pod_does_not_have_is_refused() -> None:
+    made = only("kubernetes").model_copy(update={"trace": Recipe().trace.model_copy(update={"file": Path("a.csv")})})
+    with pytest.raises(WindfallError, match=r"does not have the file 'a\.csv'"):
+        worker_sources.preview(made)
+
+
+def test_price_ceiling_needs_prices_and_counts_the_dearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+
+    def check(**section: Any) -> None:
+        fleet = {"host": "0.0.0.0", "port": 1, "weights_port": 2, "max_usd_per_h": 4.0, "skypilot": section}
+        worker_sources.check(Recipe.model_validate({"fleet": fleet}))
+
+    with pytest.raises(WindfallError, match="price of these workers is not known"):
+        check()
+    with pytest.raises(WindfallError, match="price of an on-demand machine is not known"):
+        check(price_usd_per_h=1.0)
+    with pytest.raises(WindfallError, match=r"cost \$6 per hour"):
+        check(price_usd_per_h=1.0, on_demand_usd_per_h=3.0, workers=2)
+    check(price_usd_per_h=1.0, on_demand_usd_per_h=3.0)
+    check(price_usd_per_h=1.0, fallback=False, workers=4)
 
 
 def test_engine_of_a_source_reaches_its_workers() -> None:

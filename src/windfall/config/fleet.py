@@ -35,7 +35,7 @@ class Fleet(Section):
     """Least seconds between two changes by autoscaling of the same source of workers."""
     max_usd_per_h: float = Field(default=0.0, ge=0)
     """Price ceiling for autoscaling: the workers that this run starts, on this machine and elsewhere, cost at most this
-    much together in $ per hour. 0 sets no ceiling. A source whose price is unknown does not grow under a ceiling."""
+    much together in $ per hour. 0 sets no ceiling. Sources elsewhere then need a price in the recipe."""
     worker_threads: Count = 1
     """CPU threads of each worker on this machine."""
     worker_memory: float = Field(default=0.0, ge=0, lt=1)

@@ -123,6 +123,8 @@ class SkyPilot(WorkerSource):
     """Where to look for machines, such as "aws/us-east-1". If left out: everywhere that SkyPilot has access to."""
     fallback: bool = True
     """Use an on-demand machine if no spot machine is available. Only for `kind` = "spot"."""
+    on_demand_usd_per_h: float = Field(default=0.0, ge=0)
+    """Price of that on-demand machine in $ per hour. `fleet.max_usd_per_h` counts every worker at the higher price."""
     cpus: str = ""
     """CPUs of a machine, such as "8+"."""
     image: str = ""

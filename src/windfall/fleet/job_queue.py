@@ -226,7 +226,7 @@ class JobSpawner:
             try:
                 await call(*arguments)
                 return
-            except Exception as e:  # reported below
+            except Exception as e:  # any error is reported below
                 failure = f"{type(e).__name__}: {e}"
             if attempt < TRIES - 1:
                 await asyncio.sleep(backoff.delay_s(attempt, first_s=0.5))

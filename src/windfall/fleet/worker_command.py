@@ -47,6 +47,11 @@ class WorkerCommand:
         return " ".join(f'"{name}"' if word == "NAME" else shlex.quote(word) for word in words)
 
 
+def plain_name(name: str, length: int) -> str:
+    """The name with only lower-case letters, digits and hyphens, cut to `length`: other systems accept no more."""
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in name.lower()).strip("-")[:length].strip("-")
+
+
 def run_label(run: str, token: str) -> str:
     """A name for what a run starts in other systems. Two runs with the same name have different tokens, so neither
     touches the workers of the other. A resumed run keeps its label.
@@ -54,8 +59,7 @@ def run_label(run: str, token: str) -> str:
     >>> run_label("Demo_1", "0123456789abcdef")
     'windfall-demo-1-9f9f5111'
     """
-    plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in run.lower()).strip("-")[:30].strip("-")
-    return f"windfall-{plain}-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
+    return f"windfall-{plain_name(run, 30)}-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
 
 def secrets(token: str, certificate: str = "") -> Mapping[str, str]:

@@ -33,6 +33,8 @@ class ScaledSource:
     """0: the number is fixed. The workers still count against the price ceiling."""
     usd_per_h: float | None = None
     """Price of one worker; None: not known yet."""
+    least_usd_per_h: float = 0.0
+    """Price to count at least, such as that of an on-demand machine if no spot machine is available."""
     changed_s: float = -math.inf
     """When the number was last changed."""
 
@@ -68,8 +70,9 @@ class Autoscaler:
             self._ready[name] = sum(w["state"] == "ready" for w in own_rows)
             if own_rows:
                 self._lease[name] = own_rows[0]["lease"]
-                if (price := _price(own_rows[0])) is not None:
-                    source.usd_per_h = price
+                known = [price for row in own_rows if (price := _price(row)) is not None]
+                if known:
+                    source.usd_per_h = max(*known, source.least_usd_per_h)
         before = {name: source.count for name, source in self.sources.items()}
         for lease in dict.fromkeys(self._lease.values()):
             scaled = [n for n, s in self.sources.items() if s.max_count and self._lease.get(n) == lease]

@@ -278,7 +278,11 @@ class Supervisor:
                 raise
             handle.when_ended(lambda: self._gpus.release(name))
             self._workers[name] = handle
-            folders.keep_newest(self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers})
+            # Which of the Slurm logs belong to living workers is not known here.
+            slurm_logs = {path.name for path in (self.folder / "workers").glob("slurm-*")}
+            folders.keep_newest(
+                self.folder / "workers", LOGS_KEPT, spare={f"{n}.log" for n in self._workers} | slurm_logs
+            )
             return handle
 
         self._scaled = worker_sources.providers(

@@ -11,7 +11,7 @@ import functools
 import ipaddress
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from windfall.config.worker_sources import Kubernetes, Ray, SkyPilot, Slurm, Wor
 from windfall.errors import WindfallError
 from windfall.fleet.base import OnEvent, Provider
 from windfall.fleet.kubernetes import credentials
-from windfall.fleet.kubernetes.manifests import KubernetesOptions, RunNames, manifests
+from windfall.fleet.kubernetes.manifests import TLS_FOLDER, KubernetesOptions, RunNames, manifests
 from windfall.fleet.kubernetes.provider import KubernetesProvider
 from windfall.fleet.local import LocalProvider
 from windfall.fleet.ray_cluster import provider as ray_provider
@@ -49,7 +49,7 @@ LOGS = {
     "ray": "Ray's logs, and ray_driver.log", "kubernetes": "kubectl logs", "skypilot": "sky jobs logs",
     "slurm": "workers/slurm-*.log",
 }  # fmt: skip
-"""Where the output of workers is that are not on this machine."""
+"""Where to find the output of workers that run elsewhere."""
 
 
 def check(recipe: Recipe) -> None:
@@ -67,13 +67,33 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_ceiling(recipe: Recipe) -> None:
-    """Refuse a run that would start with more than it may cost. Prices that are not in the recipe are not known yet."""
+    """Refuse a run that would start with more than it may cost, or with workers elsewhere whose price is not known."""
     f = recipe.fleet
-    priced = [(f.workers, f.price_usd_per_h), *((s.workers, s.price_usd_per_h) for s in f.sources.values())]
+    for name, s in f.sources.items():
+        if f.max_usd_per_h and not _dearest(s) and s.kind != "borrowed":
+            what = "the price of these workers is not known, so fleet.max_usd_per_h cannot be kept"
+            raise WindfallError(what, where=f"fleet.{name}", fix=f"Set fleet.{name}.price_usd_per_h.")
+        if (
+            f.max_usd_per_h
+            and isinstance(s, SkyPilot)
+            and s.kind == "spot"
+            and s.fallback
+            and not s.on_demand_usd_per_h
+        ):
+            what = "the price of an on-demand machine is not known, so fleet.max_usd_per_h cannot be kept"
+            fix = "Set fleet.skypilot.on_demand_usd_per_h, or fallback = false."
+            raise WindfallError(what, where="fleet.skypilot", fix=fix)
+    priced = [(f.workers, f.price_usd_per_h), *((s.workers, _dearest(s)) for s in f.sources.values())]
     usd_per_h = sum(count * price for count, price in priced)
     if f.max_usd_per_h and usd_per_h > f.max_usd_per_h:
         what = f"the workers that the run starts with cost ${usd_per_h:g} per hour, more than ${f.max_usd_per_h:g}"
         raise WindfallError(what, where="fleet.max_usd_per_h", fix="Start with fewer workers, or raise the ceiling.")
+
+
+def _dearest(section: WorkerSource) -> float:
+    """The most that one worker may cost in $ per hour, as the recipe says; 0: not known."""
+    fallback = isinstance(section, SkyPilot) and section.kind == "spot" and section.fallback
+    return max(section.price_usd_per_h, section.on_demand_usd_per_h if fallback else 0.0)
 
 
 def check_reachable(recipe: Recipe, name: str, section: WorkerSource) -> None:
@@ -102,11 +122,11 @@ def providers(recipe: Recipe, folder: Path, token: str, *, url: Url, on_event: O
     """The providers of all sources, by name. `url`: waits for the address at which workers reach the controller."""
     made: dict[str, Provider] = {}
     certificate = tls.first_certificate(recipe.fleet.tls_cert) if recipe.fleet.tls_cert else ""
-    hidden, label = secrets(token, certificate), run_label(recipe.run.name, token)
+    environment, label = secrets(token, certificate), run_label(recipe.run.name, token)
     for name, section in recipe.fleet.sources.items():
-        worker, where = command(section), _url_of(section, url)
+        worker = command(section)
         made[name] = _provider(
-            recipe, section, folder, worker, label=label, url=where, hidden=dict(hidden),
+            recipe, section, folder, worker, label=label, url=_url_of(section, url), environment=dict(environment),
             on_event=functools.partial(on_event, log=LOGS[name]),
         )  # fmt: skip
     return made
@@ -114,22 +134,22 @@ def providers(recipe: Recipe, folder: Path, token: str, *, url: Url, on_event: O
 
 def _provider(
     recipe: Recipe, section: WorkerSource, folder: Path, worker: WorkerCommand, *, label: str, url: Url,
-    hidden: dict[str, str], on_event: OnEvent,
+    environment: dict[str, str], on_event: OnEvent,
 ) -> Provider:  # fmt: skip
     workers, grace_s = folder / "workers", section.drain_s
     match section:
         case Ray():
             client = RayClient(_ray(section), log=folder / "ray_driver.log")
             return RayProvider(
-                client, worker, section.workers, url=url, secrets=hidden, grace_s=grace_s, on_event=on_event
+                client, worker, section.workers, url=url, secrets=environment, grace_s=grace_s, on_event=on_event
             )
         case Slurm():
-            queue = SlurmQueue(_slurm(section), worker, label=label, folder=workers, url=url, secrets=hidden)
+            queue = SlurmQueue(_slurm(section), worker, label=label, folder=workers, url=url, secrets=environment)
             return SlurmProvider(
                 queue, worker, section.workers, poll_s=section.poll_s, grace_s=grace_s, on_event=on_event
             )
         case SkyPilot():
-            sky = SkyPilotQueue(_skypilot(section), worker, label=label, folder=workers, url=url, secrets=hidden)
+            sky = SkyPilotQueue(_skypilot(section), worker, label=label, folder=workers, url=url, secrets=environment)
             return SkyPilotProvider(sky, worker, section.workers, on_event=on_event)
         case Kubernetes():
             found = credentials.find(section.kubeconfig, section.server, section.token_file)
@@ -146,7 +166,11 @@ def autoscaler(recipe: Recipe, *, elsewhere: bool = True) -> Autoscaler:
     f = recipe.fleet
     sources = {
         name: ScaledSource(
-            count=s.workers, min_count=s.workers_min, max_count=s.workers_max, usd_per_h=s.price_usd_per_h or None
+            count=s.workers,
+            min_count=s.workers_min,
+            max_count=s.workers_max,
+            usd_per_h=_dearest(s) or None,
+            least_usd_per_h=_dearest(s),
         )
         for name, s in (f.sources if elsewhere else {}).items()
     }
@@ -206,9 +230,13 @@ def _kubernetes(s: Kubernetes) -> KubernetesOptions:
 # the preview
 
 
-def preview(recipe: Recipe) -> str:
-    """What the recipe would start, as text. Kubernetes manifests come last and alone can be piped to kubectl."""
-    parts = [_preview(recipe, name, section) for name, section in recipe.fleet.sources.items()]
+def preview(recipe: Recipe, only: str = "") -> str:
+    """What the recipe would start, as text. `only`: one source; the text is then what its system reads."""
+    sources = {name: section for name, section in recipe.fleet.sources.items() if only in ("", name)}
+    if only and not sources:
+        known = ", ".join(recipe.fleet.sources) or "none"
+        raise WindfallError(f"the recipe has no [fleet.{only}]", where="--only", fix=f"Its sources: {known}.")
+    parts = [_preview(recipe, name, section) for name, section in sources.items()]
     if not parts:
         fix = "Add one of [fleet.ray], [fleet.kubernetes], [fleet.skypilot], [fleet.slurm]; docs/guides/ has examples."
         raise WindfallError("the recipe starts workers only on this machine", where="fleet", fix=fix)
@@ -219,7 +247,7 @@ def _preview(recipe: Recipe, name: str, section: WorkerSource) -> str:
     check_reachable(recipe, name, section)
     worker, url, label = command(section), preview_url(recipe, section), run_label(recipe.run.name, "token")[:-9]
     at_most = f", at most {section.workers_max}" if section.workers_max else ""
-    head = f"# {name}: {section.workers} workers{at_most}"
+    head = f"# {name}: {section.workers} worker{'' if section.workers == 1 else 's'}{at_most}"
     match section:
         case Ray():
             shown = {"ray.init": {"address": section.address}, "actor": _ray(section).of_actor()}
@@ -254,14 +282,45 @@ def _preview_kubernetes(recipe: Recipe, section: Kubernetes, worker: WorkerComma
     f, names = recipe.fleet, RunNames(run=recipe.run.name)
     certificate = tls.first_certificate(f.tls_cert) if f.tls_cert else ""
     objects = manifests(
-        _kubernetes(section), worker, names=names, url=url, recipe=config.dump(recipe), ports=(f.port, f.weights_port),
-        certificate=certificate,
+        _kubernetes(section), worker, names=names, url=url, recipe=config.dump(recipe_in_pod(recipe)),
+        ports=(f.port, f.weights_port), certificate=certificate,
     )  # fmt: skip
     secret = (
         f"# before: windfall token {recipe.run.name}.token && kubectl --namespace {section.namespace} "
         f"create secret generic {names.secret} --from-file=token={recipe.run.name}.token"
     )
+    if f.tls_cert:
+        secret += (
+            f"\n# and: kubectl --namespace {section.namespace} create secret tls {names.tls} "
+            f"--cert={f.tls_cert} --key={f.tls_key}"
+        )
     return "\n".join([secret, *(f"---\n{to_yaml(manifest)}" for manifest in objects)])
+
+
+def recipe_in_pod(recipe: Recipe) -> Recipe:
+    """The recipe for the run in the cluster: the certificate is at its place in the pod, and the pod's own service
+    account reaches the API server. Raises WindfallError for other files of this machine."""
+    f = recipe.fleet
+    assert f.kubernetes is not None
+    inside = f.kubernetes.model_copy(update={"kubeconfig": None, "token_file": None, "server": ""})
+    tls_files = {"tls_cert": Path(TLS_FOLDER) / "tls.crt", "tls_key": Path(TLS_FOLDER) / "tls.key"}
+    made = recipe.model_copy(
+        update={"fleet": f.model_copy(update={"kubernetes": inside, **(tls_files if f.tls_cert else {})})}
+    )
+    for key, path in _paths(made.model_dump()):
+        if not path.is_absolute() and key != "run.folder":
+            fix = "Put it into the image, and set the absolute path that it has there."
+            raise WindfallError(f"the pod of the run does not have the file {str(path)!r}", where=key, fix=fix)
+    return made
+
+
+def _paths(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Path]]:
+    """All paths in a recipe, with their keys."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")
+        elif isinstance(value, Path):
+            yield f"{prefix}{key}", value
 
 
 class _Dumper(yaml.SafeDumper):

@@ -22,7 +22,7 @@ FIRST_DELAY_S = 0.25
 MAX_DELAY_S = 10.0
 PAGE = 500
 """Number of pods in one answer."""
-APPLY = "windfall fleet preview RECIPE.toml | kubectl apply -f -"
+APPLY = "windfall fleet preview RECIPE.toml --only kubernetes | kubectl apply -f -"
 Answer = dict[str, Any]
 
 

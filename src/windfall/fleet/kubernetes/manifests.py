@@ -16,12 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windfall.fleet.worker_command import TLS_PIN, TOKEN, WorkerCommand
+from windfall.fleet.worker_command import TLS_PIN, TOKEN, WorkerCommand, plain_name
 
 GRACE_MARGIN_S = 15
 """Seconds of a pod's grace period beyond the drain."""
 RUN_FOLDER = "/runs"
 RECIPE_FOLDER = "/recipe"
+TLS_FOLDER = "/tls"
+"""Where the pod of the run has its certificate and key, as `tls.crt` and `tls.key`."""
 Manifest = dict[str, Any]
 
 
@@ -53,16 +55,24 @@ class RunNames:
 
     @property
     def app(self) -> str:
-        plain = "".join(c if c.isalnum() and c.isascii() else "-" for c in self.run.lower()).strip("-")
-        return f"windfall-{plain[:40].strip('-')}"
+        return f"windfall-{plain_name(self.run, 40)}"
 
     @property
     def workers(self) -> str:
         return f"{self.app}-workers"
 
+    def priority_class(self, namespace: str) -> str:
+        """It belongs to the whole cluster, so the namespace is part of its name."""
+        return f"{namespace}-{self.workers}"
+
     @property
     def secret(self) -> str:
         return f"{self.app}-token"
+
+    @property
+    def tls(self) -> str:
+        """The Secret with the certificate and the key of the controller, which the user creates."""
+        return f"{self.app}-tls"
 
     @property
     def host(self) -> str:
@@ -83,7 +93,7 @@ def manifests(
         *_permissions(options, names),
         _recipe(options, names, recipe),
         _service(options, names, ports),
-        _stateful_set(options, names, ports),
+        _stateful_set(options, names, ports, tls=bool(certificate)),
         deployment(options, command, names=names, url=url, certificate=certificate),
     ]
 
@@ -105,7 +115,7 @@ def deployment(
     }
     pod: Manifest = {
         "terminationGracePeriodSeconds": round(options.drain_s) + GRACE_MARGIN_S,
-        "priorityClassName": names.workers,
+        "priorityClassName": names.priority_class(options.namespace),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "containers": [container],
@@ -125,7 +135,7 @@ def deployment(
     }
 
 
-def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int, int]) -> Manifest:
+def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int, int], *, tls: bool) -> Manifest:
     run = f"{RUN_FOLDER}/{names.run}"
     start = "\n".join(
         [
@@ -157,13 +167,17 @@ def _stateful_set(options: KubernetesOptions, names: RunNames, ports: tuple[int,
         "volumeMounts": [
             {"name": "runs", "mountPath": RUN_FOLDER},
             {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+            *([{"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True}] if tls else []),
         ],
     }
     pod: Manifest = {
         "serviceAccountName": names.app,
         "terminationGracePeriodSeconds": 120,
         "containers": [container],
-        "volumes": [{"name": "recipe", "configMap": {"name": names.app}}],
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": names.app}},
+            *([{"name": "tls", "secret": {"secretName": names.tls}}] if tls else []),
+        ],
         **({"nodeSelector": dict(options.trainer_node_selector)} if options.trainer_node_selector else {}),
     }
     claim: Manifest = {
@@ -217,7 +231,7 @@ def _priority_class(options: KubernetesOptions, names: RunNames) -> Manifest:
     return {
         "apiVersion": "scheduling.k8s.io/v1",
         "kind": "PriorityClass",
-        "metadata": {"name": names.workers, "labels": labels},
+        "metadata": {"name": names.priority_class(options.namespace), "labels": labels},
         "value": options.priority,
         "preemptionPolicy": "Never",
         "description": "windfall workers: they may be evicted at any time without losing work",

@@ -92,8 +92,9 @@ def _check_ceiling(recipe: Recipe) -> None:
 
 def _dearest(section: WorkerSource) -> float:
     """The most that one worker may cost in $ per hour, as the recipe says; 0: not known."""
-    fallback = isinstance(section, SkyPilot) and section.kind == "spot" and section.fallback
-    return max(section.price_usd_per_h, section.on_demand_usd_per_h if fallback else 0.0)
+    if isinstance(section, SkyPilot) and section.kind == "spot" and section.fallback:
+        return max(section.price_usd_per_h, section.on_demand_usd_per_h)
+    return section.price_usd_per_h
 
 
 def check_reachable(recipe: Recipe, name: str, section: WorkerSource) -> None:

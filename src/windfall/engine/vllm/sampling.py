@@ -10,7 +10,9 @@ vLLM has two model runners, and chooses one by model, version and device:
   one as in windfall's engines, so a response may move between those and this one.
 
 `WindfallSampler` also makes log-probs cheaper. vLLM computes the rank of the sampled token and gathers the top k;
-here the log-softmax that sampling needs anyway gives the one number that is wanted.
+here the log-softmax that sampling needs anyway gives the one number that is wanted. Requests reach V1 with temperature
+0, so vLLM's own sampler would return greedy tokens for them: it gets only the dummy batches of vLLM's warm-up, and a
+batch whose rows cannot be matched with windfall's requests is an error.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class WindfallSampler(torch.nn.Module):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self._vllm = runner.sampler  # also draws for the dummy batches of vLLM's warm-up
+        self._vllm = runner.sampler  # for the dummy batches of vLLM's warm-up
         self._runner = runner
         self._ids: list[str] = []
         self._seeds: list[int] = []
@@ -77,14 +79,18 @@ class WindfallSampler(torch.nn.Module):
             return getattr(super().__getattr__("_vllm"), name)
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, **options: Any) -> Any:
-        from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore
-
-        batch = self._runner.input_batch
-        rows = logits.shape[0]
-        if batch.num_reqs != rows or sampling_metadata is not batch.sampling_metadata:
-            return self._vllm(logits=logits, sampling_metadata=sampling_metadata, **options)
+        batch, rows = self._runner.input_batch, logits.shape[0]
         if batch.req_ids != self._ids:
             self._read_rows(batch.req_ids)
+        if not self._ids:
+            return self._vllm(logits=logits, sampling_metadata=sampling_metadata, **options)
+        if rows != len(self._ids) or sampling_metadata is not batch.sampling_metadata:
+            raise RuntimeError(
+                f"vLLM samples {rows} rows while its batch has {len(self._ids)} of windfall's responses, or with other "
+                "parameters than those of the batch: their tokens would be greedy ones. Set engine.name = 'windfall'."
+            )
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore
+
         lengths = self._runner.optimistic_seq_lens_cpu[:rows].tolist()
         # A row in the middle of its prefill also samples; vLLM drops that token. Its position may be negative.
         positions = [max(0, n + offset) for n, offset in zip(lengths, self._offsets, strict=True)]
@@ -95,9 +101,13 @@ class WindfallSampler(torch.nn.Module):
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=found)
 
     def _read_rows(self, ids: Sequence[str]) -> None:
+        """Read the parameters of these requests. None of them is windfall's in a dummy batch, which has no rows here."""
         requests = self._runner.requests
-        facts = [requests[id].sampling_params.extra_args[KEY] for id in ids]
-        self._ids = list(ids)
+        found = [(requests[id].sampling_params.extra_args or {}).get(KEY) for id in ids if id in requests]
+        facts = [fact for fact in found if fact is not None]
+        if facts and len(facts) < len(ids):
+            raise RuntimeError(f"{len(ids) - len(facts)} of {len(ids)} requests in vLLM's batch are not windfall's")
+        self._ids = list(ids) if facts else []
         self._seeds = [seed for seed, _, _, _ in facts]
         self._offsets = [position - prompt for _, position, prompt, _ in facts]
         self._samplings = [Sampling(temperature=t, top_p=p, top_k=k) for _, _, _, (t, p, k) in facts]

@@ -52,6 +52,12 @@ def build(
             token_bytes=token_bytes, tensor_parallel=tensor_parallel, gpu_share=_gpu_share(device), version=version,
             shapes=shapes, **options,
         )  # fmt: skip
+    try:
+        for wanted in spec.samplings:
+            engine.check_sampling(wanted, where="rollout or eval")
+    except WindfallError:
+        engine.close()
+        raise
     if engine.limit < spec.longest:
         engine.close()
         what = f"vLLM has room for sequences of {engine.limit} tokens; one response may have {spec.longest}"

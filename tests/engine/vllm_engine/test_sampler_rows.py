@@ -1,5 +1,5 @@
-"""Which batches windfall's sampler leaves to vLLM's. The runner is a stand-in, so this runs where vLLM is not installed:
-a real runner never sends these batches, unless another version of vLLM changes what a batch is."""
+"""Which batches windfall's sampler leaves to vLLM's. The runner is a stand-in, so this runs where vLLM is not
+installed: a real runner never sends these batches, unless another version of vLLM changes what a batch is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from windfall.engine.vllm.sampling import KEY, WindfallSampler
+from windfall.engine.vllm.sampling import KEY, WindfallSampler, check_sampling
+from windfall.errors import WindfallError
+from windfall.types import Sampling
 
 OURS = {KEY: (7, 0, 3, (1.0, 1.0, 0))}
 
@@ -45,3 +47,22 @@ def test_requests_of_others_in_the_batch_are_an_error() -> None:
     r = runner(OURS, None)
     with pytest.raises(RuntimeError, match="1 of 2 requests"):
         WindfallSampler(r)(torch.zeros(2, 8), r.input_batch.sampling_metadata)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (Sampling(top_p=0.9), r"top_p is 0\.9"),
+        (Sampling(top_k=3), "top_k is 3"),
+        (Sampling(temperature=0.005), r"temperature 0\.01 instead of 0\.005"),
+        (Sampling(temperature=0.01), None),
+        (Sampling(temperature=0.0), None),
+    ],
+)
+def test_parameters_that_vllm_would_change_are_refused(wanted: Sampling, why: str | None) -> None:
+    check_sampling(wanted, own=True, where="rollout")
+    if why is None:
+        check_sampling(wanted, own=False, where="rollout")
+    else:
+        with pytest.raises(WindfallError, match=why):
+            check_sampling(wanted, own=False, where="rollout")

@@ -29,6 +29,10 @@ from windfall.types import Request, Sampling
 KEY = "windfall"
 """Key of a request's (seed, position of its first new token, length of its prompt, Sampling) in `extra_args`."""
 
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature to this one, unless it is 0."""
+OTHER_WAYS = "use engine.name = 'windfall', or set VLLM_USE_V2_MODEL_RUNNER=0 for this worker."
+
 
 def sampling_params(request: Request, *, own: bool) -> Any:
     """vLLM's parameters for a request. `own`: WindfallSampler draws the tokens, not vLLM."""
@@ -47,15 +51,20 @@ def sampling_params(request: Request, *, own: bool) -> Any:
     return SamplingParams(**common, temperature=request.sampling.temperature, seed=request.seed & (2**63 - 1))
 
 
-def check_cuts(request: Request, *, own: bool) -> None:
-    """Raise WindfallError if vLLM's log-probs would not be windfall's: vLLM's are those after top-p and top-k."""
-    s = request.sampling
-    if not own and (s.top_p < 1.0 or s.top_k > 0):
+def check_sampling(s: Sampling, *, own: bool, where: str) -> None:
+    """Raise WindfallError if vLLM's tokens or log-probs would not be windfall's. `own`: see `sampling_params`."""
+    if own:
+        return
+    if s.top_p < 1.0 or s.top_k > 0:
         raise WindfallError(
             f"vLLM's model runner V2 reports log-probs after top-p and top-k cuts, windfall needs those before: "
-            f"top_p is {s.top_p:g}, top_k is {s.top_k}", where=f"request {request.id}",
-            fix="Set rollout.top_p = 1 and rollout.top_k = 0, use engine.name = 'windfall', or set "
-            "VLLM_USE_V2_MODEL_RUNNER=0 for this worker.",
+            f"top_p is {s.top_p:g}, top_k is {s.top_k}", where=where,
+            fix=f"Set rollout.top_p = 1 and rollout.top_k = 0, {OTHER_WAYS}",
+        )  # fmt: skip
+    if 0 < s.temperature < MIN_TEMPERATURE:
+        raise WindfallError(
+            f"vLLM would sample with temperature {MIN_TEMPERATURE:g} instead of {s.temperature:g}", where=where,
+            fix=f"Set the temperature to 0 (greedy) or to {MIN_TEMPERATURE:g} or more, {OTHER_WAYS}",
         )  # fmt: skip
 
 
@@ -101,7 +110,7 @@ class WindfallSampler(torch.nn.Module):
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=found)
 
     def _read_rows(self, ids: Sequence[str]) -> None:
-        """Read the parameters of these requests. None of them is windfall's in a dummy batch, which has no rows here."""
+        """Read the parameters of these requests. In a dummy batch none is windfall's, so no row is kept."""
         requests = self._runner.requests
         found = [(requests[id].sampling_params.extra_args or {}).get(KEY) for id in ids if id in requests]
         facts = [fact for fact in found if fact is not None]

@@ -64,7 +64,7 @@ class VllmEngine:
         eager: bool = False, shapes: WeightShapes | None = None,
     ) -> None:  # fmt: skip
         """`fields`: the model's configuration. The weights are unset until the first swap. `token_bytes`: bytes of KV
-        cache per token, over all ranks. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
+        cache per token on each rank. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
         use windfall's sampler where vLLM's is not exact. `eager`: capture no graphs."""
         found = installed.check(device)
         installed.prepare()
@@ -76,7 +76,7 @@ class VllmEngine:
         try:
             arguments = _arguments(
                 str(self._folder), dtype=dtype, device=device, max_running=max_running, max_rows=max_rows,
-                kv_bytes=kv_tokens * token_bytes // tensor_parallel, tensor_parallel=tensor_parallel,
+                kv_bytes=kv_tokens * token_bytes, tensor_parallel=tensor_parallel,
                 gpu_share=gpu_share, eager=eager or device == "cpu", block_bytes=_block(device) * token_bytes,
             )  # fmt: skip
             self._vllm = LLMEngine.from_engine_args(arguments)

@@ -335,6 +335,27 @@ def test_lost_rank_is_noticed_by_the_others(how: int) -> None:
         assert took_s < 15
 
 
+def freeze_before_an_order(ranks: Ranks) -> tuple[str, float]:
+    """Rank 1 stops itself before it asks for the first order."""
+    orders = Orders(ranks)
+    orders.add("nothing", lambda: None)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        orders.call("nothing")
+    except RankLost as e:
+        return str(e), time.monotonic() - began_s
+    return "", 0.0
+
+
+def test_frozen_rank_is_noticed_when_it_takes_no_order() -> None:
+    """Even if the order has no collective of its own."""
+    ((error, took_s),) = run_ranks(2, freeze_before_an_order, timeout_s=3.0, lost=(1,))
+    assert "to give an order to rank 1 (limit 3 s)" in error
+    assert took_s < 15
+
+
 def freeze_in_a_pass(ranks: Ranks) -> tuple[str, float]:
     """Rank 1 stops itself between the forward and the backward pass of its first pack."""
     t = make_trainer("llama", ranks)

@@ -1,7 +1,7 @@
 """What several ranks cost and save in training: tokens/s and memory of each rank.
 
     python benchmarks/train_scale.py                    1, 2 and 4 ranks on this CPU (gloo), a small model
-    python benchmarks/train_scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B and 8B shapes
+    python benchmarks/train_scale.py --device cuda      one GPU: unsharded, FSDP2, adapters; 0.6B, 16 layers of 8B
 
 On a CPU the ranks share the cores, so tokens/s show the overhead of sharding, not a speed-up. "state" is what a rank
 must keep between two passes: weights, gradients and the optimizer's moments; "paper" is what the formula says
@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
     },
-    "8B, 16 of 36 layers": {
+    "8B": {  # 16 of its 36 layers, so that all state fits on one GPU
         "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
     },
@@ -56,26 +56,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", choices=("cpu", "tiny"), default="cpu", help="Shape for --device cpu.")
+    parser.add_argument("--model", nargs="+", choices=list(SHAPES), help="Default: cpu; on a GPU 0.6B and 8B.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     titles = f"{'tok/s':>10}{'x':>7}{'peak share':>12}{'state MB':>10}{'paper MB':>10}{'peak MB':>10}"
     print(f"{'model':<22}{'variant':<16}{'ranks':>5}{titles}")
     if args.device == "cuda":
-        for name in ("0.6B", "8B, 16 of 36 layers"):
+        for name in args.model or ("0.6B", "8B"):
             first = 0.0
             for variant in ("unsharded", "fsdp2", "adapters", "adapters fsdp2"):
                 found = in_processes(1, name, variant, "cuda", args.steps)
                 first = first or found[0][0]
                 show(name, variant, found, first)
         return
-    first = 0.0
-    for size in args.ranks:
-        variant = "unsharded" if size == 1 else "fsdp2"
-        found = in_processes(size, args.model, variant, "cpu", args.steps)
-        first = first or found[0][0]
-        show(args.model, variant, found, first)
+    for name in args.model or ("cpu",):
+        first = 0.0
+        for size in args.ranks:
+            variant = "unsharded" if size == 1 else "fsdp2"
+            found = in_processes(size, name, variant, "cpu", args.steps)
+            first = first or found[0][0]
+            show(name, variant, found, first)
 
 
 def show(name: str, variant: str, found: list[tuple[float, float, int, int]], first: float) -> None:
@@ -162,8 +163,10 @@ def make_trainer(name: str, ranks: Ranks, *, adapters: bool, sharded: bool) -> T
     if sharded:
         source = None
         if ranks.first:
-            whole = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME)
+            with torch.device(ranks.device):
+                whole = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=NAME)
             attach(whole)
+            whole.cpu()
             source = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
         model: Any = sharded_policy(shape, source, ranks, dtype=dtype, prepare=attach)
         del source

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import multiprocessing
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rank_processes import CONTEXT
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -71,8 +71,9 @@ def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPat
 def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scale, fork = load("train_scale", monkeypatch), multiprocessing.get_context("fork")
-    monkeypatch.setattr(scale.multiprocessing, "get_context", lambda how: fork)  # new processes would import again
+    monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
+    scale = load("train_scale", monkeypatch)
+    monkeypatch.setattr(scale.multiprocessing, "get_context", lambda how: CONTEXT)  # new ones would import again
     monkeypatch.setattr(sys, "argv", ["train_scale", "--model", "tiny", "--ranks", "2", "--steps", "1"])
     scale.main()
     (row,) = (line.split() for line in capsys.readouterr().out.splitlines()[1:])

@@ -43,8 +43,6 @@ class Capabilities:
     """It takes new responses while others are running. Otherwise it gets work only when it is idle."""
     tensor_parallel: int = 1
     """Number of GPUs that share every layer."""
-    adapters: bool = True
-    """It can load weights that are published as a LoRA adapter."""
 
     @property
     def label(self) -> str:

@@ -52,20 +52,29 @@ def check(run: Path) -> None:
     assert {(e["worker"].partition("#")[0], e["device"]) for e in events(run, "worker_joined")} == {("local", "2x cpu")}
 
 
-def test_engines_generate_and_one_is_killed(tmp_path: Path, expected: str) -> None:
-    run = tmp_path / "r"
-    with run_windfall(tmp_path, *OWN) as running:
-        wait_until(lambda: trained_steps(run), tmp_path, running)
+def test_engines_generate_and_one_is_killed(tmp_path: Path) -> None:
+    train_while_an_engine_is_killed(tmp_path)
+
+
+@pytest.mark.slow
+def test_weights_do_not_depend_on_the_engines(tmp_path: Path, expected: str) -> None:
+    assert weights(train_while_an_engine_is_killed(tmp_path)) == expected
+
+
+def train_while_an_engine_is_killed(folder: Path) -> Path:
+    run = folder / "r"
+    with run_windfall(folder, *OWN) as running:
+        wait_until(lambda: trained_steps(run), folder, running)
         pids = engines(run)
         assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)
-        finish(tmp_path, running)
+        finish(folder, running)
     wait_for(lambda: not any(map(alive, pids)), "the engines end with the run")
     assert "of the trainer ended: the process was killed (SIGKILL)" in (run / "trainer.log").read_text()
     assert len(events(run, "trainer_ready")) == 1
     check(run)
     assert trained_steps(run) == [1, 2]
-    assert weights(run) == expected
+    return run
 
 
 @pytest.mark.slow

@@ -15,6 +15,16 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")]
 """A name as Kubernetes allows it."""
 
 
+def _count(gpus: str) -> float:
+    """The number of GPUs in "h100:4", "4" or "h100".
+
+    >>> _count("h100:4"), _count("4"), _count("h100")
+    (4.0, 4.0, 1.0)
+    """
+    last = gpus.rpartition(":")[2]
+    return float(last) if last.replace(".", "", 1).isdecimal() else 1.0
+
+
 class WorkerSource(Section):
     """The keys that all systems share."""
 
@@ -47,6 +57,19 @@ class WorkerSource(Section):
     drain_s: float = Field(default=30.0, ge=0)
     """Seconds that a worker has to send its last tokens and leave when it is stopped."""
 
+    def gpu_counts(self) -> list[float]:
+        """GPUs that one worker gets; several numbers if the machines that it may get differ."""
+        return []
+
+    @model_validator(mode="after")
+    def _ranks(self) -> WorkerSource:
+        fewest = min(self.gpu_counts(), default=None)
+        if self.tensor_parallel > 1 and self.device != "cpu" and fewest is not None and fewest < self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel = {self.tensor_parallel} needs as many GPUs for each worker, which gets {fewest:g}"
+            )
+        return self
+
     @model_validator(mode="after")
     def _limits(self) -> WorkerSource:
         if self.workers_max and not self.workers_min <= self.workers <= self.workers_max:
@@ -72,6 +95,9 @@ class Ray(WorkerSource):
     """Labels that a node must have, such as `{ "ray.io/accelerator-type" = "H100" }`."""
     runtime_env: dict[str, Any] = Field(default={})
     """Ray's runtime environment of the workers. Not for secrets: Ray's dashboard shows it."""
+
+    def gpu_counts(self) -> list[float]:
+        return [self.gpus]
 
 
 class Kubernetes(WorkerSource):
@@ -113,6 +139,9 @@ class Kubernetes(WorkerSource):
     storage_class: str = ""
     """Storage class of that volume. If left out: the cluster's default."""
 
+    def gpu_counts(self) -> list[float]:
+        return [self.gpus]
+
 
 class SkyPilot(WorkerSource):
     """Workers from clouds through SkyPilot: one managed job per worker. Needs `pip install 'windfall[skypilot]'`."""
@@ -133,6 +162,10 @@ class SkyPilot(WorkerSource):
     """Shell commands that install windfall on a new machine. If left out: `pip install` of this version."""
     max_restarts: int = Field(default=3, ge=0)
     """Number of times that SkyPilot restarts a worker that fails. Preempted workers are always started again."""
+
+    def gpu_counts(self) -> list[float]:
+        names = [self.accelerators] if isinstance(self.accelerators, str) else self.accelerators
+        return [_count(name) for name in names] or [0.0]
 
 
 class Slurm(WorkerSource):
@@ -162,6 +195,9 @@ class Slurm(WorkerSource):
     """Further options of sbatch, such as `["--exclude=node7"]`."""
     poll_s: float = Field(default=10.0, gt=0)
     """Seconds between two queries of the job queue."""
+
+    def gpu_counts(self) -> list[float]:
+        return [_count(self.gpus)]
 
     @model_validator(mode="after")
     def _warning(self) -> Slurm:

@@ -22,7 +22,7 @@ import msgspec
 
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -67,6 +67,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     longest: int  # tokens of the longest possible sequence, prompt and response together
     wanted: int  # Responses of one training step. No worker needs room for more.
     engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
+    samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see selftest/verdict.py
 
 

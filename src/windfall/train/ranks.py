@@ -1,9 +1,10 @@
 """The trainer's processes, called ranks: which one this is, and how they talk to each other.
 
 Rank 0 decides and the others follow: `Orders.call` runs a named function on every rank at the same time, each with its
-own arguments; the other ranks wait in `Orders.follow`. There are four kinds of waiting, each with its own limit:
+own arguments; the other ranks wait in `Orders.follow`. There are five kinds of waiting, each with its own limit:
 
     for the next order          none: the trainer may be idle for hours. If rank 0 dies, its connection ends the wait
+    to give an order            `timeout_s`: rank 0 waits until each rank has taken it, which a frozen one never does
     for objects (gather, ...)   CONTROL_S: another rank may be writing a checkpoint meanwhile
     for objects, in `prompt`    `timeout_s`: no rank waits for a disk, so one that hangs is noticed quickly
     in collectives of tensors   `timeout_s`: the same
@@ -22,6 +23,7 @@ initialized.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -198,23 +200,38 @@ class Orders:
         """Run an action on every rank, with `args`, or with `each[rank]`. Returns the result of this rank's part."""
         size = self.ranks.size
         if size > 1:
-            orders = [(name, each[rank] if each is not None else args) for rank in range(size)]
-            with self.ranks._noticing("to give an order", FOREVER.total_seconds()):
-                dist.scatter_object_list([None], orders, src=0, group=self.ranks.orders)
+            self._give([(name, each[rank] if each is not None else args) for rank in range(1, size)])
         with self._noticing_losses(name):
             return self._actions[name](*(args if each is None else each[0]))
 
     def follow(self) -> None:
         """Run the orders of rank 0 until it says `stop`."""
         while True:
-            box: list[Any] = [None]
-            with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
-                dist.scatter_object_list(box, None, src=0, group=self.ranks.orders)
-            name, args = box[0]
+            name, args = self._take()
             if name == "stop":
                 return
             with self._noticing_losses(name):
                 self._actions[name](*args)
+
+    def _give(self, orders: list[tuple[str, tuple[Any, ...]]]) -> None:
+        """Send an order to each other rank. Not as a collective: those have one limit for both sides."""
+        limit = timedelta(seconds=self.ranks.timeout_s)
+        sent: list[tuple[int, Any, Tensor]] = []
+        for rank, order in enumerate(orders, 1):
+            body = torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(body)]), body):
+                sent.append((rank, dist.isend(tensor, rank, group=self.ranks.orders), tensor))
+        for rank, work, _ in sent:  # which keeps the tensors until they are sent
+            with self.ranks._noticing(f"to give an order to rank {rank}", self.ranks.timeout_s):
+                work.wait(limit)
+
+    def _take(self) -> tuple[str, tuple[Any, ...]]:
+        with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, 0, group=self.ranks.orders)
+            body = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(body, 0, group=self.ranks.orders)
+        return pickle.loads(body.numpy().tobytes())
 
     @contextlib.contextmanager
     def _noticing_losses(self, name: str) -> Iterator[None]:

@@ -39,19 +39,23 @@ def build(
         raise WindfallError(what, where="engine.name", fix="Use engine.name = 'windfall'.")
     fields = json.loads(spec.model_config)
     shapes = WeightShapes(fields)
-    token_bytes = cache_bytes(shapes.config, spec.dtype)
+    token_bytes = cache_bytes(shapes.config, spec.dtype, tensor_parallel)
     weights = shapes.parameters * ITEM_BYTES[spec.dtype] // tensor_parallel
     with gpu_memory_lock(device):
         free = free_bytes(device)
         # All ranks have the same share of every token, so the sizes of one rank are those of all.
-        running, kv_tokens = engine_sizes(
-            spec, max(1, token_bytes // tensor_parallel), device, share * max(0.0, 1 - weights / max(free, 1))
-        )
+        running, kv_tokens = engine_sizes(spec, token_bytes, device, share * max(0.0, 1 - weights / max(free, 1)))
         engine = VllmEngine(
             fields, dtype=spec.dtype, device=device, kv_tokens=kv_tokens, max_running=running, max_rows=spec.max_rows,
             token_bytes=token_bytes, tensor_parallel=tensor_parallel, gpu_share=_gpu_share(device), version=version,
             shapes=shapes, **options,
         )  # fmt: skip
+    try:
+        for wanted in spec.samplings:
+            engine.check_sampling(wanted, where="rollout or eval")
+    except WindfallError:
+        engine.close()
+        raise
     if engine.limit < spec.longest:
         engine.close()
         what = f"vLLM has room for sequences of {engine.limit} tokens; one response may have {spec.longest}"
@@ -60,12 +64,13 @@ def build(
     return engine, running, LoadTimes(build_s=time.monotonic() - began_s)
 
 
-def cache_bytes(config: Any, dtype: str) -> int:
-    """Bytes of KV cache per token, if every layer caches keys and values of the same size."""
+def cache_bytes(config: Any, dtype: str, tensor_parallel: int = 1) -> int:
+    """Bytes of KV cache per token on each rank, if every layer caches keys and values of the same size. With more ranks
+    than heads, several ranks hold the same head."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * size * ITEM_BYTES[dtype]
+    return 2 * text.num_hidden_layers * max(1, heads // tensor_parallel) * size * ITEM_BYTES[dtype]
 
 
 def _gpu_share(device: str) -> float:

@@ -281,3 +281,13 @@ def test_native_sampler_says_whether_it_is_exact(llamas: list[Any]) -> None:
         assert not e.capabilities.exact
     with pytest.raises(WindfallError, match="windfall needs those before"):
         e.add(replace(asked[0], sampling=Sampling(top_p=0.9)))
+    with pytest.raises(WindfallError, match=r"temperature 0\.01 instead of 0\.005"):
+        e.add(replace(asked[0], sampling=Sampling(temperature=0.005)))
+
+
+def test_worker_is_refused_if_its_engine_cannot_sample_as_the_run_does(llamas: list[Any]) -> None:
+    """When it has built its engine: a response that `add` rejects would count as one without room."""
+    vllm_case.close_all()
+    spec = vllm_case.spec_of(llamas[0], samplings=(Sampling(), Sampling(top_k=3)))
+    with pytest.raises(WindfallError, match="top_k is 3"):
+        vllm_case.vllm_factory.build(spec, vllm_case.DEVICE, own_sampler=False, eager=True)

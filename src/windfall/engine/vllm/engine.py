@@ -16,7 +16,9 @@ Rules:
   vLLM drops its tokens, so no token of the old weights comes after the swap.
 - A response ends with a stop token or after `max_tokens` tokens, as in every engine. `limit` keeps requests away from
   vLLM's own limit on the length of a sequence.
-- Cuts by top-p or top-k are refused if vLLM's log-probs would be those after the cut.
+- Cuts by top-p or top-k are refused if vLLM's log-probs would be those after the cut, and temperatures that vLLM would
+  raise. A worker asks for the run's parameters when it has built its engine (vllm_factory.py), so it is refused with
+  the reason; `add` would only reject response after response.
 - The ranks are processes that end with this one, however it ends (extension.py).
 """
 
@@ -38,7 +40,7 @@ from windfall.engine.vllm import installed, sampling
 from windfall.engine.vllm.checkpoint import WeightShapes, config_json
 from windfall.errors import WindfallError
 from windfall.shared_tensors import SharedTensors, TensorFile
-from windfall.types import Capabilities, Chunk, Finish, Request
+from windfall.types import Capabilities, Chunk, Finish, Request, Sampling
 
 EXTENSION = "windfall.engine.vllm.extension.Extension"
 MIN_BLOCKS = 4
@@ -62,7 +64,7 @@ class VllmEngine:
         eager: bool = False, shapes: WeightShapes | None = None,
     ) -> None:  # fmt: skip
         """`fields`: the model's configuration. The weights are unset until the first swap. `token_bytes`: bytes of KV
-        cache per token, over all ranks. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
+        cache per token on each rank. `gpu_share`: share of the GPU's memory that vLLM may plan with. `own_sampler`:
         use windfall's sampler where vLLM's is not exact. `eager`: capture no graphs."""
         found = installed.check(device)
         installed.prepare()
@@ -74,7 +76,7 @@ class VllmEngine:
         try:
             arguments = _arguments(
                 str(self._folder), dtype=dtype, device=device, max_running=max_running, max_rows=max_rows,
-                kv_bytes=kv_tokens * token_bytes // tensor_parallel, tensor_parallel=tensor_parallel,
+                kv_bytes=kv_tokens * token_bytes, tensor_parallel=tensor_parallel,
                 gpu_share=gpu_share, eager=eager or device == "cpu", block_bytes=_block(device) * token_bytes,
             )  # fmt: skip
             self._vllm = LLMEngine.from_engine_args(arguments)
@@ -114,7 +116,7 @@ class VllmEngine:
         if request.id in self._ids:
             raise WindfallError("this id is already being generated", where=f"request {request.id}")
         check_request(request, self.shapes.vocabulary, self.limit)
-        sampling.check_cuts(request, own=self._own)
+        self.check_sampling(request.sampling, where=f"request {request.id}")
         params = sampling.sampling_params(request, own=self._own)
         if not self._seeded:
             params.seed = None
@@ -122,6 +124,10 @@ class VllmEngine:
         self._core.add_request(_core_request(id, request, params))
         self._ids[request.id] = id
         self._running[id] = _Running(request)
+
+    def check_sampling(self, wanted: Sampling, *, where: str) -> None:
+        """Raise WindfallError if this engine cannot sample like this."""
+        sampling.check_sampling(wanted, own=self._own, where=where)
 
     def cancel(self, id: str) -> None:
         """Stop this response. An unknown id is not an error: the response may just have finished."""

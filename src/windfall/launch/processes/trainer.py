@@ -239,6 +239,7 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
         page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
         longest=longest, wanted=o.groups * o.group_size, engine=e.name,
+        samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )  # fmt: skip
 
 
@@ -258,7 +259,11 @@ def fingerprint(engine: m.EngineSpec) -> str:
     for key in ("transformers_version", "_name_or_path", "architectures"):
         fields.pop(key, None)
     name = fields.get("model_type", "model")
-    rest = [getattr(engine, f) for f in engine.__struct_fields__ if f not in ("model_config", "checked")]
+    rest = [
+        msgspec.to_builtins(getattr(engine, f))
+        for f in engine.__struct_fields__
+        if f not in ("model_config", "checked")
+    ]
     return f"{name}-{xxhash.xxh3_64_hexdigest(json.dumps([fields, rest], sort_keys=True).encode())}"
 
 

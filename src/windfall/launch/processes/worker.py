@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from windfall import errors
-from windfall.devices import describe, restrict
+from windfall.devices import describe, restrict, visible_gpus
 from windfall.engine.vllm import installed
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
@@ -36,6 +36,32 @@ def _is_address(url: str) -> bool:
         return False
 
 
+def check_ranks(device: str, engine: EngineName, tensor_parallel: int) -> None:
+    """Raise WindfallError unless the worker can have this many ranks. `device`: as the user gave it."""
+    where = "--tensor-parallel"
+    if tensor_parallel == 1 or device == "cpu":
+        return
+    if engine == "windfall":
+        what = f"windfall's engine runs on one device, but --tensor-parallel is {tensor_parallel}"
+        raise WindfallError(what, where=where, fix="Use --engine vllm, or one worker for each GPU.")
+    if device.startswith("cuda:"):
+        what = f"--device {device} is one GPU, but --tensor-parallel is {tensor_parallel}"
+        raise WindfallError(what, where=where, fix="Use --device cuda, and select GPUs with CUDA_VISIBLE_DEVICES.")
+    seen = len(visible_gpus(os.environ))
+    if 0 < seen < tensor_parallel:  # 0: unknown, or a CPU
+        what = f"this process sees {seen} GPUs, but --tensor-parallel is {tensor_parallel}"
+        raise WindfallError(what, where=where, fix=f"Use --tensor-parallel {seen}, or set CUDA_VISIBLE_DEVICES.")
+
+
+def devices_held(device: str, tensor_parallel: int) -> str:
+    """All devices of a worker, as a lease names them: the price is that of all together.
+
+    >>> devices_held("NVIDIA H200", 4), devices_held("NVIDIA H200", 1), devices_held("cpu", 2)
+    ('4x NVIDIA H200', 'NVIDIA H200', 'cpu')
+    """
+    return f"{tensor_parallel}x {device}" if tensor_parallel > 1 and device != "cpu" else device
+
+
 def main(
     url: str, token: str, *, name: str, kind: Any, device: str, region: str, price_usd_per_h: float, threads: int,
     share: float, clouds: str, ca: Path | None, patience_s: float, engine: EngineName = "auto",
@@ -49,13 +75,16 @@ def main(
         raise WindfallError(what, where="--join", fix="Give http://HOST:PORT.")
     context = tls.client_context(url, ca=ca, pinned=os.environ.get("WINDFALL_TLS_PIN", ""))
     token = invitation.token(token, patience_s)
+    check_ranks(device, engine, tensor_parallel)
     device = restrict(device)  # before any thread asks for a device
-    if engine == "vllm":
+    # Of the engines, only vLLM spans several devices. It must initialize CUDA itself, in other processes.
+    vllm = engine == "vllm" or tensor_parallel > 1
+    if vllm:
         installed.check("cpu" if device == "cpu" else (detect_device(device) or ("cuda",))[0])
-    start = StartupThread(device, threads, vllm=engine == "vllm")  # takes seconds, so the arguments are checked before
+    start = StartupThread(device, threads, vllm=vllm)  # takes seconds, so the arguments are checked before
     glanced = detect_device(device)
-    lease = Lease(kind=kind, device=glanced[1] if glanced else describe(start.chosen_device()), region=region,
-                  price_usd_per_h=price_usd_per_h)  # fmt: skip
+    held = devices_held(glanced[1] if glanced else describe(start.chosen_device()), tensor_parallel)
+    lease = Lease(kind=kind, device=held, region=region, price_usd_per_h=price_usd_per_h)
 
     def build_engine(spec: m.EngineSpec) -> tuple[Any, int]:
         found = start.chosen_device()

@@ -1,17 +1,18 @@
-"""Generate docs/recipes.md from config/sections.py: `python scripts/recipe_reference.py > docs/recipes.md`."""
+"""Generate docs/recipes.md from windfall.config: `python scripts/recipe_reference.py > docs/recipes.md`."""
 
 from __future__ import annotations
 
 from typing import Any, get_args
 
 from windfall.config import RULES, Lora, SimKind, env_sections, file, sections
+from windfall.config.worker_sources import SOURCES
 
 HEAD = """# Recipes
 
 One TOML file describes a run. `windfall train RECIPE.toml --dry-run` checks it and prints it with all defaults filled
 in; `--set section.key=value` overrides a key. Unknown keys, wrong types and impossible values are refused before any
 work starts. `-` in the default column means that the key is not set. This page is generated from
-`src/windfall/config/sections.py` by `scripts/recipe_reference.py`.
+`src/windfall/config/` by `scripts/recipe_reference.py`.
 """
 RESUME = """## What may change on resume
 
@@ -66,6 +67,11 @@ def page() -> str:
             parts.append("\n".join([f"## [{name}]", "", *intro, *rows(section), ""]))
         if name == "train":
             parts.append("\n".join(["## [train.lora]", "", " ".join(str(Lora.__doc__).split()), "", *rows(Lora), ""]))
+        if name == "fleet":
+            for source, keys in SOURCES.items():
+                parts.append(
+                    "\n".join([f"## [fleet.{source}]", "", " ".join(str(keys.__doc__).split()), "", *rows(keys), ""])
+                )
         if name == "sim":
             parts.append("\n".join(["## [[sim.kinds]]", "", str(SimKind.__doc__), "", *rows(SimKind), ""]))
     rules = [f"| `{key}` | {VERDICTS[verdict]} | {why} |" for key, (verdict, why) in RULES.items()]

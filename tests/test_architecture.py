@@ -20,7 +20,7 @@ FILES = {str(p.relative_to(SRC)): ast.parse(p.read_text()) for p in sorted(SRC.r
 # A part of windfall may import itself and the layers above its own line in this table; never its own line or below.
 LAYERS = [
     {"__init__", "types", "errors", "backoff"},
-    {"free_memory", "algorithms", "events", "fleet", "cost", "link"},
+    {"free_memory", "shared_tensors", "algorithms", "events", "fleet", "cost", "link"},
     {"config", "devices", "weights", "engine", "envs", "ledger"},
     {"run_folder", "models", "scheduling", "train"},
     {"views", "selftest", "rollout"},
@@ -66,6 +66,7 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "sim/chaos/faults.py",
     "sim/core/token_schedule.py",
     "rollout/assignment.py",
+    "launch/autoscale.py",
     "launch/liveness.py",
     "launch/gpu_assignment.py",
     "cost/prices.py",

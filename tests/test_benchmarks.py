@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rank_processes import CONTEXT
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -65,3 +66,28 @@ def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPat
     assert len({tuple(t.digest for t in times) for times in (*one, *two)}) == 1
     assert 0 < two[0][-1].delta == one[0][-1].delta < 0.1
     assert len(ranks.row(two, 8, 2, 0.03)) == 9
+
+
+def test_memory_of_a_rank_falls_in_the_benchmark_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
+    scale = load("train_scale", monkeypatch)
+    monkeypatch.setattr(scale.multiprocessing, "get_context", lambda how: CONTEXT)  # new ones would import again
+    monkeypatch.setattr(sys, "argv", ["train_scale", "--model", "tiny", "--ranks", "2", "--steps", "1"])
+    scale.main()
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert row[:3] == ["tiny", "fsdp2", "2"]
+    speed, state, paper = (float(row[i].replace(",", "")) for i in (3, 6, 7))
+    assert speed > 0
+    assert state == pytest.approx(paper, rel=0.1)
+    assert state == pytest.approx(scale.paper_bytes("tiny", 1) / 2e6, rel=0.1)
+
+
+def test_budget_on_paper_is_shown_for_every_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load("rank_budget", monkeypatch).main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 3 * 2 * 3
+    assert any(line.startswith("8B") and line.endswith("fits") for line in lines)

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -16,12 +16,17 @@ from rich.markup import escape
 from windfall import __version__, config
 from windfall.errors import WindfallError, nearest
 
+if TYPE_CHECKING:
+    from windfall.worker.engine_choice import EngineName
+
 app = typer.Typer(
     help="Train language models with reinforcement learning on GPUs that come and go.",
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
+app.add_typer(fleet, name="fleet")
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
 Overrides = Annotated[
@@ -149,6 +154,12 @@ def worker(
     gpus: Annotated[
         str, typer.Option(metavar="all|0,2", help="Start one worker for each of these GPUs, named NAME-0, NAME-2.")
     ] = "",
+    engine: Annotated[
+        str, typer.Option(help="Engine: auto, windfall or vllm. auto: what the recipe says (engine.name).")
+    ] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Number of GPUs that share every layer of one engine. Above 1 it must be vLLM.")
+    ] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each worker. 0: all cores.")] = 0,
     memory: Annotated[float, typer.Option(min=0.01, max=0.95, help="Share of the free memory for the KV cache.")] = 0.4,
     clouds: Annotated[
@@ -163,6 +174,7 @@ def worker(
     from windfall.launch.processes import worker as worker_process
 
     kind = _one_of(lease, "--lease", ("reserved", "spot", "borrowed"))
+    chosen = cast("EngineName", _one_of(engine, "--engine", ("auto", "windfall", "vllm")))
     if not re.fullmatch(r"cuda:\d+", device):
         _one_of(device, "--device", ("auto", "cpu", "cuda", "cuda:0"))
     if gpus:
@@ -171,14 +183,18 @@ def worker(
         if device not in ("auto", "cuda"):
             fix = "Give one of the two."
             raise WindfallError(f"--gpus {gpus} and --device {device} differ", where="windfall worker", fix=fix)
+        if tensor_parallel > 1:
+            fix = "Leave --gpus out, and select GPUs with CUDA_VISIBLE_DEVICES; or start one worker for each GPU."
+            raise WindfallError("--gpus starts one worker for each GPU", where="--tensor-parallel", fix=fix)
         options = {
             "--join": join, "--lease": kind, "--price": price, "--region": region, "--threads": threads,
-            "--memory": memory, "--clouds": clouds, "--patience": patience, **({"--tls-ca": tls_ca} if tls_ca else {}),
+            "--engine": chosen, "--memory": memory, "--clouds": clouds, "--patience": patience,
+            **({"--tls-ca": tls_ca} if tls_ca else {}),
         }  # fmt: skip
         raise typer.Exit(worker_group.main(worker_group.find_places(gpus), options, name=name, token=token))
     worker_process.main(
         join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
-        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience,
+        share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=chosen, tensor_parallel=tensor_parallel,
     )  # fmt: skip
 
 
@@ -413,6 +429,22 @@ def bench_engine(
     from windfall.commands import bench_engine as measure
 
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
+
+
+@fleet.command(
+    name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes | kubectl apply -f -"
+)
+def fleet_preview(
+    recipe: RecipeFile, set: Overrides = None,
+    only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",
+) -> None:  # fmt: skip
+    """Print what a recipe would start on other systems; start nothing.
+
+    Ray options, Kubernetes manifests, SkyPilot tasks and Slurm batch files. The token of the run is in none of them.
+    """
+    from windfall.launch import worker_sources
+
+    print(worker_sources.preview(config.load(recipe, set), only), end="")
 
 
 def _tls(cert: Path | None, key: Path | None) -> list[str]:

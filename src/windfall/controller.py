@@ -442,7 +442,10 @@ class Controller:
             )
         worst, alarm = max(reports, key=_gap), self.recipe.train.engine_gap_alarm
         if _gap(worst) > alarm:
-            self.events.instant("engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm)
+            self.events.instant(
+                "engine_gap", step=step, mean=worst.engine_gap, max=worst.engine_gap_max, alarm=alarm,
+                engines=worst.engine_gaps,
+            )  # fmt: skip
 
 
 def _now() -> float:

@@ -167,7 +167,10 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return section.model_copy(update={key: path.resolve() for key, path in paths.items() if path is not None})
 
     env, trace = resolved(recipe.env, "path", "eval_path"), resolved(recipe.trace, "file")
-    changes = {"env": env, "trace": trace, "fleet": resolved(recipe.fleet, "tls_cert", "tls_key")}
+    fleet = resolved(recipe.fleet, "tls_cert", "tls_key")
+    if fleet.kubernetes is not None:
+        fleet = fleet.model_copy(update={"kubernetes": resolved(fleet.kubernetes, "kubeconfig", "token_file")})
+    changes = {"env": env, "trace": trace, "fleet": fleet}
     if recipe.train.lora is not None:
         changes["train"] = recipe.train.model_copy(update={"lora": resolved(recipe.train.lora, "path")})
     if Path(recipe.model.path).is_dir():

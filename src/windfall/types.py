@@ -28,6 +28,33 @@ class Lease:
     price_usd_per_h: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What an engine can do. A worker reports it to its controller, which decides accordingly."""
+
+    name: str = ""
+    """"torch", "cuda" or "vllm". Empty: not known yet, because a worker builds its engine after it has joined."""
+    version: str = ""
+    """Version of the engine, if it is not a part of windfall."""
+    exact: bool = True
+    """The next token depends only on the seed, the position and the logits. A response that continues on another worker
+    of this kind gets the tokens it would have got anyway. Otherwise every continuation must have a fresh seed."""
+    live_slots: bool = True
+    """It takes new responses while others are running. Otherwise it gets work only when it is idle."""
+    tensor_parallel: int = 1
+    """Number of GPUs that share every layer."""
+
+    @property
+    def label(self) -> str:
+        """For tables and logs.
+
+        >>> Capabilities(name="vllm", version="0.23.0", tensor_parallel=4).label
+        'vllm 0.23.0 x4'
+        """
+        ranks = f"x{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return " ".join(filter(None, (self.name, self.version, ranks)))
+
+
 def prompt_key(prompt: Prompt) -> bytes:
     """A key that is equal for equal prompts.
 
@@ -128,6 +155,9 @@ class Response:
     reward: float | None = None
     """None: the reward is missing (the environment failed every try). Such a response is counted, not trained on."""
     turns: int = 1
+    engines: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """(engine, number of tokens) of consecutive stretches of the sampled tokens. An empty name: the engine is unknown,
+    because the tokens were read from a journal. Responses that differ only in this are equal."""
 
     @property
     def sampled_count(self) -> int:

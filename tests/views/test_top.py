@@ -18,7 +18,8 @@ from windfall.views import top
 
 def worker(name: str, state: str, **more: Any) -> dict[str, Any]:
     plain = {
-        "worker": name, "kind": "spot", "device": "NVIDIA H200", "region": "", "price_usd_per_h": 0.0, "state": state,
+        "worker": name, "kind": "spot", "device": "NVIDIA H200", "engine": "vllm 0.23.0", "region": "",
+        "price_usd_per_h": 0.0, "state": state,
         "version": 3, "running": 5, "slots": 8, "tok_per_s": 1234.5, "made": 98765, "moved": 2, "age_s": 61.0,
         "why": "",
     }  # fmt: skip
@@ -43,7 +44,7 @@ def shown(fleet: dict[str, Any], *, live: bool, width: int = 200) -> str:
 
 @pytest.mark.parametrize(
     ("width", "columns"),
-    [(120, list(top.COLUMNS)), (80, ["worker", "lease", "state", "running", "tok/s", "tokens", "age", "reason"]),
+    [(130, list(top.COLUMNS)), (80, ["worker", "lease", "state", "running", "tok/s", "tokens", "age", "reason"]),
      (50, ["worker", "state", "running", "tok/s", "reason"])],
 )  # fmt: skip
 def test_narrow_terminal_shows_fewer_columns_and_cuts_only_the_reason(width: int, columns: list[str]) -> None:
@@ -65,10 +66,24 @@ def test_present_workers_come_before_gone_ones() -> None:
         "tokens: 1,000 accepted, 3 generated twice" in text
     )
     present, gone = text.splitlines()[3:5]
-    assert present.split() == ["a", "spot", "NVIDIA", "H200", "ready", "3", "5/8", "1,234", "98,765", "2", "1m01s"]
+    assert present.split() == [
+        "a",
+        "spot",
+        "NVIDIA",
+        "H200",
+        "vllm",
+        "0.23.0",
+        "ready",
+        "3",
+        "5/8",
+        "1,234",
+        "98,765",
+        "2",
+        "1m01s",
+    ]
     assert gone.split() == [
         "[b]",
-        *present.split()[1:4],
+        *present.split()[1:6],
         "gone",
         "3",
         "-",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windfall.config.sections import Recipe
+from windfall.config.worker_sources import SOURCES
 
 ChangeRule = Literal["fixed", "noted", "free"]
 
@@ -86,7 +87,8 @@ def _differences(name: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
     """(key, old, new) of what differs. A section within a section is compared key by key."""
     if was == now:
         return []
-    if name == "train.lora" and was is not None and now is not None:
+    nested = name == "train.lora" or name.removeprefix("fleet.") in SOURCES
+    if nested and was is not None and now is not None:
         return [(f"{name}.{key}", was[key], now[key]) for key in now if was[key] != now[key]]
     return [(name, was, now)]
 

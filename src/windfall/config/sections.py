@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from windfall.config.env_sections import ArithmeticEnv, Env
+from windfall.config.fleet import Fleet
 from windfall.config.lora import Lora
 from windfall.config.section import Beta, Count, Device, FilePath, Section, Share
 from windfall.errors import WindfallError
@@ -184,6 +185,10 @@ class Eval(Section):
 
 
 class EngineSection(Section):
+    name: Literal["auto", "windfall", "vllm"] = "auto"
+    """Engine of the workers. "windfall" is its own: fast on a GPU for the Llama family, plain torch otherwise. "vllm"
+    needs the extra `windfall[vllm]`. "auto" uses vLLM only on a GPU where it is installed and windfall's own GPU engine
+    cannot run the model. A worker's `--engine` comes first. The trainer's own engine is always windfall's."""
     kv_tokens: int = Field(default=0, ge=0)
     """Tokens that the KV cache can hold. 0 covers what the responses of a step can need, within the free memory."""
     page_size: Count = 16
@@ -192,72 +197,6 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
-
-
-class Fleet(Section):
-    local: bool = True
-    """Let the trainer's own engine generate at the start of every step, and for the whole step if there is no other
-    worker. With `false`, only workers generate."""
-    offload: Literal["predict", "feedback", "feedback-no-memory"] = "predict"
-    """How long the trainer's own engine generates in each step. "predict" computes it from measured speeds; "feedback"
-    is RLBoost's Algorithm 1; "feedback-no-memory" is Algorithm 1 without its memory."""
-    first_seed_s: float = Field(default=150.0, ge=0)
-    """Initial seconds of generation by the trainer's own engine, if `offload` is one of the feedback policies."""
-    trainer_price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Price of the trainer's machine in $ per hour. 0 looks it up by device in the built-in price table."""
-    workers: int = Field(default=0, ge=0)
-    """Worker processes that the run starts on this machine, and restarts when they end. Each uses one GPU, the one with
-    the fewest processes of this run. Other workers may join."""
-    workers_max: int = Field(default=0, ge=0)
-    """Upper limit for autoscaling of the workers on this machine. 0 disables it; otherwise the run starts with
-    `workers` and scales between 0 and this limit by measured throughput and price."""
-    autoscale: Literal["value", "wait_share"] = "value"
-    """Rule for how many workers are worth their price. "value" computes tokens per dollar from measured throughput and
-    prices; "wait_share" is AstraFlow's rule, which looks only at how long the trainer waits, and needs
-    `rollout.staleness` above 0."""
-    worker_threads: Count = 1
-    """CPU threads of each worker on this machine."""
-    worker_memory: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a device's free memory for the KV cache of each worker. 0 uses 0.4, divided by the number of workers
-    that share a GPU."""
-    kind: Literal["reserved", "spot", "borrowed"] = "reserved"
-    """Lease terms of the workers on this machine."""
-    price_usd_per_h: float = Field(default=0.0, ge=0)
-    """Price of one worker on this machine in $ per hour. 0 looks it up by device in the built-in price table."""
-    host: str = "127.0.0.1"
-    """Address on which the controller and the weight server listen. "0.0.0.0" lets other machines join."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the controller. 0 chooses a free one."""
-    weights_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the weight server. 0 chooses a free one."""
-    max_workers: Count = 2000
-    """Upper limit for the workers in the fleet; further workers are refused."""
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    """Seconds between two heartbeats of a worker."""
-    suspect_s: float = Field(default=3.0, gt=0)
-    """Seconds without a heartbeat after which a worker gets no new work. Must be above `heartbeat_s`."""
-    gone_s: float = Field(default=8.0, gt=0)
-    """Seconds without a heartbeat after which a worker counts as lost and its responses move to other workers. Must be
-    above `suspect_s`."""
-    stalled_s: float = Field(default=60.0, gt=0)
-    """Seconds without progress after which a worker counts as lost although it sends heartbeats: it has work but makes
-    no engine step, or it pulls weights but receives no bytes."""
-    tls_cert: FilePath | None = None
-    """Certificate chain (PEM) of the controller and the weight server. If set, workers connect over https."""
-    tls_key: FilePath | None = None
-    """Private key (PEM) of `tls_cert`. Set both or neither."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Fleet:
-        if not self.heartbeat_s < self.suspect_s < self.gone_s:
-            raise ValueError(
-                "heartbeat_s < suspect_s < gone_s must hold: each limit must span several intervals of the previous one"
-            )
-        if self.workers_max and not 1 <= self.workers <= self.workers_max:
-            raise ValueError(f"workers = {self.workers} must be from 1 to workers_max = {self.workers_max}")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be set together")
-        return self
 
 
 class Techniques(Section):

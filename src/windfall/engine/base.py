@@ -10,7 +10,11 @@ from windfall.types import Chunk, Request
 
 
 class Engine(Protocol):
-    """A generator of tokens. `tests/engine/test_contract.py` defines what every implementation must do."""
+    """A generator of tokens. `tests/engine/test_contract.py` defines what every implementation must do.
+
+    An engine may also have `capabilities` (types.Capabilities), `limit`, the longest sequence in tokens that fits, and
+    `counters`.
+    """
 
     version: int
 

@@ -155,7 +155,7 @@ class FleetReport:
         workers = [
             {
                 "worker": w.id, "lease": prices.kind(w.lease), "kind": w.lease.kind,
-                "device": w.lease.device, "region": w.lease.region,
+                "device": w.lease.device, "engine": w.engine.label, "region": w.lease.region,
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
                 "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,

@@ -133,4 +133,4 @@ class WorkerProblems:
             return None
         self._reported[cause] = (now_s, 0)
         repeats = f" (and {more} more before it)" if more else ""
-        return f"worker {worker} {cause}{repeats}; see workers/{worker}.log"
+        return f"worker {worker} {cause}{repeats}; see {fields.get('log') or f'workers/{worker}.log'}"

@@ -22,13 +22,15 @@ from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 from windfall.fleet import trace
 from windfall.fleet.trace import Change
-from windfall.launch import tls
+from windfall.launch import tls, worker_sources
 from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task
 from windfall.weights import adapter_folder
 
-CHECKED = "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates"
+CHECKED = (
+    "all keys, that the model is known or its folder exists, two calls to the environment, trace, certificates, fleet"
+)
 NOT_CHECKED = "whether the weights of the model can be loaded and fit into memory"
 GENERATED_TRACE_S = 24 * 3600.0
 """Length of a generated trace in seconds."""
@@ -45,6 +47,7 @@ def check(recipe: Recipe) -> str:
         check_answers(recipe.env)
     _check_group_size(recipe)
     tls.server_context(recipe.fleet)
+    worker_sources.check(recipe)
     trace_changes(recipe)
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"

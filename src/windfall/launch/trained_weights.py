@@ -131,9 +131,8 @@ def _shards(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_bytes(publisher: Any) -> int:
-    """The bytes that a worker with the previous version must pull for the newest one: its delta, if it has one."""
-    newest = publisher.readable[0]
-    return newest.manifest.nbytes if newest.delta is None else newest.delta.nbytes
+    """The bytes that a worker with the previous version must pull for the newest one."""
+    return publisher.readable[0].update_bytes
 
 
 def model_to_load(recipe: Recipe, found: IntactCheckpoint | None) -> str:

@@ -79,6 +79,8 @@ class Ledger:
         """Largest room, in tokens, that any response so far needs (see `room`)."""
         self._window = range(0)
         """The versions that tokens may have. Empty: only the version that a response is assigned with."""
+        self.engines: dict[str, str] = {}
+        """By worker: the name of its engine, for the tokens that it generates."""
         self.fixed_versions: Counter[int] = Counter()
         """By version: number of open responses that must have it."""
 
@@ -312,6 +314,7 @@ class Ledger:
     def _record_version(self, entry: LedgerEntry) -> None:
         episode = entry.episode
         episode.record_version(entry.version, len(episode.tokens) - entry.recorded)
+        episode.record_engine(self.engines.get(entry.worker, ""), len(episode.tokens) - entry.recorded)
         entry.recorded = len(episode.tokens)
 
     def requeue(self, entry: LedgerEntry) -> None:
@@ -343,6 +346,7 @@ class Ledger:
                 self._discard(entry, entry.episode.turn_start)
         self._by_worker.pop(worker, None)
         self._context.pop(worker, None)
+        self.engines.pop(worker, None)
         return [e.episode.id for e in entries]
 
     def cut(self, id: str, length: int) -> dict[str, list[int]]:
@@ -362,16 +366,8 @@ class Ledger:
 
     def _discard(self, entry: LedgerEntry, length: int) -> None:
         """Discard the tokens after the first `length`, which the policy sampled in this turn."""
-        episode = entry.episode
-        episode.version_runs, left = episode.version_runs[:], len(episode.tokens) - length
-        self.counts.discarded += left
-        del episode.tokens[length:], episode.logprobs[length:]
-        while left > 0:
-            version, count = episode.version_runs.pop()
-            if count > left:
-                episode.version_runs.append((version, count - left))
-            left -= count
-        entry.recorded = len(episode.tokens)
+        self.counts.discarded += entry.episode.cut(length)
+        entry.recorded = len(entry.episode.tokens)
 
     def find_poison(self, entries: Iterable[LedgerEntry]) -> LedgerEntry | None:
         """Return one of these responses, which have just lost their worker, if it is poison; None if none is. With
@@ -439,6 +435,8 @@ class Ledger:
             assert n == len(e.episode.logprobs) <= e.episode.max_tokens, f"{id}: wrong lengths"
             assert sum(count for _, count in e.episode.version_runs) == e.recorded <= n, f"{id}: wrong versions"
             assert (e.episode.finish is not None) == (e.state == "turn"), f"{id} is {e.state}"
+            named = sum(count for _, count in e.episode.engine_runs)
+            assert named <= _generated(e.episode), f"{id}: {named} tokens have an engine"
             assert e.state == "running" or e.recorded == n, f"{id}: tokens without a version"
             allowed = e.episode.version is None or {v for v, _ in e.episode.version_runs} <= {-1, e.episode.version}
             assert allowed, f"{id}: tokens of another version than {e.episode.version}"

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from windfall.types import Finish, Lease, Sampling
+from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 6
+PROTOCOL = 8
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -51,6 +51,7 @@ class Hello(Message, frozen=True, tag=2):
     version: int = -1  # version of the weights that the worker holds already; -1 if it has none
     digest: str = ""  # digest of these weights
     age_s: float = 0.0  # Seconds that the worker's process has been running. It is billed from its start.
+    engine: Capabilities = Capabilities()  # what is known of the engine; a worker that has none yet knows it at Loaded
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool
     longest: int  # tokens of the longest possible sequence, prompt and response together
     wanted: int  # Responses of one training step. No worker needs room for more.
+    engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
+    samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see selftest/verdict.py
 
 
@@ -181,6 +184,7 @@ class Loaded(Message, frozen=True, tag=12):
     pulled_bytes: int  # bytes received for this version
     parts: LoadTimes = LoadTimes()
     longest: int = 0  # tokens of the longest sequence, prompt included, that fits into the engine; 0 if unknown
+    engine: Capabilities = Capabilities()  # what the engine can do
 
 
 class LoadFailed(Message, frozen=True, tag=13):
@@ -236,6 +240,8 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     limit: int
     old: bytes | None = None
     lag: bytes | None = None
+    engines: tuple[str, ...] = ()  # engines of consecutive stretches of the targets
+    engine_tokens: tuple[int, ...] = ()  # number of targets of each stretch
 
 
 class TrainerHello(Message, frozen=True, tag=18):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from windfall.config import Techniques
@@ -36,7 +36,7 @@ from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.scheduling.placement import Placement
 from windfall.scheduling.room import Room
 from windfall.scheduling.version_window import VersionWindow
-from windfall.types import LOCAL
+from windfall.types import LOCAL, Capabilities
 
 NO_WORKERS_S = 15.0
 """Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
@@ -46,6 +46,8 @@ SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
 """Scheduling takes a few microseconds per worker, no matter how much there is to assign. Between two rounds it pauses
 PAUSE_PER_WORKER_S seconds for every worker above SMALL_FLEET. With 10,000 workers, a free slot may wait for 0.4
 seconds, and scheduling takes an eighth of a core."""
+MAX_NAME = 32
+"""Characters of an engine's name and version that are kept."""
 DRAIN_LEAD_S = 2.0
 """Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
 trip."""
@@ -159,6 +161,7 @@ class Dispatch:
         now = asyncio.get_running_loop().time()
         member = self.members.join(hello.name, hello.lease, now, version=hello.version, digest=hello.digest)
         id = member.id
+        self._set_engine(member, hello.engine)
         self.placement.speeds.join(id, hello.lease.device)
         price = prices.of(hello.lease)
         started = now - hello.age_s if 0 <= hello.age_s < math.inf else now
@@ -198,6 +201,7 @@ class Dispatch:
             case m.Stats():
                 pass
             case m.Loaded():
+                self._set_engine(member, message.engine)
                 if self.loading.done(member, message, now):
                     self.refusals.ready()
                     self._schedule_soon()
@@ -218,6 +222,12 @@ class Dispatch:
                 self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
                 raise Malformed(f"unexpected message {type(message).__name__}")
+
+    def _set_engine(self, member: Member, engine: Capabilities) -> None:
+        if not engine.name:
+            return
+        member.engine = replace(engine, name=engine.name[:MAX_NAME], version=engine.version[:MAX_NAME])
+        self.ledger.engines[member.id] = member.engine.name
 
     def _accept(self, member: Member, frame: m.Tokens) -> None:
         batch, now = self.ledger.running(member.id), member.seen_s
@@ -419,7 +429,7 @@ class Dispatch:
         self.fixed.choose()
         self._request_loads()
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
-        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest]
+        ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
@@ -432,6 +442,10 @@ class Dispatch:
             for worker, entry in self.placement.reclaim(loads, longest):
                 self._request_release(worker, [entry])
 
+    def _open(self, member: Member) -> bool:
+        """Whether the worker takes work now: an engine without live slots only if it is idle."""
+        return member.engine.live_slots or not self.ledger.running(member.id)
+
     def _assign_fixed(self, version: int) -> None:
         """Assign the queued responses that must have this version. If it is the newest, any worker will do."""
         holders, newest = self.fixed.holders(version), self.window.newest
@@ -441,6 +455,7 @@ class Dispatch:
             for id in [id for id in self.ledger.queue if self.ledger.entries[id].episode.version == version]:
                 self._listeners[id].version_gone(id)
             return
+        holders = [w for w in holders if self._open(w)]
         loads, longest = self.placement.loads(holders), {w.id: w.longest for w in holders}
         versions = {w.id: w.version for w in holders}
         placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
@@ -477,7 +492,7 @@ class Dispatch:
             self.accounts.moved_in(now, worker, prefilled_again)
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
-        for work in work_frames(entries):
+        for work in work_frames(entries, exact=self.members.all[worker].engine.exact):
             self._send(worker, m.Assign(work=work))
 
     def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:

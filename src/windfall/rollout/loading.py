@@ -68,7 +68,7 @@ class Loading:
             self._accounts.ready(now_s, member.id)
         self._events.instant(
             "worker_ready", worker=member.id, version=message.version, s=message.s, bytes=message.pulled_bytes,
-            slots=message.slots, longest=message.longest,
+            slots=message.slots, longest=message.longest, engine=member.engine.label, exact=member.engine.exact,
             **{name: s for name, s in msgspec.structs.asdict(message.parts).items() if s},
         )  # fmt: skip
         return True

@@ -29,13 +29,16 @@ from typing import Literal
 
 from windfall.link.messages import Stats
 from windfall.scheduling.version_window import VersionWindow
-from windfall.types import LOCAL, Lease
+from windfall.types import LOCAL, Capabilities, Lease
 
 LOADING_S = {"build": 960.0, "swap": 150.0}
 """Maximum seconds in these parts of a load: a little more than the worker's own limits (worker/startup.py,
 session.py)."""
 LEAVING_S = 20.0
 """Maximum seconds from the Drain message until the worker has left; it should take 8 s at most."""
+
+
+UNKNOWN_ENGINE = Capabilities()
 
 
 class WorkerState(StrEnum):
@@ -80,6 +83,8 @@ class Member:
     """When it joined (loop time, seconds)."""
     seen_s: float
     """When its last message arrived (loop time, seconds)."""
+    engine: Capabilities = UNKNOWN_ENGINE
+    """What its engine can do."""
     state: WorkerState = WorkerState.JOINING
     suspect: bool = False
     version: int = -1

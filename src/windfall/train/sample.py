@@ -32,6 +32,8 @@ class Sample:
     computed now, which are the same until the first update."""
     lag: np.ndarray | None = None
     """Age of each target: the trainer's version minus the one that sampled the token (uint16). None: all 0."""
+    engines: tuple[tuple[str, int], ...] = ()
+    """(engine, number of targets) of consecutive stretches; an empty name if it is unknown. Empty: all unknown."""
 
 
 def outcomes(group: Group, limit: int) -> list[Outcome]:
@@ -65,6 +67,7 @@ def _sample(r: Response, advantage: float, limit: int, version: int | None) -> S
         advantage=advantage,
         limit=limit,
         lag=None if version is None else _lag(r, version),
+        engines=r.engines,
     )
 
 

@@ -95,10 +95,11 @@ class Console:
                 mean, most = (math.inf if event[k] is None else event[k] for k in ("mean", "max"))  # None: not finite
                 if mean > 2 * self._shown_gap:
                     self._shown_gap = mean
+                    limit = self._recipe.train.engine_gap_limit
                     self._out.print(
                         f"[yellow]engine and trainer disagree[/] in step {event['step']}: their log-probs differ by "
-                        f"{mean:.3g} nats on average, {most:.3g} at most (shown again when it doubles; "
-                        f"the run ends above train.engine_gap_limit = {self._recipe.train.engine_gap_limit:g})"
+                        f"{mean:.3g} nats on average{_by_engine(event.get('engines'))}, {most:.3g} at most "
+                        f"(shown again when it doubles; the run ends above train.engine_gap_limit = {limit:g})"
                     )
             case "trainer_lost":
                 self._out.print(f"[red]trainer lost[/]: {escape(event['why'])}")
@@ -239,6 +240,8 @@ class Console:
         if e.get("experts_balance") is not None:
             unused = f", {e['experts_unused']:,} unused" if e["experts_unused"] else ""
             extras += f"  experts {e['experts_balance']:.2f} balanced{unused}"
+        if len(e.get("engine_gaps") or {}) > 1:
+            extras += f"  gap{_by_engine(e['engine_gaps'])}"
         if e["missing"]:
             extras += f"  rewards missing {e['missing']}"
         if e.get("skipped"):
@@ -303,7 +306,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         if missing:
             out.append(f"  rewards missing            {missing} (not trained on)")
     out += [f"  {label:<26} {text}" for label, text in staleness.of_run(steps)]
-    out += [*_fleet(events, steps), *_dollars(events, steps)]
+    out += [*_engine_gaps(steps), *_fleet(events, steps), *_dollars(events, steps)]
     out.append(f"  files                      {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:
         out.append(f"  resume with                {_command()} resume {_argument(folder)}")
@@ -312,6 +315,31 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     out.append(f"  try next                   {_command()} generate {model} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {model}")
     return out
+
+
+def _by_engine(gaps: dict[str, float | None] | None) -> str:
+    """The engine gap of each engine in nats, if there are several.
+
+    >>> _by_engine({"cuda": 0.0012, "vllm": None}), _by_engine({"torch": 0.1})
+    (' (cuda 0.0012, vllm not finite)', '')
+    """
+    if not gaps or len(gaps) < 2:
+        return ""
+    shown = (f"{escape(name)} {'not finite' if gap is None else f'{gap:.2g}'}" for name, gap in sorted(gaps.items()))
+    return f" ({', '.join(shown)})"
+
+
+def _engine_gaps(steps: list[Event]) -> list[str]:
+    """For the summary: how far each engine was from the trainer, if the run had several."""
+    values: dict[str, list[float]] = {}
+    for e in steps:
+        for name, gap in (e.get("engine_gaps") or {}).items():
+            if gap is not None:
+                values.setdefault(name, []).append(gap)
+    if len(values) < 2:
+        return []
+    means = _by_engine({name: sum(gaps) / len(gaps) for name, gaps in values.items()})
+    return [f"  engines and trainer        log-probs differ by{means} nats on average"]
 
 
 def _tasks(env: Any) -> str:

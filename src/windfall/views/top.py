@@ -20,8 +20,10 @@ from windfall.views import staleness
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
 """Width, in characters, of output that goes to a file or a pipe."""
-COLUMNS = ("worker", "lease", "device", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason")
-LEFT_OUT = ("moved", "version", "device", "tokens", "age", "lease")
+COLUMNS = (
+    "worker", "lease", "device", "engine", "state", "version", "running", "tok/s", "tokens", "moved", "age", "reason",
+)  # fmt: skip
+LEFT_OUT = ("moved", "engine", "version", "device", "tokens", "age", "lease")
 """Columns left out on a narrow terminal, in this order, until the table fits."""
 REASON_WIDTH = 20
 """The reason is shortened, at most to this many characters, before any column is left out."""
@@ -72,7 +74,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         price = f" ${w['price_usd_per_h']:g}/h" if w["price_usd_per_h"] else ""
         state = w["state"]
         row = (
-            escape(w["worker"]), w["kind"] + price, escape(w["device"]), Text(state, style=STYLES.get(state, "")),
+            escape(w["worker"]), w["kind"] + price, escape(w["device"]), escape(w.get("engine") or "-"),
+            Text(state, style=STYLES.get(state, "")),
             str(w["version"]) if w["version"] >= 0 else "-", f"{w['running']}/{w['slots']}" if state != "gone" else "-",
             f"{w['tok_per_s']:,.0f}" if state != "gone" else "-", f"{w['made']:,}", str(w["moved"]), _age(w["age_s"]),
             escape(w["why"]),

@@ -12,14 +12,13 @@ with rows of several ranks are not sampled.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from windfall.weights import delta
-from windfall.weights.buffers import Buffer
+from windfall.weights.buffers import Buffer, write_at
 from windfall.weights.delta import MAX_RATIO, ROW, Blocks, Part
 from windfall.weights.plan import Piece, Plan
 
@@ -71,12 +70,19 @@ class DeltaShare:
         the same from the samples and tables of all ranks."""
         out = {}
         for leader in {share.leader for share in self.plan.shares}:
-            members, parts = self.plan.members(leader), self.plan.parts(leader)
+            members, whole = self.plan.members(leader), self._rows_bytes(leader)
             size = sum(self.blocks.size(np.frombuffer(tables[rank], ROW)) for rank in members)
-            whole = sum(stop - start for start, stop in parts)
             if whole and self._worthwhile([samples[rank] for rank in members]) and self._worthwhile([(size, whole)]):
                 out[leader] = size + delta.HEAD_BYTES
         return out
+
+    def update_bytes(self, sizes: Mapping[int, int]) -> int:
+        """The bytes of the update from all machines, of which these have a delta: from the others, all their rows."""
+        leaders = {share.leader for share in self.plan.shares}
+        return sum(sizes[leader] if leader in sizes else self._rows_bytes(leader) for leader in leaders)
+
+    def _rows_bytes(self, leader: int) -> int:
+        return sum(stop - start for start, stop in self.plan.parts(leader))
 
     def write(self, target: Buffer, tables: Sequence[bytes]) -> None:
         """Write this rank's part of the blob of its machine. The leader also writes the table."""
@@ -89,7 +95,7 @@ class DeltaShare:
             writes.append((0, memoryview(head)))
         pieces = [(at + i, data[i : i + WRITE_BYTES]) for at, data in writes for i in range(0, len(data), WRITE_BYTES)]
         # Write through the descriptor: the kernel writes to a file faster than it maps new pages of it.
-        list(self.map(lambda piece: _write(target.fd, *piece), pieces))
+        list(self.map(lambda piece: write_at(target.fd, *piece), pieces))
         self._parts = []
 
     def _sample_numbers(self) -> list[int]:
@@ -101,9 +107,3 @@ class DeltaShare:
 
     def _worthwhile(self, sizes: Sequence[tuple[int, int]]) -> bool:
         return sum(encoded for encoded, _ in sizes) <= self.max_ratio * sum(nbytes for _, nbytes in sizes)
-
-
-def _write(fd: int, at: int, data: memoryview) -> None:
-    while data:
-        done = os.pwrite(fd, data, at)
-        at, data = at + done, data[done:]

@@ -36,7 +36,7 @@ from windfall.link import messages as m
 from windfall.link.base import LinkClosed
 from windfall.link.handshake import JoinRefused
 from windfall.link.socket import Dialer, SocketLink
-from windfall.types import Lease
+from windfall.types import Capabilities, Lease
 from windfall.weights.merged import MergedWeights
 from windfall.worker import preemption
 from windfall.worker.engine_thread import EngineThread
@@ -175,7 +175,7 @@ class Agent:
         version, digest = self._held
         hello = functools.partial(
             m.Hello, name=self._name, lease=self._lease, model=self._model, version=version, digest=digest,
-            age_s=process.age_s(),
+            age_s=process.age_s(), engine=self._host.capabilities if self._host else Capabilities(),
         )  # fmt: skip
         try:
             return await handshake.join(link, handshake.WORKER, self._token, hello)

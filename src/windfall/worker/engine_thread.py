@@ -23,7 +23,7 @@ from typing import Any, Concatenate, ParamSpec
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
 from windfall.link.messages import Rejected, Released, Stats, Tokens, Work
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 
 Emit = Callable[[object], None]
 Make = Callable[[], tuple[Engine, int]]
@@ -76,6 +76,11 @@ class EngineThread:
     def longest(self) -> int:
         """Maximum number of tokens of one response, including its prompt, that fit into the engine; 0 if unknown."""
         return getattr(self._engine, "limit", 0)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the engine can do. Nothing is known of it until it is built."""
+        return getattr(self._engine, "capabilities", Capabilities())
 
     @property
     def waiting_for_trainer(self) -> bool:

@@ -244,7 +244,8 @@ class Session:
             parts = msgspec.structs.replace(self._boot(), pull_s=pulled - started, swap_s=now - swapping)
             self.say(
                 m.Loaded(version=load.version, digest=weights.digest, slots=self.host.slots, s=now - started,
-                         pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest)
+                         pulled_bytes=weights.bytes, parts=parts, longest=self.host.longest,
+                         engine=self.host.capabilities)
             )  # fmt: skip
             done.set_result(None)
 

@@ -31,7 +31,7 @@ from typing import Any
 from windfall.engine.base import Counters, Engine
 from windfall.errors import WindfallError
 from windfall.free_memory import free_bytes
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 from windfall.worker.trainer_turn import EnginesTurn
 
 WAIT_S = 0.005
@@ -68,6 +68,10 @@ class TrainerEngine:
     @property
     def counters(self) -> Counters:
         return getattr(self._engine, "counters", Counters())
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return getattr(self._engine, "capabilities", Capabilities())
 
     @property
     def limit(self) -> int:

@@ -36,12 +36,14 @@ from windfall.engine.cuda.state import STOPS
 from windfall.engine.pages import Pages
 from windfall.engine.torch.engine import check_request, copy_weights
 from windfall.errors import WindfallError
-from windfall.types import Chunk, Finish, Request
+from windfall.types import Capabilities, Chunk, Finish, Request
 
 BURST = 8  # Decode steps per launch. The host notices the end of a response at most twice this many tokens late.
 
 
 class GraphEngine:
+    capabilities = Capabilities(name="cuda")
+
     def __init__(
         self,
         model: Any,

@@ -22,10 +22,12 @@ from windfall.engine.base import Counters
 from windfall.engine.pages import Pages
 from windfall.engine.scheduler import Scheduler, Sequence
 from windfall.errors import WindfallError
-from windfall.types import Chunk, Finish, Request
+from windfall.types import Capabilities, Chunk, Finish, Request
 
 
 class TorchEngine:
+    capabilities = Capabilities(name="torch")
+
     def __init__(
         self,
         model: Any,

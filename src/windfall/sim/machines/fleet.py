@@ -16,7 +16,7 @@ from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import Change
-from windfall.launch.autoscale import Autoscaler
+from windfall.launch import worker_sources
 from windfall.sim.core.link import SimLink
 from windfall.sim.core.scenario import MachineKind, Scenario
 from windfall.sim.core.service import Service, uniform
@@ -52,8 +52,7 @@ class SimFleet:
         self._up: dict[str, Stay] = {}
         self._kinds: dict[str, MachineKind] = {}
         """Kind of each node of the trace, assigned in turn when the node first comes up. It never changes."""
-        f = scenario.real.fleet
-        self._autoscale = Autoscaler(f.workers, f.workers_max)
+        self._autoscaler = worker_sources.autoscaler(scenario.real, elsewhere=False)
         self._own_workers: dict[str, SimWorker | float] = {}
         """Workers that are not in the trace, by name. A number is the time at which the worker started to boot."""
         self._snapshots = 0
@@ -139,9 +138,10 @@ class SimFleet:
             return
         self._snapshots += 1
         running = {name for name, worker in self._own_workers.items() if isinstance(worker, SimWorker)}
-        wanted = self._autoscale.update({**snapshot, "step": self._snapshots}, running)
-        if wanted is not None:
-            self._scale_to(wanted)
+        now_s = asyncio.get_running_loop().time()
+        changes = self._autoscaler.update({**snapshot, "step": self._snapshots}, {"local": running}, now_s)
+        if "local" in changes:
+            self._scale_to(changes["local"])
 
     def _scale_to(self, count: int) -> None:
         """Start or stop workers. The workers with the highest numbers leave as they would after SIGTERM: they send

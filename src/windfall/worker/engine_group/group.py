@@ -39,7 +39,7 @@ from windfall.engine.base import Counters
 from windfall.engine.torch.engine import check_request
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.types import Chunk, Request
+from windfall.types import Capabilities, Chunk, Request
 from windfall.weights.shared import OpenVersion, SharedSource
 from windfall.worker.engine_group import messages as m
 from windfall.worker.engine_group.processes import MODULES, EngineProcesses
@@ -96,6 +96,11 @@ class EngineGroup:
     @property
     def slots(self) -> int:
         return sum(c.built.slots for c in self._children)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the children's engines can do; they are all of one kind."""
+        return self._children[0].built.engine
 
     @property
     def limit(self) -> int:

@@ -25,6 +25,7 @@ LAYERS = [
     {"run_folder", "models", "scheduling", "train"},
     {"views", "selftest", "rollout"},
     {"controller", "worker", "gateway"},
+    {"serve"},
     {"launch"},
     {"commands", "sim"},
     {"cli"},
@@ -32,7 +33,9 @@ LAYERS = [
 # State in, actions out: no clock, no I/O, no asyncio, no torch. This is all that such a file may import.
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "backoff.py",
+    "engine/blocks.py",
     "engine/pages.py",
+    "engine/tenant_pages.py",
     "envs/repeats.py",
     "envs/process_pool/sizing.py",
     "engine/cuda/plan.py",
@@ -61,6 +64,9 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "scheduling/placement.py",
     "scheduling/room.py",
     "rollout/refusals.py",
+    "serve/memory_policy.py",
+    "serve/slo.py",
+    "serve/step_time.py",
     "sim/core/service.py",
     "sim/machines/decode.py",
     "sim/chaos/faults.py",

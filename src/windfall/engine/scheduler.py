@@ -68,10 +68,10 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def plan(self) -> list[ScheduledRows]:
-        """The rows of the next step. Call `complete` with them when they have run."""
+    def plan(self, most: int | None = None) -> list[ScheduledRows]:
+        """The rows of the next step, at most `most`. Call `complete` with them when they have run."""
         rows: list[ScheduledRows] = []
-        left = self.max_rows
+        left = self.max_rows if most is None else min(most, self.max_rows)
         for sequence in list(self.running):
             if sequence in self.running:  # otherwise an older sequence has just preempted it
                 left -= self._add_rows(sequence, left, rows, may_preempt=True)

@@ -13,7 +13,7 @@ and reads no clock: that is left to the worker around it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from windfall.engine.pages import Pages
 from windfall.engine.scheduler import Scheduler, Sequence
 from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Finish, Request
+
+if TYPE_CHECKING:
+    from windfall.engine.torch.arena import TenantKV
 
 
 class TorchEngine:
@@ -38,15 +41,20 @@ class TorchEngine:
         max_rows: int = 2048,
         deterministic: bool = False,
         version: int = 0,
+        kv: TenantKV | None = None,
     ) -> None:
+        """`kv`: pages in memory that another engine shares. Then `kv_tokens` and `page_size` do not count."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
-        pages = -(-kv_tokens // page_size)
-        self.model, self.version = model, version
-        self.limit = pages * page_size - 1  # the newest token needs no page yet, but the next one would
-        self._scheduler = Scheduler(Pages(pages, page_size), max_running=max_running, max_rows=max_rows)
-        self._runner = Runner(model, pages=pages, page_size=page_size, deterministic=deterministic)
+        count = -(-kv_tokens // page_size) if kv is None else kv.pages.capacity
+        pages = Pages(count, page_size) if kv is None else kv.pages
+        self.model, self.version, self.kv = model, version, kv
+        self.limit = count * pages.size - 1  # the newest token needs no page yet, but the next one would
+        self._scheduler = Scheduler(pages, max_running=max_running, max_rows=max_rows)
+        self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)
         self._sequences: dict[str, Sequence] = {}
+        self.last_step = (0, 0)
+        """Rows of the last step, and the tokens that they attended to."""
         self._steps = self._rows = self._generated = 0
 
     def __len__(self) -> int:
@@ -74,15 +82,22 @@ class TorchEngine:
         if sequence is not None:
             self._scheduler.remove(sequence)
 
-    def step(self) -> list[Chunk]:
-        rows = self._scheduler.plan()
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All responses in the order in which they are computed. For reading only."""
+        return [*self._scheduler.running, *self._scheduler.waiting]
+
+    def step(self, most_rows: int | None = None) -> list[Chunk]:
+        """One step of at most `most_rows` rows."""
+        rows = self._scheduler.plan(most_rows)
+        self.last_step = (sum(r.stop - r.start for r in rows), sum(r.stop for r in rows))
         if not rows:
             return []
         self._runner.allocate()
         new = self._runner.run(rows)
         self._scheduler.complete(rows)
         self._steps += 1
-        self._rows += sum(r.stop - r.start for r in rows)
+        self._rows += self.last_step[0]
         self._generated += len(new)
         sampling = [r.sequence for r in rows if r.samples]
         return [self._append(s, t, lp) for s, (t, lp) in zip(sampling, new, strict=True)]

@@ -1,0 +1,170 @@
+"""The pure policies of co-serving: memory states, step times, admission by slack."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windfall.serve.memory_policy import MemoryPolicy, MemoryState
+from windfall.serve.slo import CHUNK, FIRST_ROWS, Objectives, RolloutLoad, ServingLoad, rows_allowed, slack_s
+from windfall.serve.step_time import StepShape, StepTime
+
+SLO = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0)
+LOAD = RolloutLoad(running=4, waiting=0, context=400)
+
+
+def learned(fixed: float = 0.004, each: float = 0.0002, attended: float = 0.0, steps: int = 60) -> StepTime:
+    rng, estimate = random.Random(1), StepTime()
+    for _ in range(steps):
+        shape = StepShape(rng.randrange(1, 300), rng.randrange(300, 9000))
+        estimate.observe(shape, fixed + each * shape.rows + attended * shape.context)
+    return estimate
+
+
+# Memory states.
+
+
+def test_one_halving_then_frozen_until_the_next_step() -> None:
+    policy = MemoryPolicy(100)
+    policy.begin_step(10)
+    assert (policy.state, policy.budget) == (MemoryState.NORMAL, 70)
+    assert policy.observe(20, 70) == 0
+    assert policy.observe(21, 70) == 35, "half of the headroom of 20 is used"
+    assert (policy.state, policy.budget) == (MemoryState.PRESSURE, 35)
+    assert policy.observe(21, 35) == 0
+    assert policy.state is MemoryState.FROZEN
+    assert policy.observe(60, 35) == 0, "there is no second halving"
+    assert policy.observe(5, 35) == 0
+    assert (policy.state, policy.budget, policy.halvings) == (MemoryState.FROZEN, 35, 1), "nor does the budget grow"
+    policy.begin_step(5)
+    assert (policy.state, policy.budget) == (MemoryState.NORMAL, 75)
+
+
+@given(
+    blocks=st.integers(1, 300), headroom=st.floats(0, 1), watermark=st.floats(0.01, 1),
+    use=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300), st.booleans()), max_size=30),
+)  # fmt: skip
+def test_within_a_step_the_budget_only_falls(
+    blocks: int, headroom: float, watermark: float, use: list[tuple[int, int, bool]]
+) -> None:
+    policy = MemoryPolicy(blocks, headroom=headroom, watermark=watermark)
+    policy.begin_step(0)
+    before = policy.budget
+    assert 0 <= before <= blocks - math.floor(blocks * headroom)
+    halved = 0
+    for serving, rollout, taken in use:
+        excess = policy.observe(min(serving, blocks), rollout)
+        assert excess == max(0, rollout - policy.budget)
+        halved += policy.budget < before and not taken
+        assert policy.budget in (before, before // 2)
+        if taken:
+            policy.taken(min(rollout, policy.budget))
+        assert 0 <= policy.budget <= before
+        before = policy.budget
+    assert policy.halvings <= 1
+
+
+# Step times.
+
+
+def test_nothing_is_known_at_the_start() -> None:
+    estimate = StepTime()
+    assert (estimate.predict_s(10, 100), estimate.upper_s(10, 100), estimate.most_rows(1.0)) == (0.0, 0.0, 0)
+    for shape, s in (
+        (StepShape(0, 0), 1.0),
+        (StepShape(4, 9), 0.0),
+        (StepShape(4, 9), math.inf),
+        (StepShape(4, 9), -1),
+    ):
+        estimate.observe(shape, s)
+    assert not estimate.known
+    estimate.observe(StepShape(4, 40), 0.008)
+    assert estimate.predict_s(4, 40) == pytest.approx(0.008)
+    assert estimate.most_rows(0.02) == 10
+
+
+@given(
+    fixed=st.floats(1e-5, 0.05), each=st.floats(1e-7, 1e-3), attended=st.floats(0, 1e-6), seed=st.integers(0, 1 << 16)
+)
+def test_the_estimate_converges(fixed: float, each: float, attended: float, seed: int) -> None:
+    rng, estimate = random.Random(seed), StepTime()
+
+    def actual(shape: StepShape) -> float:
+        return fixed + each * shape.rows + attended * shape.context
+
+    shapes = [StepShape(rng.randrange(1, 600), rng.randrange(10, 20_000)) for _ in range(80)]
+    for shape in shapes:
+        estimate.observe(shape, actual(shape) * rng.uniform(0.95, 1.05))
+    wrong = [abs(estimate.predict_s(s.rows, s.context) / actual(s) - 1) for s in shapes]
+    assert sum(wrong) / len(wrong) < 0.06
+    assert estimate.error < 0.35
+    assert estimate.predicted_s == pytest.approx(estimate.actual_s, rel=0.3)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 10**6), st.floats(1e-6, 10)), min_size=1, max_size=30),
+    st.floats(-1, 10), st.floats(0, 1e5),
+)  # fmt: skip
+def test_any_history_gives_a_number_of_rows(
+    steps: list[tuple[int, int, float]], slack: float, context_per_row: float
+) -> None:
+    estimate = StepTime()
+    for rows, context, s in steps:
+        estimate.observe(StepShape(rows, context), s)
+    rows = estimate.most_rows(slack, context_per_row=context_per_row)
+    assert rows >= 0
+    if rows:
+        assert estimate.upper_s(rows, rows * context_per_row) <= slack * (1 + 1e-6)
+
+
+def test_a_machine_that_becomes_slower_is_learned_again() -> None:
+    estimate = learned()
+    for _ in range(150):
+        estimate.observe(StepShape(100, 2000), 0.06)
+    assert estimate.predict_s(100, 2000) == pytest.approx(0.06, rel=0.1)
+    assert estimate.error < 0.25
+
+
+# Admission.
+
+
+def test_slack_is_that_of_the_tightest_request() -> None:
+    serving = learned(0.01, 0.0001)
+    assert slack_s(ServingLoad(), SLO, serving, 5.0) == math.inf
+    running = ServingLoad(last_tokens_s=(4.99, 4.95), context=200)
+    assert slack_s(running, SLO, serving, 5.0) == pytest.approx(0.10 - 0.0102, rel=0.02)
+    waiting = ServingLoad(waiting=((4.9, 400),))
+    assert slack_s(waiting, SLO, serving, 5.0) == pytest.approx(0.4 - 0.05, rel=0.02)
+    behind = ServingLoad(waiting=((4.9, 400), (4.9, 3000)), max_rows=1000)
+    assert slack_s(behind, SLO, serving, 5.0) == pytest.approx(0.4 - 4 * 0.01 - 0.34, abs=0.01), (
+        "prompts before it count"
+    )
+
+
+def test_rows_fit_into_the_slack() -> None:
+    rollout = learned(0.004, 0.0002)
+    assert rows_allowed(0.0, SLO, rollout, LOAD) == 0
+    assert rows_allowed(-1.0, SLO, rollout, LOAD) == 0
+    assert rows_allowed(0.003, SLO, rollout, LOAD) == 0, "not even an empty step fits"
+    assert rows_allowed(0.024, SLO, rollout, LOAD) == pytest.approx(100, abs=3)
+    assert rows_allowed(math.inf, SLO, rollout, LOAD) == LOAD.running + CHUNK
+    assert rows_allowed(math.inf, SLO, rollout, RolloutLoad(running=0, waiting=0, context=0)) == 0
+
+
+def test_first_step_without_any_estimate() -> None:
+    assert rows_allowed(math.inf, SLO, StepTime(), LOAD) == FIRST_ROWS
+    assert rows_allowed(0.14, SLO, StepTime(), LOAD) == 1
+    assert rows_allowed(0.05, SLO, StepTime(), LOAD) == 0
+    assert slack_s(ServingLoad(waiting=((5.0, 100),)), SLO, StepTime(), 5.0) == pytest.approx(0.5)
+
+
+def test_an_idle_server_lends_steps_of_a_limited_length() -> None:
+    slow = learned(0.05, 0.001)
+    assert slow.upper_s(rows_allowed(math.inf, SLO, slow, LOAD), 0) <= SLO.idle_s
+    glacial = learned(1.0, 0.1)
+    assert rows_allowed(math.inf, SLO, glacial, LOAD) == 1, "without requests it still makes progress"
+    assert rows_allowed(0.4, SLO, glacial, LOAD) == 0

@@ -7,13 +7,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
+from windfall.commands.serve import serve
+from windfall.commands.token_option import token_option
 from windfall.errors import WindfallError, nearest
 
 if TYPE_CHECKING:
@@ -42,30 +44,13 @@ FILE_SYSTEM_ERRORS = {
 """File system errors that can occur with any file. They are not bugs in windfall."""
 
 
-def _warn_of_visible_token(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
-    """Warn if the token itself is on the command line, where the process list shows it."""
-    from windfall.link.auth import token_or_path
-
-    source = context.get_parameter_source(str(parameter.name))
-    typed = source is not None and source.name == "COMMANDLINE"
-    if typed and value is not None and isinstance(token_or_path(value), str):
-        why = "every user of this machine can read this token in the process list; give a file, or set WINDFALL_TOKEN"
-        print(f"warning: --token: {why}", file=sys.stderr)
-    return value
-
-
-def _token_option(note: str) -> Any:
-    help = f"File that holds the run's token{note}."
-    return typer.Option(metavar="FILE", envvar="WINDFALL_TOKEN", callback=_warn_of_visible_token, help=help)
-
-
 TrainerToken = Annotated[
     str,
-    typer.Option(
-        metavar="FILE", envvar="WINDFALL_TRAINER_TOKEN", callback=_warn_of_visible_token,
+    token_option(
         help="Copy of trainer.secret in the run's folder; it may be created after this command starts.",
+        envvar="WINDFALL_TRAINER_TOKEN",
     ),
-]  # fmt: skip
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -92,7 +77,7 @@ def train(
     ] = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    token: Annotated[str | None, _token_option("; by default a new one is created")] = None,
+    token: Annotated[str | None, token_option("; by default a new one is created")] = None,
     trainer_token: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="File that holds the secret for `windfall ranks`; by default a new one."),
@@ -143,7 +128,7 @@ def token(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to cre
 @app.command(epilog="Example: windfall worker --join http://10.0.0.5:8700 --token demo.token --lease spot --price 2.63")
 def worker(
     join: Annotated[str, typer.Option(metavar="URL", help="Address of the controller; the run prints it at startup.")],
-    token: Annotated[str, _token_option("; it may be created after the worker starts")],
+    token: Annotated[str, token_option("; it may be created after the worker starts")],
     name: Annotated[str, typer.Option(help="Name of the worker. Default: host name and process id.")] = "",
     lease: Annotated[str, typer.Option(help="Lease terms: reserved, spot or borrowed.")] = "spot",
     price: Annotated[
@@ -196,6 +181,9 @@ def worker(
         join, token, name=name, kind=kind, device=device, region=region, price_usd_per_h=price, threads=threads,
         share=memory, clouds=clouds, ca=tls_ca, patience_s=patience, engine=chosen, tensor_parallel=tensor_parallel,
     )  # fmt: skip
+
+
+app.command(epilog="Example: windfall serve tiny --port 8000 --lend http://10.0.0.5:8700 --token demo.token")(serve)
 
 
 @app.command(epilog="Example: windfall ranks --join http://10.0.0.5:29400 --token trainer.secret")

@@ -36,12 +36,17 @@ UNFINISHED = "\ufffd"
 
 
 class Gateway:
+    max_body_bytes = MAX_BODY_BYTES
+
     def __init__(self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int]) -> None:
         """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn."""
         self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
         self._sessions: dict[str, GatewaySession] = {}
         """By the hash of its key."""
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
+        self.app = web.Application(client_max_size=self.max_body_bytes, middlewares=[_errors])
+        self._add_routes()
+
+    def _add_routes(self) -> None:
         self.app.router.add_post("/v1/chat/completions", self._chat_completions)
         self.app.router.add_post("/v1/completions", self._completions)
         self.app.router.add_post("/inference/v1/generate", self._generate)

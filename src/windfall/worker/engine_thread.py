@@ -31,7 +31,7 @@ Make = Callable[[], tuple[Engine, int]]
 P = ParamSpec("P")
 
 
-def _order(method: Callable[Concatenate[EngineThread, P], None]) -> Callable[Concatenate[EngineThread, P], None]:
+def order(method: Callable[Concatenate[EngineThread, P], None]) -> Callable[Concatenate[EngineThread, P], None]:
     """A call to the method returns at once; the method itself runs in the engine's thread, between two steps."""
 
     @functools.wraps(method)
@@ -89,32 +89,32 @@ class EngineThread:
 
     # Orders
 
-    @_order
+    @order
     def attach(self, emit: Emit) -> None:
         """Begin a new link: drop all running responses, and send frames to `emit` from now on."""
         self._drop_all()
         self._emit, self._paused = emit, False
 
-    @_order
+    @order
     def detach(self) -> None:
         self._drop_all()
 
-    @_order
+    @order
     def add(self, work: Iterable[Work]) -> None:
         for w in work:
             self._add(w)
 
-    @_order
+    @order
     def cancel(self, handles: Iterable[int]) -> None:
         self._drop(handles)
 
-    @_order
+    @order
     def release(self, handles: tuple[int, ...]) -> None:
         """Give up these responses. All their tokens are emitted before the confirmation."""
         self._drop(handles)
         self._emit(Released(handles=handles))
 
-    @_order
+    @order
     def swap(
         self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
     ) -> None:
@@ -129,12 +129,12 @@ class EngineThread:
             self._mixed = False
             done(None)
 
-    @_order
+    @order
     def pause(self, paused: bool) -> None:
         self._paused = paused
         self._stepped_s = time.monotonic()
 
-    @_order
+    @order
     def finish(self, done: Callable[[], None]) -> None:
         """Stop generating. `done` is called after the last frame."""
         self._drop_all()
@@ -184,7 +184,9 @@ class EngineThread:
         return self._paused or self._mixed or len(self.engine) == 0
 
     def _step(self) -> None:
-        chunks = self.engine.step()
+        self._stepped(self.engine.step())
+
+    def _stepped(self, chunks: list[Chunk]) -> None:
         self._stepped_s = time.monotonic()
         self._steps += bool(chunks) or not self.waiting_for_trainer
         if chunks:

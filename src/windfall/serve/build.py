@@ -1,0 +1,67 @@
+"""Builds the engines of a host: that of serving at the start, and that of the rollout when a run has sent its spec."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from windfall.devices import choose_matmul_library
+from windfall.engine import blocks
+from windfall.errors import WindfallError
+from windfall.link.messages import EngineSpec
+from windfall.serve.host import ROLLOUT, SERVING, Host
+from windfall.serve.slo import Objectives
+from windfall.worker import engine_factory
+
+LENT_SHARE = 0.8
+"""Share of the memory that a rollout may use at most: the rest is headroom for serving."""
+
+
+def serving_spec(model: Any, dtype: str, *, context: int, max_running: int, kv_tokens: int) -> EngineSpec:
+    return EngineSpec(
+        model_config=model.config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=kv_tokens, page_size=16,
+        max_running=max_running, max_rows=2048, deterministic=False, longest=context, wanted=max_running,
+    )  # fmt: skip
+
+
+def build_host(spec: EngineSpec, model: Any, device: str, objectives: Objectives, *, share: float = 0.4) -> Host:
+    """A host with an engine for serving. `share`: share of the free memory for the KV caches of both tenants, unless
+    the spec says how many tokens serving's KV cache has."""
+    from windfall.engine.torch.arena import Arena
+    from windfall.engine.torch.engine import TorchEngine
+
+    engine_factory.self_test(spec, device, model)
+    if device == "cpu":
+        choose_matmul_library(model, deterministic=False)
+    token_bytes = engine_factory.token_bytes(model)
+    running, kv_tokens = engine_factory.engine_sizes(spec, token_bytes, device, share)
+    arena = Arena(blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes), device)
+    kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
+    engine = TorchEngine(model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, kv=kv)
+    return Host(engine, arena, objectives, max_rows=spec.max_rows)
+
+
+def build_rollout(host: Host, spec: EngineSpec, device: str) -> tuple[Any, int]:
+    """The engine of the rollout tenant, and its number of slots. Do not call this in the host's thread."""
+    from windfall.engine.torch.engine import TorchEngine
+
+    if spec.engine == "vllm":
+        raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
+    model = engine_factory.build_full_model(json.loads(spec.model_config), spec.dtype, device)
+    engine_factory.self_test(spec, device, model)
+    token_bytes = engine_factory.token_bytes(model)
+    kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
+    try:
+        room = int(kv.pages.capacity * LENT_SHARE) * spec.page_size
+        if room < spec.longest:
+            what = f"the lent KV cache has room for {room} tokens, and one response may have {spec.longest}"
+            raise WindfallError(what, where="windfall serve --lend", fix="Raise --memory or --kv-tokens.")
+        running = min(spec.max_running or spec.wanted, 256, max(1, room // spec.longest))
+        engine = TorchEngine(
+            model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, deterministic=spec.deterministic, kv=kv
+        )
+        engine.limit = min(engine.limit, room)
+    except BaseException:
+        host.call(kv.leave).result()
+        raise
+    return engine, running

@@ -1,0 +1,267 @@
+"""The rollout tenant: an EngineThread without a thread of its own. The host runs its orders and its steps.
+
+    session ── orders ──▶ (host's thread) run_orders, advance ── frames ──▶ forwarder's thread ──▶ session
+
+Rules:
+- the engine is built, and weights are copied, in other threads: the host never waits for them;
+- frames are forwarded in a thread of their own. While too many are unsent, the tenant is not runnable;
+- a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
+  every one if the tenant had no step, for `STARVED_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from windfall.engine.tenant_pages import TenantPages
+from windfall.engine.torch.engine import copy_weights
+from windfall.errors import WindfallError
+from windfall.link.messages import Released, Stats
+from windfall.serve.host import Host, rollout_load
+from windfall.serve.slo import RolloutLoad
+from windfall.types import Chunk
+from windfall.worker.engine_thread import Emit, EngineThread, Make, order
+
+STARVED_S = 2.0
+MAX_UNSENT = 64
+"""Frames that may wait to be forwarded before the tenant pauses."""
+LOOK_S = 0.25
+"""Seconds between two looks for starved responses."""
+
+
+class _WakingQueue(queue.SimpleQueue[Any]):
+    """Orders of the tenant; every one wakes the host."""
+
+    wake: Callable[[], None] = staticmethod(lambda: None)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item, block, timeout)
+        self.wake()
+
+
+class _Forwarder:
+    """Hands messages to a function that may block, in a thread of its own."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="rollout frames", daemon=True).start()
+
+    @property
+    def unsent(self) -> int:
+        return self._queue.qsize()
+
+    def put(self, message: object) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (message := self._queue.get()) is not None:
+            if callable(message):
+                message()
+            else:
+                self._emit(message)
+
+
+class RolloutTenant(EngineThread):
+    def __init__(self, host: Host, *, make: Make) -> None:
+        """`make` builds an engine whose pages are in the host's arena."""
+        super().__init__(None, make=make)
+        self._host = host
+        waking = self._orders = _WakingQueue()
+        waking.wake = host.wake
+        self._forwarder: _Forwarder | None = None
+        self._swapping = self._closed = False
+        self._evicted: list[int] = []
+        """Handles of responses that lost their pages and were not returned yet."""
+        self.evicted = 0
+        """Number of responses that ever lost their pages."""
+        self._without_pages_s: dict[str, float] = {}
+        """Since when each response has been without pages."""
+        self._looked_s = 0.0
+
+    # For other threads.
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        left = self._host.call(self._leave)
+        if timeout_s > 0:
+            with contextlib.suppress(TimeoutError):
+                left.result(timeout_s)
+
+    def stats(self) -> Stats:
+        """As of every engine thread, but time that serving takes is no sign of a stuck engine."""
+        return msgspec.structs.replace(super().stats(), idle_s=0.0)
+
+    def _run(self) -> None:
+        """Build the engine in the tenant's own thread; the host runs it."""
+        try:
+            assert self._make is not None
+            engine, self.slots = self._make()
+            self._host.call(lambda: self._built(engine)).result()
+        except BaseException as e:  # fault boundary: this is the only way in which the agent learns of the error
+            self.failed = e
+            self._on_failure()
+
+    # Orders.
+
+    @order
+    def attach(self, emit: Emit) -> None:
+        self._drop_all()
+        self._forwarder = _Forwarder(emit)
+        self._emit, self._paused = self._forwarder.put, False
+        self._host.begin_step()
+
+    @order
+    def finish(self, done: Callable[[], None]) -> None:
+        forwarder = self._forwarder
+        self._drop_all(close=False)
+        if forwarder is None:
+            done()
+        else:
+            forwarder.put(done)
+
+    @order
+    def swap(
+        self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
+    ) -> None:
+        if weights is None:
+            self._copied(version, done, None)
+            return
+        self._swapping = True
+        arguments = (version, weights, done)
+        threading.Thread(target=self._copy, args=arguments, name="rollout weights", daemon=True).start()
+
+    def _copy(self, version: int, weights: Mapping[str, Any], done: Callable[[BaseException | None], None]) -> None:
+        """Copy the weights. Runs in a thread: the tenant does not step meanwhile, and serving does."""
+        error: BaseException | None = None
+        try:
+            engine: Any = self.engine
+            copy_weights(engine.model, version, weights)
+        except Exception as e:  # fault boundary: the session reports it to the controller
+            error = e
+        self._orders.put(functools.partial(self._copied, version, done, error))
+
+    def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._swapping = False
+        if error is None:
+            self.engine.swap(version)
+            self._mixed = False
+            self._host.begin_step()
+        elif not isinstance(error, WindfallError):  # else nothing has changed
+            self._mixed = True
+        done(error)
+
+    # The methods below run in the host's thread.
+
+    def _built(self, engine: Any) -> None:
+        self._engine, self._make = engine, None
+        if self._closed:
+            engine.kv.leave()
+            return
+        self.pages.evict = self._evict
+        self._host.adopt(self)
+
+    def _leave(self) -> None:
+        self._closed = True
+        if self.built:
+            self._drop_all()
+            self._host.drop_rollout(self)
+
+    def fail(self, error: BaseException) -> None:
+        self.failed = error
+        self._closed = True
+        self._running.clear()
+        self._on_failure()
+
+    @property
+    def pages(self) -> TenantPages:
+        engine: Any = self.engine
+        return engine.kv.pages
+
+    @property
+    def last_step(self) -> tuple[int, int]:
+        engine: Any = self.engine
+        return engine.last_step
+
+    @property
+    def runnable(self) -> bool:
+        return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
+
+    def _idle(self) -> bool:
+        return self._swapping or super()._idle()
+
+    def load(self) -> RolloutLoad:
+        return rollout_load(self.engine)
+
+    def run_orders(self) -> bool:
+        """Run all orders. False: the tenant is closed."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                given = self._orders.get_nowait()
+                if given is not None:
+                    given()
+        return not self._closed
+
+    def advance(self, rows: int) -> int:
+        """One step of at most this many rows. Returns the number of new tokens."""
+        engine: Any = self.engine
+        before = self._generated
+        chunks: list[Chunk] = engine.step(rows)
+        self._stepped(chunks)
+        return self._generated - before
+
+    def _evict(self, pages: frozenset[int]) -> None:
+        engine: Any = self.engine
+        for s in [s for s in engine.sequences if not pages.isdisjoint(s.pages)]:
+            engine.cancel(s.request.id)
+            self._evicted.append(int(s.request.id))
+            self.evicted += 1
+
+    def return_evicted(self) -> int:
+        """Return the responses that lost their pages to the controller. Returns how many."""
+        handles, self._evicted = self._evicted, []
+        return self._return(handles)
+
+    def return_starved(self, now_s: float) -> int:
+        """Return the responses that have waited too long. Returns how many."""
+        if now_s < self._looked_s + LOOK_S:
+            return 0
+        self._looked_s = now_s
+        engine: Any = self.engine
+        if self._idle():
+            self._without_pages_s.clear()
+            return 0
+        sequences = engine.sequences
+        if time.monotonic() - self._stepped_s > STARVED_S:
+            starved = [s.request.id for s in sequences]
+        else:
+            before = self._without_pages_s
+            self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}
+            starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
+        for id in starved:
+            engine.cancel(id)
+        return self._return([int(id) for id in starved])
+
+    def _return(self, handles: list[int]) -> int:
+        given = tuple(h for h in handles if h in self._running)
+        self._running.difference_update(given)
+        if given:
+            self._emit(Released(handles=given))
+        return len(given)
+
+    def _drop_all(self, *, close: bool = True) -> None:
+        super()._drop_all()
+        self._evicted.clear()
+        if close and self._forwarder is not None:
+            self._forwarder.close()
+            self._forwarder = None

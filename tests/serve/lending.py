@@ -12,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import torch
 from doorway import TOKEN, Site
 from serving import Server, new_host, serving
-from small_models import VOCABULARY, build
+from small_models import SHAPE, VOCABULARY
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from windfall.engine.torch.attention import NAME
 from windfall.engine.torch.engine import TorchEngine
@@ -29,7 +31,10 @@ from windfall.worker import engine_factory
 
 @cache
 def rollout_model() -> Any:
-    model = build("qwen3")
+    """Its keys and values take more memory per token than those of the served model."""
+    torch.manual_seed(5)
+    shape = {**SHAPE, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64, "tie_word_embeddings": False}
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
     model.set_attn_implementation(NAME)
     return model
 

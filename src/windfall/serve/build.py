@@ -16,6 +16,9 @@ from windfall.worker import engine_factory
 LENT_SHARE = 0.8
 """Share of the memory that a rollout may use at most: the rest is headroom for serving."""
 
+LEAST_BLOCKS = 32
+"""Least number of blocks. Fewer blocks are larger: pages of a rollout model with more layers fit into them, too."""
+
 
 def serving_spec(model: Any, dtype: str, *, context: int, max_running: int, kv_tokens: int) -> EngineSpec:
     return EngineSpec(
@@ -35,7 +38,8 @@ def build_host(spec: EngineSpec, model: Any, device: str, objectives: Objectives
         choose_matmul_library(model, deterministic=False)
     token_bytes = engine_factory.token_bytes(model)
     running, kv_tokens = engine_factory.engine_sizes(spec, token_bytes, device, share)
-    arena = Arena(blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes), device)
+    layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)
+    arena = Arena(layout, device)
     kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
     engine = TorchEngine(model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, kv=kv)
     return Host(engine, arena, objectives, max_rows=spec.max_rows)

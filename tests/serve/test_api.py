@@ -46,6 +46,7 @@ def test_completions_are_those_of_the_engine() -> None:
             many = await asyncio.gather(*(s.complete(f"{n}+{n}=", max_tokens=20, temperature=0) for n in range(12)))
             ids = [b["usage"]["completion_tokens"] for b in many]
             assert ids == [len(expected(f"{n}+{n}=", max_tokens=20)) for n in range(12)]
+            assert len({b["id"] for b in many}) == 12
             assert s.host.requests == 0
 
     run(main)

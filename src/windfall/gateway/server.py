@@ -78,6 +78,10 @@ class Gateway:
         ids = ids[:-1] if ids and ids[-1] in self._stop else ids
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def _id(self, flight: CallInFlight) -> str:
+        """The id of an answer."""
+        return f"call-{flight.call.segment.index}-{len(flight.prompt)}"
+
     def _token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.decode([id], skip_special_tokens=False) for id in ids]
 
@@ -139,13 +143,13 @@ class Gateway:
         await flight.done()
         logprobs = protocol.chat_logprobs(self._token_texts(flight.tokens), flight.logprobs)
         choice = {"index": 0, "token_ids": flight.tokens, "finish_reason": flight.finish, "logprobs": logprobs}
-        answer = {"request_id": _id(flight), "choices": [choice], "prompt_logprobs": None}
+        answer = {"request_id": self._id(flight), "choices": [choice], "prompt_logprobs": None}
         return await self._deliver(request, session, flight, answer)
 
     # Answers.
 
     def _whole(self, flight: CallInFlight, options: CallOptions, kind: str, *, chat: bool) -> dict[str, Any]:
-        answer = protocol.envelope(kind, _id(flight), self._sampler.model)
+        answer = protocol.envelope(kind, self._id(flight), self._sampler.model)
         choice: dict[str, Any] = {"index": 0, "finish_reason": protocol.finish_reason(flight.finish, flight.message)}
         choice["logprobs"] = None
         if options.logprobs:
@@ -196,7 +200,7 @@ class _Chunks:
         """Characters that may be the start of a stop string."""
         self._sent_text, self._sent_tokens = 0, 0
         kind = "chat.completion.chunk" if chat else "text_completion"
-        self._envelope = protocol.envelope(kind, _id(flight), gateway._sampler.model)
+        self._envelope = protocol.envelope(kind, gateway._id(flight), gateway._sampler.model)
 
     def first(self) -> list[dict[str, Any]]:
         if not self._chat:
@@ -287,10 +291,6 @@ async def _errors(
     except web.HTTPException as e:
         error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}")
     return web.json_response(error.body, status=error.status)
-
-
-def _id(flight: CallInFlight) -> str:
-    return f"call-{flight.call.segment.index}-{len(flight.prompt)}"
 
 
 def _hash(key: str) -> str:

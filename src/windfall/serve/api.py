@@ -165,6 +165,11 @@ class ServeApi(Gateway):
         _state.get().session = session
         return session
 
+    def _id(self, flight: CallInFlight) -> str:
+        session = _state.get().session
+        assert session is not None
+        return f"{'chatcmpl' if flight.call.messages else 'cmpl'}-{session.id}"
+
     @web.middleware
     async def _one_request(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -164,7 +164,7 @@ class RolloutTenant(EngineThread):
     # The methods below run in the host's thread.
 
     def _built(self, engine: Any) -> None:
-        self._engine, self._make = engine, None
+        self._engine = engine
         if self._closed:
             engine.kv.leave()
             return

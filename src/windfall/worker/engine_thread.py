@@ -18,7 +18,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from windfall.engine.base import Engine
 from windfall.errors import WindfallError
@@ -29,13 +29,14 @@ Emit = Callable[[object], None]
 Make = Callable[[], tuple[Engine, int]]
 """Returns an engine, and the number of responses that it decodes at once."""
 P = ParamSpec("P")
+Host = TypeVar("Host", bound="EngineThread")
 
 
-def order(method: Callable[Concatenate[EngineThread, P], None]) -> Callable[Concatenate[EngineThread, P], None]:
+def order(method: Callable[Concatenate[Host, P], None]) -> Callable[Concatenate[Host, P], None]:
     """A call to the method returns at once; the method itself runs in the engine's thread, between two steps."""
 
     @functools.wraps(method)
-    def put(self: EngineThread, *args: P.args, **kwargs: P.kwargs) -> None:
+    def put(self: Host, *args: P.args, **kwargs: P.kwargs) -> None:
         self._orders.put(functools.partial(method, self, *args, **kwargs))
 
     return put

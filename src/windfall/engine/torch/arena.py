@@ -28,8 +28,10 @@ TENANTS = 2
 class _Shape(Protocol):
     """What one attention module caches per token, as (heads, size)."""
 
-    keys: Any
-    values: Any
+    @property
+    def keys(self) -> tuple[int, int]: ...
+    @property
+    def values(self) -> tuple[int, int]: ...
 
 
 class Arena:

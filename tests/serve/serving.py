@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from windfall.models import load
@@ -21,6 +22,7 @@ from windfall.serve import build
 from windfall.serve.api import ServeApi, ServedModel, ServeLimits
 from windfall.serve.host import Host
 from windfall.serve.slo import Objectives
+from windfall.worker import engine_factory
 
 TOKENIZER = tokenizers.load(TINY)
 EOS = TOKENIZER.eos_token_id
@@ -39,7 +41,15 @@ def tiny() -> Any:
 
 @cache
 def spec(kv_tokens: int, context: int = 256) -> Any:
-    return build.serving_spec(tiny(), "float32", context=context, max_running=16, kv_tokens=kv_tokens)
+    found = build.serving_spec(tiny(), "float32", context=context, max_running=16, kv_tokens=kv_tokens)
+    return msgspec.structs.replace(found, checked=(self_test_record(),))
+
+
+@cache
+def self_test_record() -> str:
+    """The self-test of the tiny model takes a second: once is enough."""
+    found = build.serving_spec(tiny(), "float32", context=256, max_running=16, kv_tokens=0)
+    return engine_factory.self_test(found, "cpu", tiny())
 
 
 def new_host(kv_tokens: int = 4096, objectives: Objectives | None = None) -> Host:

@@ -199,6 +199,7 @@ def test_openais_client() -> None:
     run(main)
 
 
+@pytest.mark.slow
 def test_command_serves_and_drains(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
@@ -87,6 +87,7 @@ def test_nothing_is_known_at_the_start() -> None:
     assert estimate.most_rows(0.02) == 10
 
 
+@settings(max_examples=30)
 @given(
     fixed=st.floats(1e-5, 0.05), each=st.floats(1e-7, 1e-3), attended=st.floats(0, 1e-6), seed=st.integers(0, 1 << 16)
 )

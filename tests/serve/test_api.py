@@ -108,6 +108,8 @@ def test_other_errors_and_models() -> None:
             status, body = await s.post("/v1/nothing", {}, headers=key)
             assert (status, body["error"]["type"]) == (404, "invalid_request_error")
             assert (await s.post("/v1/reward", {"reward": 1}, headers=key))[0] == 404, "there are no sessions here"
+            status, body = await s.post("/v1/completions", {"model": "other", "prompt": "3+4="}, headers=key)
+            assert (status, body["error"]["code"]) == (404, "model_not_found")
             async with s.http.get(s.url + "/v1/models", headers=key) as answer:
                 assert [m["id"] for m in (await answer.json())["data"]] == ["tiny"]
             async with s.http.post(s.url + "/v1/completions", data=b"x" * (9 << 20), headers=key) as answer:

@@ -166,6 +166,24 @@ def test_a_failing_rollout_does_not_end_the_service(tmp_path: Path) -> None:
     run(main)
 
 
+def test_a_lender_that_leaves_returns_its_responses(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with lending(tmp_path) as s:
+            episodes = await roll_out(s, 2, max_tokens=100)
+            s.lender.leave("the server is shutting down")
+            await until(lambda: s.site.state("lender") is WorkerState.GONE, "it has left")
+            await until(lambda: s.host.rollout is None, "the tenant is gone")
+            assert s.host.arena.blocks.held("rollout") == 0
+            tokens = [len(e.tokens) for e in episodes]
+            assert sum(tokens) > 0
+            assert [e.tokens.tolist() for e in episodes] == [
+                expected(e)[:n] for e, n in zip(episodes, tokens, strict=True)
+            ]
+            assert (await s.complete(max_tokens=5))["choices"]
+
+    run(main)
+
+
 def test_a_link_that_does_not_move_does_not_stop_serving() -> None:
     async def main() -> None:
         async with serving() as s:

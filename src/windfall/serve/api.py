@@ -66,6 +66,12 @@ class _CallSampler:
         self._host, self._stop = host, stop
         self.options: SamplingOptions | None = None
 
+    def read(self, body: Mapping[str, Any]) -> None:
+        """Check the fields of a request that concern sampling."""
+        if body.get("model") not in (None, self.model):
+            raise ApiError(404, f"there is no model {body['model']!r}; this is {self.model!r}", code="model_not_found")
+        self.options = sampling_options.read(body)
+
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         assert self.options is not None
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()
@@ -122,11 +128,11 @@ class _OneCallSession(GatewaySession):
         self._call_sampler = sampler
 
     def chat_call(self, body: Mapping[str, Any], options: CallOptions) -> CallInFlight:
-        self._call_sampler.options = sampling_options.read(body)
+        self._call_sampler.read(body)
         return super().chat_call(body, options)
 
     def ids_call(self, body: Mapping[str, Any], options: CallOptions, ids: Sequence[int]) -> CallInFlight:
-        self._call_sampler.options = sampling_options.read(body)
+        self._call_sampler.read(body)
         if max(ids) >= self._call_sampler.vocabulary:
             raise ApiError(400, f"token ids must be below {self._call_sampler.vocabulary}", param="prompt")
         return super().ids_call(body, options, ids)

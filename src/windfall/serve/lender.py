@@ -42,12 +42,13 @@ class Lender:
         self._puller, self._ssl, self._retry_s, self._say = puller, ssl, retry_s, say
         self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
         self._agent: Agent | None = None
+        self._leaving = False
         self.tenants = 0
         """Number of rollout tenants that were made."""
 
     async def run(self) -> None:
-        """Lend until the run refuses this worker for good, or until this is canceled."""
-        while True:
+        """Lend until the run refuses this worker for good, or until `leave`."""
+        while not self._leaving:
             agent = self._agent = Agent(
                 self._url, self._token, name=self._name, lease=self._lease, puller=self._puller(), build=self._build,
                 ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, say=self._say,
@@ -62,10 +63,12 @@ class Lender:
             if code == REFUSED:
                 self._say("the run does not take this worker; serving goes on without lending")
                 return
-            await asyncio.sleep(self._retry_s)
+            if not self._leaving:
+                await asyncio.sleep(self._retry_s)
 
     def leave(self, why: str) -> None:
-        """Tell the run that this worker leaves soon, so that it takes its responses back."""
+        """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""
+        self._leaving = True
         if self._agent is not None:
             self._agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
 

@@ -31,6 +31,9 @@ from windfall.serve.lender import Lender
 from windfall.serve.slo import Objectives
 from windfall.weights.pull import Puller
 
+LEAVE_S = 5.0
+"""Time limit for returning the run's responses at the end (seconds)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
@@ -135,6 +138,7 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
         lender.leave("the server is shutting down")
     drained = await api.drain(options.drain_s)
     if lending is not None:
+        await asyncio.wait([lending], timeout=LEAVE_S)
         lending.cancel()
         await asyncio.gather(lending, return_exceptions=True)
     await runner.cleanup()

@@ -65,7 +65,7 @@ def build_rollout(host: Host, spec: EngineSpec, device: str) -> tuple[Any, int]:
             model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, deterministic=spec.deterministic, kv=kv
         )
         engine.limit = min(engine.limit, room)
-    except BaseException:
+    except BaseException:  # the blocks must be free whatever happened
         host.call(kv.leave).result()
         raise
     return engine, running

@@ -143,7 +143,10 @@ class Chunk:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
     """A finished trajectory. `tokens` holds every token after the prompt. `sampled` says which of them the policy
-    sampled; the others are observations, for which `logprobs` is 0.0 and `versions` is -1."""
+    sampled; the others are observations, for which `logprobs` is 0.0 and `versions` is -1.
+
+    An agent may edit its history. Then its response has several segments: this one, and those in `more`, with ids such
+    as "7/0+1". Each has its own prompt and tokens, and all have the same reward."""
 
     id: str
     prompt: tuple[int, ...]
@@ -158,16 +161,30 @@ class Response:
     engines: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     """(engine, number of tokens) of consecutive stretches of the sampled tokens. An empty name: the engine is unknown,
     because the tokens were read from a journal. Responses that differ only in this are equal."""
+    more: tuple[Response, ...] = ()
+    """Further segments. They have no further segments of their own."""
+    agent: bool = False
+    """An agent's session: only its sampled tokens count toward the limit of a response."""
+
+    @property
+    def segments(self) -> tuple[Response, ...]:
+        """All segments, in the order in which they were begun."""
+        return (self, *self.more)
 
     @property
     def sampled_count(self) -> int:
-        """Number of tokens that the policy sampled."""
-        return self.sampled.count(True)
+        """Number of tokens that the policy sampled, in all segments."""
+        return sum(segment.sampled.count(True) for segment in self.segments)
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of all segments, prompts included."""
+        return sum(len(segment.prompt) + len(segment.tokens) for segment in self.segments)
 
     @property
     def oldest_version(self) -> int:
         """The oldest version that sampled one of its tokens."""
-        return min((version for version in self.versions if version >= 0), default=0)
+        return min((v for segment in self.segments for v in segment.versions if v >= 0), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,6 +242,7 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     lag: bytes | None = None
     engines: tuple[str, ...] = ()  # engines of consecutive stretches of the targets
     engine_tokens: tuple[int, ...] = ()  # number of targets of each stretch
+    whole: int = 0  # sampled tokens of the whole response, if this is one of several segments
 
 
 class TrainerHello(Message, frozen=True, tag=18):

@@ -42,7 +42,7 @@ class StepBatch:
         self.note(group, size)
         self.kept.append(group)
         self.partial.append(group)
-        if sum(len(r.prompt) + len(r.tokens) for g in self.partial for r in g.responses) >= micro_tokens:
+        if sum(r.length for g in self.partial for r in g.responses) >= micro_tokens:
             self.micro_batches.append(self.partial)
             self.partial = []
 

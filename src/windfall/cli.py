@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
+from windfall.commands.gateway import gateway
 from windfall.errors import WindfallError, nearest
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True
 app.add_typer(bench, name="bench")
 fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
 app.add_typer(fleet, name="fleet")
+app.command(epilog="Example: windfall gateway runs/demo")(gateway)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
 Overrides = Annotated[

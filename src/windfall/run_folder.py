@@ -105,7 +105,7 @@ def check_data(recipe: Recipe, folder: Path) -> None:
 
 def data_warnings(folder: Path) -> list[str]:
     """Warnings for a run that has data files, but no record of their contents when it began."""
-    if (folder / DATA_BEGAN).exists() or not isinstance(initial_recipe(folder).env, config.JsonLinesEnv):
+    if (folder / DATA_BEGAN).exists() or not isinstance(data_section(initial_recipe(folder)), config.JsonLinesEnv):
         return []
     return [f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files are those that the run began with"]
 
@@ -125,11 +125,17 @@ def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
     return f"{key}: {place}: {how}"
 
 
+def data_section(recipe: Recipe) -> Any:
+    """The section that names the data files: [env], or [env.tasks] if the environment is an agent."""
+    return getattr(recipe.env, "tasks", None) or recipe.env
+
+
 def _data(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Size and digest of each data file that the recipe names, by recipe key."""
-    if not isinstance(recipe.env, config.JsonLinesEnv):
+    env = data_section(recipe)
+    if not isinstance(env, config.JsonLinesEnv):
         return {}
-    files = {"env.path": recipe.env.path, "env.eval_path": recipe.env.eval_path}
+    files = {"env.path": env.path, "env.eval_path": env.eval_path}
     return {key: _digest(key, path) for key, path in files.items() if path is not None}
 
 
@@ -167,6 +173,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return section.model_copy(update={key: path.resolve() for key, path in paths.items() if path is not None})
 
     env, trace = resolved(recipe.env, "path", "eval_path"), resolved(recipe.trace, "file")
+    if isinstance(env, config.AgentEnv) and env.tasks is not None:
+        env = env.model_copy(update={"tasks": resolved(env.tasks, "path", "eval_path")})
     fleet = resolved(recipe.fleet, "tls_cert", "tls_key")
     if fleet.kubernetes is not None:
         fleet = fleet.model_copy(update={"kubernetes": resolved(fleet.kubernetes, "kubeconfig", "token_file")})

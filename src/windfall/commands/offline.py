@@ -15,7 +15,7 @@ from windfall import devices
 from windfall.config import JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import AGENTS, env_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -52,6 +52,11 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
+    if recipe.env.name in AGENTS:
+        fix = "Set eval.every in the recipe: the run evaluates its agent."
+        raise WindfallError(
+            "an agent cannot be evaluated outside of a run", where=f"env.name = {recipe.env.name}", fix=fix
+        )
     described = held_out.describe(recipe.env, tasks)
     tasks = described.tasks
     for warning in described.warnings:

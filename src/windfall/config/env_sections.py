@@ -82,10 +82,73 @@ class CustomEnv(Section):
     """Keyword arguments for the factory."""
 
 
+TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | CustomEnv, Field(discriminator="name")]
+"""Environments that can give an agent its tasks, and grade its answer."""
+
+
+class AgentLimits(Section):
+    """Limits of the processes of an agent."""
+
+    concurrency: Count = 32
+    """Upper limit for agents that run at the same time. Others wait; that time counts against no limit."""
+    time_limit_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Upper limit for the time of one agent, in seconds. Time in which it waits for the policy does not count."""
+    memory_mb: int = Field(default=8192, ge=0)
+    """Upper limit for the address space of one agent's process, in MiB. 0 disables it."""
+    restart: bool = True
+    """Start an agent again if its process fails, or after the controller was killed; calls that it repeats get the same
+    answers. If false, its response has no reward then."""
+    failed_reward: Annotated[float, Field(allow_inf_nan=False)] | Literal["missing"] = "missing"
+    """Reward of an agent that fails every try. "missing" gives it no reward: it is counted and not trained on."""
+    context: int = Field(default=0, ge=0)
+    """Upper limit for the tokens of a prompt and its turn together. 0 uses the model's context. `rollout.max_tokens`
+    limits the sampled tokens of all turns of an agent together."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the gateway, on this machine only. 0 chooses a free one."""
+    template: str | None = None
+    """Chat template (Jinja) for the messages of agents. If left out, that of the model is used; for a model without
+    one, messages are written one after the other as plain text."""
+
+
+class AgentEnv(AgentLimits):
+    name: Literal["agent"]
+    command: str | None = None
+    """Command that is started for every response, such as "python my_agent.py". It gets the task as JSON on standard
+    input, and prints its reward as the last line. Either `command` or `function`."""
+    function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """Function that is called for every response in a process of its own, as "package.module:function". It gets the
+    task, and returns its reward. Either `command` or `function`."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments for `function`."""
+    reward: Literal["agent", "grader"] = "agent"
+    """Where the reward comes from. "agent": the agent returns it, prints it, or posts it to /v1/reward. "grader": the
+    environment of `tasks` grades the text that the agent returns or prints last."""
+    tasks: TaskEnv | None = None
+    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl or custom. If left
+    out, an agent gets only the number of its task."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> AgentEnv:
+        if (self.command is None) == (self.function is None):
+            raise ValueError("set either command or function")
+        if self.reward == "grader" and self.tasks is None:
+            raise ValueError('reward = "grader" needs a section [env.tasks]')
+        return self
+
+
+class VerifiersEnv(AgentLimits):
+    name: Literal["verifiers"]
+    id: str
+    """Name of an environment of the verifiers package, as `verifiers` knows it."""
+    args: dict[str, Any] = Field(default={})
+    """Arguments of that environment."""
+
+
 Env = Annotated[
-    ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | FrozenLakeEnv | CustomEnv, Field(discriminator="name")
+    ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | FrozenLakeEnv | CustomEnv | AgentEnv | VerifiersEnv,
+    Field(discriminator="name"),
 ]
 ENVS: dict[str, type[Section]] = {
     "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv,
-    "frozen_lake": FrozenLakeEnv, "custom": CustomEnv,
+    "frozen_lake": FrozenLakeEnv, "custom": CustomEnv, "agent": AgentEnv, "verifiers": VerifiersEnv,
 }  # fmt: skip

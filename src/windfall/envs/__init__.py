@@ -44,9 +44,10 @@ def _with_feedback(env: Any) -> Any:
     return env
 
 
-def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
-    """Build a user's own environment. The current folder is on the import path, as with `python -m`."""
-    module_name, _, name = factory.partition(":")
+def import_object(name: str, where: str) -> Any:
+    """Import "package.module:name" of a user. The current folder is on the import path, as with `python -m`. `where`:
+    the recipe key."""
+    module_name, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -56,14 +57,20 @@ def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
             raise _user_code_error(f"importing {module_name}", e) from e
         what = f"cannot import {module_name!r}: there is no module {e.name!r}"
         fix = f"Put it into {os.getcwd()} or into the packages of {sys.executable}."
-        raise WindfallError(what, where="env.factory", fix=fix) from e
+        raise WindfallError(what, where=where, fix=fix) from e
     except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
         raise _user_code_error(f"importing {module_name}", e) from e
-    if not hasattr(module, name):
-        fix = nearest(name, dir(module))
-        raise WindfallError(f"there is no {name!r} in {module_name}", where="env.factory", fix=fix)
+    if not hasattr(module, attribute):
+        fix = nearest(attribute, dir(module))
+        raise WindfallError(f"there is no {attribute!r} in {module_name}", where=where, fix=fix)
+    return getattr(module, attribute)
+
+
+def _custom(factory: str, seed: int, options: dict[str, Any]) -> Env:
+    """Build a user's own environment."""
+    function = import_object(factory, "env.factory")
     try:
-        env = getattr(module, name)(seed=seed, **options)
+        env = function(seed=seed, **options)
     except (Exception, SystemExit) as e:  # fault boundary: an environment is foreign code
         if isinstance(e, TypeError) and e.__traceback__ is not None and e.__traceback__.tb_next is None:
             raise WindfallError(f"{factory} does not accept these options: {e}", where="env.options") from e

@@ -68,6 +68,8 @@ def _distinct(rows: list[DataRow]) -> list[DataRow]:
 
 def describe(section: Any, tasks: int) -> HeldOut:
     """Describe the evaluation. `section` is an env section of windfall.config; `tasks` is the requested number."""
+    if getattr(section, "tasks", None) is not None:
+        return describe(section.tasks, tasks)
     if section.name != "jsonl":
         source = f" of {section.factory}, numbered from 2^40 on" if section.name == "custom" else f" of {section.name}"
         return HeldOut(tasks=tasks, description=f"{tasks} held-out tasks{source}")

@@ -165,7 +165,9 @@ class DispatchSampler:
     # Turns, for the gateway.
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
-        session = self._sessions[request.session]
+        session = self._sessions.get(request.session)
+        if session is None:
+            raise WindfallError("this session has ended", where=f"response {request.session}")
         segment = self._place(session, request)
         turn = segment.stored(request.prompt, request.max_tokens)
         if turn is None:
@@ -182,7 +184,10 @@ class DispatchSampler:
 
     def retract(self, request: TurnRequest) -> None:
         """No client received the answer to this request: it is not part of the response."""
-        segment = self._sessions[request.session].current[request.segment]
+        session = self._sessions.get(request.session)
+        if session is None:
+            return  # it was withdrawn
+        segment = session.current[request.segment]
         start = len(request.prompt) - len(segment.episode.prompt)
         segment.received = [turn for turn in segment.received if turn.start < start]
 
@@ -225,7 +230,9 @@ class DispatchSampler:
             if kept >= 0:
                 self._cut(episode.id, start + kept)
         except BaseException:  # canceled, or no worker can generate it: the segment ends before this turn
-            if ended.cancelled() or not ended.done() or ended.exception() is None:
+            if episode.id not in self._dispatch.ledger.entries:
+                pass  # the session was withdrawn
+            elif ended.cancelled() or not ended.done() or ended.exception() is None:
                 self._cut(episode.id, start)
             else:
                 self._dispatch.withdraw([episode.id])

@@ -22,7 +22,7 @@ from windfall.envs.trial import trial
 from windfall.errors import WindfallError
 from windfall.fleet import trace
 from windfall.fleet.trace import Change
-from windfall.launch import tls, worker_sources
+from windfall.launch import agents, tls, worker_sources
 from windfall.models import load, tokenizer
 from windfall.models.text import Text
 from windfall.types import Task
@@ -43,8 +43,9 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
+    data = folders.data_section(recipe)
+    if isinstance(data, JsonLinesEnv):
+        check_answers(data)
     _check_group_size(recipe)
     tls.server_context(recipe.fleet)
     worker_sources.check(recipe)
@@ -52,10 +53,11 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
+    agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
     host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
-    unchecked = check_context(recipe, task)
-    return f"{report}; {unchecked}" if unchecked else report
+    unchecked = "" if agent else check_context(recipe, task)
+    return agent + (f"{report}; {unchecked}" if unchecked else report)
 
 
 def check_adapter(recipe: Recipe) -> None:

@@ -26,7 +26,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -113,6 +113,8 @@ class Rollout:
         turns graded."""
         self.grading_s = 0.0
         """Seconds that grading these turns took in total."""
+        self.sessions: Sessions | None = None
+        """Makes the responses, if they are those of agents."""
         self.streams: set[Stream] = set()
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
@@ -136,6 +138,8 @@ class Rollout:
 
     def stream(self, **options: Any) -> Stream:
         """A new stream with these options of Stream."""
+        if self.sessions is not None:
+            return self.sessions.stream(self, **options)
         return Stream(self, **options)
 
     async def groups(
@@ -160,6 +164,12 @@ class Rollout:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+class Sessions(Protocol):
+    """Responses that a session makes and not one episode. gateway.agent_runs.AgentRuns implements it."""
+
+    def stream(self, rollout: Rollout, **options: Any) -> Stream: ...
 
 
 def _forward_error(arrived: asyncio.Queue[Group | int | BaseException], running: asyncio.Task[None]) -> None:
@@ -193,8 +203,8 @@ class Stream:
         )
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""
-        self._live: dict[str, tuple[Episode, _OpenGroup]] = {}
-        """Open episodes, by response id."""
+        self._live: dict[str, tuple[Any, _OpenGroup]] = {}
+        """Open responses by id: their episodes, or what a subclass opens for them."""
         self._restored: dict[str, int] = {}
         """By open episode: number of its tokens that came from the journal."""
         self._background: set[asyncio.Task[None]] = set()
@@ -219,7 +229,7 @@ class Stream:
             self._rollout.streams.discard(self)
             for future in self._drawing.values():
                 future.cancel()
-            self._dispatch.withdraw(list(self._live))
+            self._withdraw(list(self._live))
             for _, group in self._live.values():
                 self._forget(group.index)
             self._live.clear()
@@ -261,26 +271,39 @@ class Stream:
         self._drop_too_old(list(self._live))
 
     def _drop_too_old(self, ids: Sequence[str]) -> None:
-        oldest_version = self._dispatch.ledger.oldest_version
-        self.drop([id for id in ids if (v := oldest_version(id)) is not None and v < self._oldest])
+        self.drop([id for id in ids if (v := self._oldest_version(id)) is not None and v < self._oldest])
+
+    # What a subclass with other kinds of responses replaces.
+
+    def _oldest_version(self, id: str) -> int | None:
+        return self._dispatch.ledger.oldest_version(id)
+
+    def _sampled(self, id: str) -> int:
+        return self._dispatch.ledger.sampled(id)
+
+    def _has_begun(self, id: str) -> bool:
+        episode, _ = self._live[id]
+        return bool(episode.tokens) or self._dispatch.ledger.entries[id].state != "queued"
+
+    def _withdraw(self, ids: Sequence[str]) -> None:
+        self._dispatch.withdraw(ids)
 
     def not_begun(self) -> list[int]:
         """The open tasks of which nothing was generated or assigned to a worker yet."""
         begun = {id.rpartition("/")[0] for id in self._rollout.history}  # the journal has a part of it
         open_groups = {group.index: group for _, group in self._live.values()}
-        for id, (episode, group) in self._live.items():
-            queued = self._dispatch.ledger.entries[id].state == "queued"
-            if episode.tokens or group.responses or group.dropped or not queued:
+        for id, (_, group) in self._live.items():
+            if group.responses or group.dropped or self._has_begun(id):
                 begun.add(f"{self._scope}{group.index}")
         return [index for index in (*self._drawing, *open_groups) if f"{self._scope}{index}" not in begun]
 
     def drop(self, ids: Sequence[str]) -> None:
-        sampled = {id: self._dispatch.ledger.sampled(id) for id in ids}
-        self._dispatch.withdraw(ids)
+        sampled = {id: self._sampled(id) for id in ids}
+        self._withdraw(ids)
         for id in ids:
             _, group = self._live.pop(id)
             group.dropped += 1
-            self._rollout.restored_tokens += self._restored.pop(id)
+            self._rollout.restored_tokens += self._restored.pop(id, 0)
             self._on_too_old(group.index, sampled[id])
             self._complete(group)
         self._wake()
@@ -331,8 +354,7 @@ class Stream:
         """Open a group, or skip its task if the environment failed or the prompt does not fit."""
         try:
             task = drawn.result()
-            prompt = self._rollout.text.prompt(task.prompt)
-            self._check_prompt(task, prompt)
+            prompt = self._prompt(task)
         except EnvFailed as e:
             self._rollout.failures.skip(index, e)
             self._on_skipped(index)
@@ -340,16 +362,24 @@ class Stream:
         self._rollout.failures.usable()
         group = _OpenGroup(index, task, self._size)
         for sibling in range(self._size):
-            episode = Episode(
-                id=f"{self._scope}{index}/{sibling}", prompt=prompt, seed=seed_of(self._rollout.seed, index, sibling),
-                max_tokens=self._rollout.options.max_tokens, sampling=self._sampling, stop=self._rollout.text.stop,
-                version=self._version,
-            )  # fmt: skip
-            self._live[episode.id] = (episode, group)
-            self._open_episode(episode, group)
+            self._open_response(f"{self._scope}{index}/{sibling}", group, prompt)
         self._drop_too_old([id for n in range(self._size) if (id := f"{self._scope}{index}/{n}") in self._live])
 
-    def _check_prompt(self, task: Task, prompt: tuple[int, ...]) -> None:
+    def _open_response(self, id: str, group: _OpenGroup, prompt: tuple[int, ...]) -> None:
+        episode = Episode(
+            id=id, prompt=prompt, seed=self._seed(id), max_tokens=self._rollout.options.max_tokens,
+            sampling=self._sampling, stop=self._rollout.text.stop, version=self._version,
+        )  # fmt: skip
+        self._live[id] = (episode, group)
+        self._open_episode(episode, group)
+
+    def _seed(self, id: str) -> int:
+        index, _, sibling = id.rpartition(":")[2].partition("/")
+        return seed_of(self._rollout.seed, int(index), int(sibling))
+
+    def _prompt(self, task: Task) -> tuple[int, ...]:
+        """The ids of the prompt. Raises EnvFailed if it cannot be used."""
+        prompt = self._rollout.text.prompt(task.prompt)
         context, max_tokens = self._rollout.context, self._rollout.options.max_tokens
         if not prompt:
             raise EnvFailed(f"the prompt of task '{task.id}' is empty", "an empty prompt")
@@ -359,6 +389,7 @@ class Stream:
                 f"exceeds the model's context of {context}",
                 "a prompt that is too long",
             )
+        return prompt
 
     def _open_episode(self, episode: Episode, group: _OpenGroup) -> None:
         """Restore the response from the journal, then continue from there."""
@@ -451,7 +482,7 @@ class Stream:
     def _finish(self, response: Response) -> None:
         """Add a finished response to its group."""
         _, group = self._live.pop(response.id)
-        restored = self._restored.pop(response.id)
+        restored = self._restored.pop(response.id, 0)
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
             self._rollout.restored_tokens += restored

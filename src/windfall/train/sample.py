@@ -54,7 +54,9 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
     """The outcomes of all responses that have a reward."""
     return [
         Outcome(
-            reward=r.reward, length=r.sampled_count, limit=limit,
+            reward=r.reward,
+            length=r.sampled_count,
+            limit=limit,
             observed=0 if r.agent else len(r.tokens) - r.sampled_count,
         )  # fmt: skip
         for r in group.responses

@@ -224,9 +224,7 @@ class TorchTrainer:
         rows = zip(pack, np.split(logp, sizes), np.split(entropy, sizes), reference, strict=True)
         for s, now, entropies, ref in rows:
             proximal = now if s.old is None else s.old
-            w = self.algorithm.weights(
-                SampledTokens(logp=now, proximal=proximal, advantage=s.advantage, whole=s.whole)
-            )
+            w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage, whole=s.whole))
             clipped = (w == 0) & (s.advantage != 0)
             importance, capped = importance_weights(
                 proximal, s.behavior, mode=self.importance, cap=self.importance_cap,

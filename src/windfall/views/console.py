@@ -351,6 +351,10 @@ def _tasks(env: Any) -> str:
             return f"{env.task} tasks of reasoning-gym"
         case "custom":
             return f"tasks of {env.factory}"
+        case "agent":
+            return f"the agent {env.function or env.command}"
+        case "verifiers":
+            return f"{env.id} of verifiers"
     return f"{env.name} tasks"
 
 

@@ -24,6 +24,7 @@ import os
 import signal
 import traceback
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
 from windfall.launch import invitation, tls
+from windfall.launch.agents import AgentService
 from windfall.launch.assembly import ControllerLife, run_until_first
 from windfall.launch.fleet_report import Ended
 from windfall.launch.liveness import FROZEN_TRAINER
@@ -48,7 +50,7 @@ from windfall.link.gate import Gate, Terms
 from windfall.link.socket import Port, Route
 from windfall.models import tokenizer
 from windfall.models.text import Text
-from windfall.rollout.stream import Stopped
+from windfall.rollout.stream import Rollout, Stopped
 
 TRAINER_HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of the trainer's link."""
@@ -127,8 +129,14 @@ class ControllerProcess:
     async def _run_steps(self) -> None:
         async with env_host(self.recipe.env, self.recipe.run.seed) as env:
             await self.life.unless_stopped(env.ready())
-            reached = await self.life.steps(env, self._text)
+            async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
+                self.life.on_rollout = partial(self._start_agents, agents)
+                reached = await self.life.steps(env, self._text)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}
+
+    async def _start_agents(self, agents: AgentService, rollout: Rollout, model_context: int | None) -> None:
+        if agents.launcher is not None:
+            await agents.open(rollout, tokenizer.load(self.folder / "tokenizer"), model_context)
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""

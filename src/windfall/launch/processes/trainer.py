@@ -25,7 +25,7 @@ from windfall.envs.hosting import env_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
-from windfall.launch import tls, trained_weights
+from windfall.launch import agents, tls, trained_weights
 from windfall.launch.processes import local_engine, rank
 from windfall.launch.processes.local_engine import LocalEngine, ModuleEngine, RankEngines
 from windfall.launch.processes.rank import RankPlace, Setup, TrainerPart, crashed
@@ -98,8 +98,11 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with env_host(recipe.env, recipe.run.seed) as env:
-        prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
+    if agents.is_agent(recipe):
+        prompts = agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
+    else:
+        async with env_host(recipe.env, recipe.run.seed) as env:
+            prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)

@@ -1,5 +1,5 @@
-"""A response with several segments counts once, whatever the algorithm: its tokens have the weights that they would have
-in one segment, and its normalizer is the same."""
+"""A response with several segments counts once, whatever the algorithm: its tokens have the weights that they would
+have in one segment, and its normalizer is the same."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ class AgentEnv(AgentLimits):
     """Where the reward comes from. "agent": the agent returns it, prints it, or posts it to /v1/reward. "grader": the
     environment of `tasks` grades the text that the agent returns or prints last."""
     tasks: TaskEnv | None = None
-    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl or custom. If left
-    out, an agent gets only the number of its task."""
+    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl or custom. If
+    left out, an agent gets only the number of its task."""
 
     @model_validator(mode="after")
     def _one_program(self) -> AgentEnv:

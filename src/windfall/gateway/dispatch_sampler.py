@@ -7,9 +7,9 @@
 
 Rules: the ids of an episode are those of its segment. A lost worker is invisible here: the dispatch continues the turn
 elsewhere. The seed of a segment is derived from the session's seed and the number of the segment, so a session is a
-function of the recipe and of what its agent sent. The journal gets the ids of every call before its turn is sampled, and
-it is flushed before the agent gets the turn. If the agent is started again, calls with the same ids get the same turns
-(segment_tokens.py).
+function of the recipe and of what its agent sent. The journal gets the ids of every call before its turn is sampled,
+and it is flushed before the agent gets the turn. If the agent is started again, calls with the same ids get the same
+turns (segment_tokens.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A stream whose responses are made by sessions, such as agents, and not by one episode each.
 
 A session decides itself when it asks for turns. The stream opens one for every response of a group, waits for its end,
-and drops it if it becomes too old. The rest is as in stream.py: every session that is opened is handed out exactly once,
-in its group, or dropped.
+and drops it if it becomes too old. The rest is as in stream.py: every session that is opened is handed out exactly
+once, in its group, or dropped.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ class SessionStream(Stream):
         return ()  # every call of the session has its own prompt
 
     def _open_response(self, id: str, group: Any, prompt: tuple[int, ...]) -> None:
+        gone = VersionGone(f"no worker holds version {self._version} any more")
         order = SessionOrder(
             id=id, index=group.index, task=group.task, seed=self._seed(id), sampling=self._sampling,
             version=self._version, past=self._past(id),
-            version_gone=lambda: self.inbox.put_nowait(VersionGone(f"no worker holds version {self._version} any more")),
+            version_gone=lambda: self.inbox.put_nowait(gone),
         )  # fmt: skip
         opened = self._open_session(order)
         self._live[id] = (opened, group)

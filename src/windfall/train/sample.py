@@ -58,7 +58,7 @@ def outcomes(group: Group, limit: int) -> list[Outcome]:
             length=r.sampled_count,
             limit=limit,
             observed=0 if r.agent else len(r.tokens) - r.sampled_count,
-        )  # fmt: skip
+        )
         for r in group.responses
         if r.reward is not None
     ]

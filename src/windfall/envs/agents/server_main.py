@@ -5,8 +5,8 @@
                                        └── the link closes: the controller is gone; every agent is killed
 
 A fork takes milliseconds, while importing an agent's packages takes seconds. This program has one thread and no event
-loop, so a fork is safe unless the agent's module starts threads when it is imported. What agents print is read here, and
-only its end is kept.
+loop, so a fork is safe unless the agent's module starts threads when it is imported. What agents print is read here,
+and only its end is kept.
 """
 
 from __future__ import annotations

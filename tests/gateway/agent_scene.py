@@ -86,6 +86,7 @@ class Scene:
     """Of the recipe's [rollout] section."""
     limits: dict[str, Any] = field(default_factory=dict)
     graded: bool = False
+    context: int = 512
     during: Callable[[Scene], Any] | None = None
     """Runs beside the rollout."""
     made: Made = field(default_factory=dict)
@@ -112,7 +113,9 @@ class Scene:
         text = Text(TOKENIZER)
         self.rollout = Rollout(dispatch, host, text, options, seed=7, events=events)
         self.rollout.load_history(past, lambda id: True)
-        sampler = DispatchSampler(dispatch, model="tiny", context=512, sampling=Sampling(), stop=frozenset([EOS]))
+        sampler = DispatchSampler(
+            dispatch, model="tiny", context=self.context, sampling=Sampling(), stop=frozenset([EOS])
+        )
         gateway = Gateway(sampler, TOKENIZER, Chat(TOKENIZER, text.stop, template=TEMPLATE), text.stop)
         runner = web.AppRunner(gateway.app, access_log=None)
         await runner.setup()

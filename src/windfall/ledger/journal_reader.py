@@ -174,7 +174,7 @@ def _read_file(path: Path, settings: str, history: History, trained: dict[int, t
 
 
 class _Rows:
-    """Rows in the order they were written. A mark is a grade, a prompt or a cut: a row without tokens, at position -1."""
+    """Rows in the order they were written. A mark (a grade, a prompt, a cut) is a row without tokens at position -1."""
 
     def __init__(self, history: History) -> None:
         self._history = history

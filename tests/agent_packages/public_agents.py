@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+from functools import partial
 from typing import Any
 
 QUESTION = "2 plus 3?"
@@ -21,7 +23,7 @@ def openai_client(task: dict[str, Any]) -> float:
     for _ in range(3):
         said, calls = "", {}
         for chunk in api.chat.completions.create(
-            model=model, messages=messages, tools=[tool], stream=True, max_tokens=60
+            model=model, messages=messages, tools=[tool], stream=True, max_tokens=120
         ):
             delta = chunk.choices[0].delta
             said += delta.content or ""
@@ -56,7 +58,7 @@ def smolagents_agent(task: dict[str, Any]) -> float:
         return a + b
 
     templates: Any = {**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Use tools."}
-    model = OpenAIServerModel(model_id=os.environ["OPENAI_MODEL"], max_tokens=60)
+    model = OpenAIServerModel(model_id=os.environ["OPENAI_MODEL"], max_tokens=120)
     agent = ToolCallingAgent(tools=[add], model=model, prompt_templates=templates, max_steps=3, verbosity_level=0)
     return float("5" in str(agent.run(QUESTION)))
 
@@ -73,7 +75,7 @@ async def openai_agents(task: dict[str, Any]) -> float:
         """Add."""
         return a + b
 
-    settings = ModelSettings(max_tokens=60)
+    settings = ModelSettings(max_tokens=120)
     agent = Agent(
         name="adder", instructions="Use tools.", tools=[add], model=os.environ["OPENAI_MODEL"], model_settings=settings
     )
@@ -82,3 +84,9 @@ async def openai_agents(task: dict[str, Any]) -> float:
     except MaxTurnsExceeded:
         return 0.0
     return float("5" in str(result.final_output))
+
+
+# Imported once, before agents are forked: importing takes seconds.
+openai_client.prepare = partial(importlib.import_module, "openai")  # type: ignore[attr-defined]
+smolagents_agent.prepare = partial(importlib.import_module, "smolagents")  # type: ignore[attr-defined]
+openai_agents.prepare = partial(importlib.import_module, "agents")  # type: ignore[attr-defined]

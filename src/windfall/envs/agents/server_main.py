@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
 import os
@@ -110,6 +111,8 @@ class AgentServer:
                 what="refused", error=f"{type(e).__name__}: {e}", where="env.function", fix=traceback.format_exc()
             )
         else:
+            gc.collect()
+            gc.freeze()  # agents share these objects: the garbage collector would copy their pages
             self._send(what="ready")
 
     def _start(self, number: int, task: dict[str, Any], variables: dict[str, str]) -> None:

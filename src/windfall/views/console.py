@@ -83,6 +83,8 @@ class Console:
                 if event["kind"] == "scalar" and event["reward"] is not None:
                     on = f" on {escape(event['on'])}" if event.get("on") else ""
                     self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{on}")
+            case "gateway":
+                self._out.print(f"agents reach the policy at {event['url']}")
             case "eval_warning":
                 self._out.print(f"[yellow]warning[/]: {escape(event['why'])}")
             case "step":

@@ -126,10 +126,11 @@ threads = 1
 name = "agent"
 function = "agent_programs:sums"
 concurrency = 16
+template = "{% for m in messages %}{{ m.content }}{% endfor %}"
 [rollout]
 groups = 8
 group_size = 8
-max_tokens = 64
+max_tokens = 32
 [train]
 lr = 1e-3
 schedule = "linear"
@@ -140,7 +141,7 @@ tasks = 64
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_agent_with_two_turns_learns(tmp_path: Path, seed: int) -> None:
+def test_agent_with_several_turns_learns(tmp_path: Path, seed: int) -> None:
     events = train(tmp_path, LEARNING, more=("--set", f"run.seed={seed}"))
     before, after = (e["reward"] for e in events if e["kind"] == "scalar" and e["name"] == "eval")
     assert after > before + 0.15, (before, after)

@@ -21,7 +21,7 @@ HTTP = DefaultHttpxClient()  # made once: every run of the agent is a fork of th
 
 
 def run(task: dict[str, Any]) -> float:
-    """Called once for every response. Returns the reward: the share of sums that were right, up to the first mistake."""
+    """Called once for every response. Returns the reward: the share of sums that were right up to the first mistake."""
     first, changes = make_task(random.Random(f"{task['held_out']}/{task['index']}"))
     api, model = OpenAI(http_client=HTTP), os.environ["OPENAI_MODEL"]
     total, messages = first, list[Any]()

@@ -37,6 +37,7 @@ from windfall.envs.grade import Graded, grade
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
 from windfall.ledger.episode import Episode
+from windfall.ledger.journal_format import TurnGraded
 from windfall.ledger.journal_reader import History, TokenRun
 from windfall.models.text import Text
 from windfall.rollout.dispatch import Dispatch, Listener
@@ -412,7 +413,7 @@ class Stream:
                     break  # a file was damaged: what comes after the gap is generated again
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
                 finished = None
-            elif episode.finish is None:
+            elif episode.finish is None or not isinstance(event, TurnGraded):
                 break  # a file was damaged: the turn that was graded is incomplete
             elif event.reward is None and event.observation is None:
                 continue  # the reward was missing: the environment may be able to grade the turn by now

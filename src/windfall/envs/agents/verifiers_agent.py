@@ -24,7 +24,7 @@ _built: dict[str, Any] = {}
 def prepare(id: str, args: dict[str, Any]) -> None:
     """Build the environment. `id`: a name that verifiers knows, or a class of it as "package.module:Class"."""
     try:
-        import verifiers as vf
+        import verifiers as vf  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as e:
         fix = "pip install 'windfall[verifiers]'"
         raise WindfallError("verifiers is not installed", where="env.name", fix=fix) from e
@@ -45,7 +45,7 @@ def prepare(id: str, args: dict[str, Any]) -> None:
 
 def run(task: dict[str, Any], id: str, args: dict[str, Any]) -> float:
     """One rollout. Returns its reward."""
-    from verifiers.types import ClientConfig
+    from verifiers.types import ClientConfig  # pyright: ignore[reportMissingImports]
 
     rows = _built["held_out" if task["held_out"] else "train"]
     client = ClientConfig(

@@ -111,7 +111,7 @@ class AgentRun:
     def withdraw(self) -> None:
         self._withdrawn = True
         if self.session is not None:
-            self._runs.gateway.expire(self.session)
+            self._runs.gateway.expire(self.session, "the run does not need it any more")
         self._runs.sampler.withdraw(self._order.id)
 
     async def run(self) -> SessionEnd:
@@ -168,9 +168,11 @@ class AgentRun:
         runs.started += 1
         try:
             exit = await self._start(session)
+            failure = exit.failure
+            runs.gateway.expire(session, "the agent ended" if failure is None else failure.error)
         finally:
             await runs.gateway.close(session)
-        if (failure := exit.failure) is not None:
+        if failure is not None:
             raise failure
         if runs.graded:
             return await self._grade(exit)

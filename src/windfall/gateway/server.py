@@ -62,8 +62,9 @@ class Gateway:
         self.expire(session)
         return await session.end()
 
-    def expire(self, session: GatewaySession) -> None:
+    def expire(self, session: GatewaySession, why: str = "the agent ended") -> None:
         """The key of a session expires, and it accepts no more calls. Those in flight go on until `close`."""
+        session.why_ended = session.why_ended or why
         self._sessions.pop(_hash(session.key), None)
         session.ended = True
 

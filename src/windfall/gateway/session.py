@@ -79,7 +79,7 @@ class GatewaySession:
         self.history = History(chat)
         self.chat, self._sampler, self._decode, self._left = chat, sampler, decode, max_tokens
         self.reward: float | None = None
-        self.ended = False
+        self.ended, self.why_ended = False, ""
         self.ran_out = False
         """A call was refused because the session had no tokens left."""
         self.calls = 0
@@ -101,7 +101,7 @@ class GatewaySession:
         self, body: Mapping[str, Any], options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], Call]
     ) -> CallInFlight:
         if self.ended:
-            raise ApiError(401, "this session has ended", code="invalid_api_key")
+            raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
         digest = _digest(body)
         if digest in self._in_flight:
             return self._in_flight[digest]

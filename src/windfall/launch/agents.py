@@ -131,6 +131,14 @@ class AgentService:
         )  # fmt: skip
         rollout.sessions = self.runs
 
+    def counters(self) -> dict[str, int]:
+        """Fields of a step's event: agents that were started and that failed since the last call."""
+        if self.runs is None:
+            return {}
+        counted = {"agents_started": self.runs.started, "agents_failed": self.runs.failed}
+        self.runs.started = self.runs.failed = 0
+        return counted
+
     async def _listen(self, gateway: Gateway, port: int) -> str:
         self._runner = web.AppRunner(gateway.app, access_log=None)
         await self._runner.setup()

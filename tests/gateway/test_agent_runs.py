@@ -136,6 +136,14 @@ def test_reward_of_a_post_and_of_a_grader(tmp_path: Path) -> None:
         assert rewards[id] == float(right)
 
 
+def test_evaluation_does_not_wait_for_places_of_the_training(calm: Scene) -> None:
+    """Agents of the training may wait for the worker that keeps the evaluated version."""
+    training, evaluation = calm.runs.slots(None), calm.runs.slots(4)
+    assert training is calm.runs.slots(None)
+    assert training is not evaluation
+    assert not evaluation.locked()
+
+
 @pytest.mark.parametrize(
     ("how", "limits", "said"),
     [

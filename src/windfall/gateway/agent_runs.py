@@ -75,10 +75,15 @@ class AgentRuns:
     """Where the output of failing agents goes."""
 
     def __post_init__(self) -> None:
-        self.slots = asyncio.Semaphore(self.limits.concurrency)
+        self._slots: dict[int | None, asyncio.Semaphore] = {}
         self.running: set[AgentRun] = set()
         self.started = self.failed = 0
         """Number of agents that were started, and of those that failed."""
+
+    def slots(self, version: int | None) -> asyncio.Semaphore:
+        """Places for agents. An evaluation alongside training has its own: agents of the training may wait for a worker
+        that keeps the evaluated version, and the evaluation must not wait for them."""
+        return self._slots.setdefault(version, asyncio.Semaphore(self.limits.concurrency))
 
     def stream(self, rollout: Rollout, **options: Any) -> SessionStream:
         return SessionStream(rollout, self._open, **options)
@@ -117,7 +122,7 @@ class AgentRun:
     async def run(self) -> SessionEnd:
         runs = self._runs
         try:
-            async with runs.slots:
+            async with runs.slots(self._order.version):
                 runs.running.add(self)
                 try:
                     reward, error = await self._reward()

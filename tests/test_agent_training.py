@@ -60,7 +60,7 @@ def train(folder: Path, recipe: str, *, kill: bool = False, more: tuple[str, ...
         try:
             if kill:
                 kill_in_mid_session(folder)
-            assert process.wait(240) == 0, (folder / "out").read_text()
+            assert process.wait(600) == 0, (folder / "out").read_text()
         finally:
             process.kill()
     return [dict(e) for e in read(folder / "runs" / "agents" / "events.jsonl")]

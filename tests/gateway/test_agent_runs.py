@@ -77,9 +77,9 @@ def test_lost_worker(calm: Scene, tmp_path: Path) -> None:
 
 
 def test_killed_controller(calm: Scene, tmp_path: Path) -> None:
-    """The journal as it is on disk at two moments is all that the next controller has."""
-    first, copies = tmp_path / "first", [tmp_path / f"copy{n}" for n in range(2)]
-    moments = [20, 90]
+    """The journal as it is on disk, in the middle or at the end, is all that the next controller has."""
+    first, copies = tmp_path / "first", [tmp_path / f"copy{n}" for n in range(1)]
+    moments = [70]
 
     async def copy(scene: Scene) -> None:
         for moment, to in zip(moments, copies, strict=True):
@@ -150,7 +150,6 @@ def test_evaluation_does_not_wait_for_places_of_the_training(calm: Scene) -> Non
         ("raise", {}, "RuntimeError: no such tool"),
         ("nothing", {}, "without a reward"),
         ("sleep", {"time_limit_s": 0.5}, "longer than 0.5 s of its own time"),
-        ("text", {}, "without a reward"),
     ],
 )
 def test_failing_agent_is_visible_and_missing(tmp_path: Path, how: str, limits: dict[str, Any], said: str) -> None:

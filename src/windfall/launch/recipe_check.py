@@ -54,6 +54,8 @@ def check(recipe: Recipe) -> str:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
     agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
+    if agent and data is recipe.env:  # it has tasks of its own
+        return agent.removesuffix("; ")
     host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = "" if agent else check_context(recipe, task)

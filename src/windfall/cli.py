@@ -431,9 +431,7 @@ def bench_engine(
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
 
 
-@fleet.command(
-    name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes | kubectl apply -f -"
-)
+@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
 def fleet_preview(
     recipe: RecipeFile, set: Overrides = None,
     only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",

@@ -213,6 +213,7 @@ class RayProvider(SlotProvider):
             grace_s=grace_s,
             prefix="ray",
             delay=restart_delay,
+            patient=True,
         )
 
     async def _spawn(self, name: str, lease: Lease) -> Handle:

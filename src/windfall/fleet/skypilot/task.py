@@ -20,7 +20,7 @@ from windfall.fleet.worker_command import TLS_PIN, WorkerCommand
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkyPilotOptions:
-    accelerators: Sequence[str] = ()
+    accelerators: str | Sequence[str] = ()
     infra: str = ""
     fallback: bool = True
     cpus: str = ""
@@ -37,7 +37,8 @@ def task(
     given = {"infra": options.infra, "cpus": options.cpus, "image_id": options.image}
     resources: dict[str, Any] = {key: value for key, value in given.items() if value}
     # SkyPilot does not take a list of accelerators beside any_of, so every combination is an alternative.
-    gpus = [{"accelerators": gpu} for gpu in options.accelerators] or [{}]
+    asked = [options.accelerators] if isinstance(options.accelerators, str) else options.accelerators
+    gpus = [{"accelerators": gpu} for gpu in asked if gpu] or [{}]
     terms = [True, False] if spot and options.fallback else [spot]
     resources["any_of"] = [{**gpu, "use_spot": use_spot} for use_spot in terms for gpu in gpus]
     resources["job_recovery"] = {"max_restarts_on_errors": options.max_restarts}

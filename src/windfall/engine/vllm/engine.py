@@ -1,4 +1,4 @@
-"""vLLM behind windfall's engine seam: `vllm.LLMEngine` in this process, with a step loop of its own.
+"""vLLM behind windfall's engine interface: `vllm.LLMEngine` in this process, with a step loop of its own.
 
     add ──▶ EngineCoreRequest ──▶ vLLM's engine core ──▶ EngineCoreOutput ──▶ Chunk
                                   scheduler, KV cache, model runner (1 rank: in this process; N ranks: N children)

@@ -1,4 +1,4 @@
-"""Where the time of vLLM's log-probs goes: the same requests through vLLM's own interface and through windfall's engine.
+"""Where the time of vLLM's log-probs goes: the same requests through vLLM's own interface and windfall's engine.
 
     python benchmarks/vllm_logprobs.py                            Qwen3-0.6B's shape on a GPU
     python benchmarks/vllm_logprobs.py --device cpu --model tiny  a tiny model: only the cost of the host is visible

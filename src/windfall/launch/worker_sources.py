@@ -1,6 +1,6 @@
 """From the sections [fleet.ray], [fleet.kubernetes], [fleet.skypilot] and [fleet.slurm] to providers, and to text.
 
-recipe ──▶ check()      before anything starts: is the system's software here, can its workers reach the controller
+recipe ──▶ check()      before anything starts: is the system's software installed, can workers reach the controller
        ──▶ providers()  what the supervisor runs
        ──▶ preview()    the same objects as text, for `windfall fleet preview`
 """
@@ -69,7 +69,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_ceiling(recipe: Recipe) -> None:
-    """Refuse a run that would start with more than it may cost, or with workers elsewhere whose price is not known."""
+    """Refuse a run whose first workers cost more than the ceiling, or workers elsewhere whose price is not known."""
     f = recipe.fleet
     if not f.max_usd_per_h:
         return
@@ -89,7 +89,7 @@ def _check_ceiling(recipe: Recipe) -> None:
 
 
 def _dearest(section: WorkerSource) -> float:
-    """The most that one worker may cost in $ per hour, as the recipe says; 0: not known."""
+    """Highest price of one worker in $ per hour, from the recipe; 0: not known."""
     if isinstance(section, SkyPilot) and section.kind == "spot" and section.fallback:
         return max(section.price_usd_per_h, section.on_demand_usd_per_h)
     return section.price_usd_per_h
@@ -164,8 +164,8 @@ def _provider(
 
 
 def autoscaler(recipe: Recipe, *, elsewhere: bool = True) -> Autoscaler:
-    """For all sources of the recipe, or with `elsewhere` = False only for the workers of this machine. If the trainer's
-    own engine does not generate, one worker must stay."""
+    """The autoscaler for all sources of the recipe, or with `elsewhere` = False only for the workers of this machine.
+    If the trainer's own engine does not generate, one worker must stay."""
     f = recipe.fleet
     sources = {
         name: ScaledSource(

@@ -186,7 +186,7 @@ class Ranks:
 
 
 class Orders:
-    """Functions that all ranks run together, at the word of rank 0."""
+    """Functions that all ranks run together when rank 0 orders it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -220,7 +220,7 @@ class Orders:
                 self._actions[name](*args)
 
     def _announce(self) -> None:
-        """Wait until each other rank asks for an order. Not a collective: those have one limit for both sides."""
+        """Wait until each other rank asks for an order. Not a collective, which has one time limit for both sides."""
         sent = [(rank, dist.isend(torch.zeros(1), rank, group=self.ranks.orders)) for rank in range(1, self.ranks.size)]
         for rank, work in sent:
             with self.ranks._noticing(f"to give an order to rank {rank}", self.ranks.timeout_s):

@@ -5,9 +5,9 @@
     windfall/state.json          only in checkpoints of windfall: name and digest of the base model, and more
 
 The package peft is not needed. Which layers are adapted is read from the names of the tensors, not from
-`target_modules`, which may be a pattern. Every key of the configuration that makes the adapter compute something else
-than a product of two matrices for a linear layer (DoRA, biases, whole modules), or that gives some layers another rank,
-is refused by its name. `lora_dropout` is ignored: it applies only to training with PEFT.
+`target_modules`, which may be a pattern. A key of the configuration is refused by its name if it makes the adapter
+compute anything but a product of two matrices for a linear layer (DoRA, biases, whole modules), or gives some layers
+another rank. `lora_dropout` is ignored: it applies only to training with PEFT.
 """
 
 from __future__ import annotations

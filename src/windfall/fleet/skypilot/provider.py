@@ -5,8 +5,8 @@
 - A launch that failed, or took too long, may still have started its job. If the queue lists the job, it is used.
   Otherwise it is canceled as soon as the queue lists it.
 - SkyPilot recovers preempted machines. A job whose worker failed too often (FAILED, FAILED_SETUP) is not started
-  again: each start costs the boot of a machine, and SkyPilot has tried before. A job for which SkyPilot found no
-  machine or lost its controller, and a job that succeeded (its worker has drained), is replaced.
+  again: each start costs the boot of a machine, and SkyPilot has tried before. A job is replaced if SkyPilot found no
+  machine for it or lost its controller, or if it succeeded (its worker has drained).
 - SkyPilot cannot send a signal to a worker, so a worker that is no longer needed is canceled. Its responses continue
   elsewhere.
 """

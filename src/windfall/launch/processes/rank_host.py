@@ -1,4 +1,4 @@
-"""`windfall ranks`: the ranks of a trainer on a machine that is not the one of `windfall train`.
+"""`windfall ranks`: the ranks of a trainer on a machine other than that of `windfall train`.
 
     dial ──▶ MachineHello ──▶ MachineWelcome(recipe) ──▶ MachineReady(ranks) ──▶ [ StartRanks ──▶ ... RanksEnded ]*
 

@@ -211,7 +211,7 @@ def ranks(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     patience: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without the run after which the command exits.")
+        float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
     ] = 600.0,
 ) -> None:
     """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""

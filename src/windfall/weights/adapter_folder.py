@@ -47,7 +47,7 @@ class AdapterConfig:
     base: str
     """Name of the base model: a folder or a hub id. May be empty."""
     targets: tuple[str, ...] = ()
-    """Adapted layers, by their names or the last parts of these; only for other programs that read the folder."""
+    """Adapted layers, by their full names or the last parts; only for other programs that read the folder."""
 
     @property
     def scale(self) -> float:

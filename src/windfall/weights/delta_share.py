@@ -36,7 +36,7 @@ class DeltaShare:
         self.blocks = Blocks(plan.ranges())
         self._parts: list[Part] = []
         self._sampled: tuple[int, int] | None = None
-        self._own_done = False  # the own blocks are encoded
+        self._own_done = False  # this rank's own blocks are encoded
 
     def on_device(self, encoder: Any, sources: Mapping[Piece, torch.Tensor]) -> None:
         """`encoder`: a DeviceDelta with the previous version."""

@@ -96,7 +96,7 @@ class VllmEngine:
         self.limit = int(self._vllm.vllm_config.model_config.max_model_len)
         self._seeded = self._own or not found.for_cpu  # see sampling.py
         self._running: dict[str, _Running] = {}
-        """By vLLM's id. A windfall id may come again after a cancel, while vLLM still knows the old one."""
+        """By vLLM's id. An id of windfall's may be added again after a cancel, while vLLM still knows the old one."""
         self._ids: dict[str, str] = {}
         """From windfall's id to vLLM's."""
         self._numbers = itertools.count()

@@ -1,9 +1,9 @@
 """The SkyPilot task of a worker: one managed job per worker, on a spot machine with an on-demand one as fallback.
 
 - One job per worker, not one job with many nodes: after a preemption SkyPilot replaces all machines of a job.
-- SkyPilot replaces preempted machines by itself, also in other regions. It restarts a worker that fails at most
-  `max_restarts` times; a worker that was refused would be refused again. A worker that finds no controller ends its job
-  as if it had succeeded: SkyPilot would otherwise start machines for a run that is dead.
+- SkyPilot replaces preempted machines by itself, also in other regions. It restarts a failed worker at most
+  `max_restarts` times, because a worker that was refused would be refused again. A worker that finds no
+  controller ends its job as if it had succeeded: SkyPilot would otherwise start machines for a run that is dead.
 - The token is a SkyPilot secret, given by `sky jobs launch --secret`; it is not in the file.
 """
 

@@ -4,7 +4,7 @@
 
 - It starts one process per GPU whenever the supervisor says so, and reports when they have ended. It never restarts
   them on its own: all ranks of all machines must start together.
-- When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without the run.
+- When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without a place in the run.
 - It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM; with EXIT_REFUSED if the run does not
   accept it; and with EXIT_NO_CONTROLLER if it did not find the run.
 - Its folder holds the recipe as the run sent it, and the logs of the ranks. A temporary folder is removed at the end,

@@ -17,7 +17,7 @@ Rules:
   After `sleep`, no child holds memory for KV cache or weights. Only weights with an adapter stay if they are small.
 - If a child ends, its responses continue in other children from their last token, or wait for a child. The child is
   started again with back-off. A child that is stuck is killed. After MAX_FAILURES ends of one child in a row without a
-  token in between, the group fails: `step` and `swap` raise the last error, until `build` starts anew.
+  token in between, the group fails: `step` and `swap` raise the last error, until `build` is called again.
 
 The group's lock is held only for moments; waiting releases it. `add`, `cancel`, `step` and `swap` are called by one
 thread; `pause` and `sleep` also by another, but not at the same time as `step` or `swap` (TrainerTurn sees to that).

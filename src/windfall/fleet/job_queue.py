@@ -7,7 +7,8 @@
 - A waiting job counts as started: the system decides when it runs.
 - A job that is missing from three answers in a row has been lost. A query that fails changes nothing, whatever the
   error; errors that last are reported.
-- A submission that failed may still have started jobs. They are looked for until the end of the run, and canceled.
+- A submission that failed may still have started jobs. SkyPilot's are looked for and canceled during the run, because
+  each has its worker's name; Slurm's at the end of the run.
 - Jobs that are left at the start or at the end are canceled until the system lists none.
 """
 

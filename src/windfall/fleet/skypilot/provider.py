@@ -123,9 +123,10 @@ def _live(rows: Iterable[dict[str, Any]], name: str) -> list[int]:
 
 def parse_queue(text: str) -> list[dict[str, Any]]:
     """The jobs in the output of `sky jobs queue --output json`."""
-    start = text.find("[")
+    lines = text.splitlines(keepends=True)
+    start = next((n for n, line in enumerate(lines) if line.startswith(("[{", "[]", "[\n", "[ "))), 0)  # after warnings
     try:
-        return json.loads(text[start:] if start >= 0 else text)
+        return json.loads("".join(lines[start:]))
     except ValueError as e:
         raise OSError(f"sky jobs queue did not print JSON: {e}") from e
 

@@ -132,9 +132,11 @@ class RankHost:
                 finally:
                     await link.close()
             except LinkClosed as e:
-                if isinstance(e, handshake.JoinRefused) and not e.again:
-                    self._say(f"refused: {e}")
-                    return EXIT_REFUSED
+                if isinstance(e, handshake.JoinRefused):
+                    if not e.again:
+                        self._say(f"refused: {e}")
+                        return EXIT_REFUSED
+                    last_s = time.monotonic()  # the run lives: a spare machine waits as long as it does
                 if str(e) != said:  # do not repeat the same line
                     said = str(e)
                     self._say(f"no link to the run: {e}; trying again for {self._patience_s:g} s")

@@ -213,7 +213,7 @@ def ranks(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     patience: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without the run after which the command exits.")
+        float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
     ] = 600.0,
 ) -> None:
     """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""
@@ -433,9 +433,7 @@ def bench_engine(
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
 
 
-@fleet.command(
-    name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes | kubectl apply -f -"
-)
+@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
 def fleet_preview(
     recipe: RecipeFile, set: Overrides = None,
     only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",

@@ -38,7 +38,7 @@ class Capabilities:
     """Version of the engine, if it is not a part of windfall."""
     exact: bool = True
     """The next token depends only on the seed, the position and the logits. A response that continues on another worker
-    of this kind gets the tokens it would have got anyway. Otherwise every continuation must have a fresh seed."""
+    of this kind gets the same tokens as without the move. Otherwise every continuation must have a fresh seed."""
     live_slots: bool = True
     """It takes new responses while others are running. Otherwise it gets work only when it is idle."""
     tensor_parallel: int = 1

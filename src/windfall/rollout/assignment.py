@@ -1,8 +1,8 @@
 """What is sent to a worker: the version it works with, and its responses as messages. Pure.
 
 An exact engine samples a token by (seed, position), so a response keeps its seed wherever it continues. An engine that
-is not exact starts its random numbers anew for every request; with the same seed it would use those of the first tokens
-again. Therefore it gets a fresh seed for every continuation, derived from (seed, position).
+is not exact restarts its random numbers for every request, so with the same seed it would reuse those of the first
+tokens. Therefore it gets a fresh seed for every continuation, derived from (seed, position).
 """
 
 from __future__ import annotations

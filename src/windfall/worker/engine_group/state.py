@@ -44,7 +44,7 @@ class Child:
     digest: str = ""
     """Of the weights in its engine; empty if it has none, or a mixture."""
     held: OpenVersion | None = None
-    """As which version it uses these weights; None if it cannot make a step with them."""
+    """The version as which it uses these weights; None if it cannot make a step with them."""
     asleep: bool = False
     granted: int = 0
     unread: int = 0

@@ -105,7 +105,9 @@ def check_data(recipe: Recipe, folder: Path) -> None:
 
 def data_warnings(folder: Path) -> list[str]:
     """Warnings for a run that has data files, but no record of their contents when it began."""
-    if (folder / DATA_BEGAN).exists() or not isinstance(initial_recipe(folder).env, config.JsonLinesEnv):
+    if (folder / DATA_BEGAN).exists() or not isinstance(
+        initial_recipe(folder).env, config.JsonLinesEnv | config.DatasetEnv
+    ):
         return []
     return [f"{folder / DATA_BEGAN}: missing; windfall assumes that the data files are those that the run began with"]
 
@@ -127,10 +129,21 @@ def _describe_change(key: str, was: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _data(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Size and digest of each data file that the recipe names, by recipe key."""
+    if isinstance(recipe.env, config.DatasetEnv):
+        return _dataset_files(recipe)
     if not isinstance(recipe.env, config.JsonLinesEnv):
         return {}
     files = {"env.path": recipe.env.path, "env.eval_path": recipe.env.eval_path}
     return {key: _digest(key, path) for key, path in files.items() if path is not None}
+
+
+def _dataset_files(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The files of a data set, by recipe key and name. Those of the evaluation are left out: they may change, and with
+    them its result."""
+    env = recipe.env
+    assert isinstance(env, config.DatasetEnv)
+    files = data_files.find(env.path, env.split, env.subset).files
+    return {f"env.path {file.name}" if len(files) > 1 else "env.path": _digest("env.path", file) for file in files}
 
 
 def _digest(key: str, path: Path, max_bytes: int | None = None) -> dict[str, Any]:
@@ -170,12 +183,20 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     fleet = resolved(recipe.fleet, "tls_cert", "tls_key")
     if fleet.kubernetes is not None:
         fleet = fleet.model_copy(update={"kubernetes": resolved(fleet.kubernetes, "kubeconfig", "token_file")})
-    changes = {"env": env, "trace": trace, "fleet": fleet}
+    if isinstance(env, config.DatasetEnv):
+        env = env.model_copy(update={"rewards": [_with_absolute_file(reward) for reward in env.rewards]})
+    changes = {"env": env, "trace": trace, "fleet": fleet, "eval": resolved(recipe.eval, "path")}
     if recipe.train.lora is not None:
         changes["train"] = recipe.train.model_copy(update={"lora": resolved(recipe.train.lora, "path")})
     if Path(recipe.model.path).is_dir():
         changes["model"] = recipe.model.model_copy(update={"path": str(Path(recipe.model.path).resolve())})
     return recipe.model_copy(update=changes)
+
+
+def _with_absolute_file(reward: str) -> str:
+    """A reward function "file.py:name" with the absolute path of its file; every other reward unchanged."""
+    file, _, name = reward.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if file.endswith(".py") else reward
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import devices
-from windfall.config import JsonLinesEnv, Recipe, parse
+from windfall.config import DatasetEnv, JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -52,12 +52,12 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    described = held_out.describe(recipe.env, tasks)
+    described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
         _warn(warning)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
+    if isinstance(recipe.env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.env, evaluation_data(recipe))
     out = Console(highlight=False, soft_wrap=True)
     sampling = recipe.rollout.sampling(temperature)
     rewards: list[float] = []
@@ -66,7 +66,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
 
     async def run() -> Rollout:
         device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with env_host(recipe.env, recipe.run.seed) as env:
+        async with recipe_host(recipe) as env:
             await env.ready()  # before loading the model, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
             text = text_for(load.load_tokenizer(model_path), model)

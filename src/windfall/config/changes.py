@@ -32,6 +32,7 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
     "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
+    "rollout.reward_processes": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
     "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),

@@ -43,6 +43,8 @@ class EnvHost(Protocol):
 
     name: str
     """The name of the environment in messages."""
+    needs_tokens: bool
+    """Turns must come with their token ids. Known once the environment is ready."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...

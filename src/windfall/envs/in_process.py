@@ -19,6 +19,7 @@ class InProcess:
 
     def __init__(self, env: Env) -> None:
         self.env, self.name = env, type(env).__name__
+        self.needs_tokens = bool(getattr(env, "needs_tokens", False))
 
     async def __aenter__(self) -> Self:
         return self

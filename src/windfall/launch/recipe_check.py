@@ -13,10 +13,10 @@ from pathlib import Path
 
 from windfall import algorithms
 from windfall import run_folder as folders
-from windfall.config import JsonLinesEnv, Recipe
+from windfall.config import DatasetEnv, JsonLinesEnv, Recipe
 from windfall.config.lora import choose_layers
 from windfall.envs.base import EnvHost
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
@@ -43,8 +43,8 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
+    if isinstance(recipe.env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.env, evaluation_data(recipe))
     _check_group_size(recipe)
     tls.server_context(recipe.fleet)
     worker_sources.check(recipe)
@@ -52,7 +52,7 @@ def check(recipe: Recipe) -> str:
     if recipe.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
-    host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
+    host, o = recipe_host(recipe), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
     unchecked = check_context(recipe, task)
     return f"{report}; {unchecked}" if unchecked else report
@@ -129,7 +129,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
 
 
 async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
-    async with env_host(recipe.env, recipe.run.seed) as env:
+    async with recipe_host(recipe) as env:
         return await prompt_lengths(env, recipe, text)
 
 

@@ -345,7 +345,7 @@ def _engine_gaps(steps: list[Event]) -> list[str]:
 def _tasks(env: Any) -> str:
     """Where the tasks come from, for the header: "arithmetic tasks", "problems.jsonl", ..."""
     match env.name:
-        case "jsonl":
+        case "jsonl" | "dataset":
             return env.path.name
         case "gym":
             return f"{env.task} tasks of reasoning-gym"

@@ -33,7 +33,7 @@ from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
 from windfall.launch import invitation, tls
@@ -97,7 +97,7 @@ class ControllerProcess:
             max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
         )  # fmt: skip
         self.life.on_trainer = self._set_terms
-        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks)
+        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks, evaluation_data(recipe))
         for warning in self.life.held_out.warnings if recipe.eval.tasks and not resumed else ():
             events.instant("eval_warning", why=warning)
         self._error: WindfallError | None = None
@@ -125,7 +125,7 @@ class ControllerProcess:
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
 
     async def _run_steps(self) -> None:
-        async with env_host(self.recipe.env, self.recipe.run.seed) as env:
+        async with recipe_host(self.recipe) as env:
             await self.life.unless_stopped(env.ready())
             reached = await self.life.steps(env, self._text)
         self._end = {"step": reached.step, "finished": reached.step >= self.recipe.run.steps}

@@ -21,7 +21,7 @@ import xxhash
 from windfall import config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import recipe_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
@@ -98,7 +98,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with env_host(recipe.env, recipe.run.seed) as env:
+    async with recipe_host(recipe) as env:
         prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)

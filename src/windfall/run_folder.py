@@ -27,6 +27,7 @@ import xxhash
 
 from windfall import config
 from windfall.config import Recipe
+from windfall.envs.data import files as data_files
 from windfall.errors import WindfallError, describe_exit
 
 BEGAN = "recipe.began.toml"

@@ -29,14 +29,15 @@ class Text:
         what = "a prompt is a list of messages, but the model's tokenizer has no chat template"
         raise WindfallError(what, where="env", fix="Use a model with a chat template, or make every prompt a string.")
 
-    def observation(self, text: str) -> tuple[int, ...]:
-        """The ids after a turn that ended with a stop token: the environment's text and the start of the next turn."""
+    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
+        """The ids after a turn: the environment's text and the start of the next turn. `ended`: the turn has its stop
+        token; otherwise, the observation begins with it."""
         if not self._chat:
             return self._encode(text)
         rendered = self._render([_message("user", "."), _message("assistant", _MARK), _message("user", text)])
         ids = self._encode(rendered.rpartition(_MARK)[2])
-        # The template ends the turn with a stop token, but the turn already has one.
-        return ids[1:] if ids and ids[0] in self.stop else ids
+        # The template ends the turn with a stop token, but the turn may already have one.
+        return ids[1:] if ended and ids and ids[0] in self.stop else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,15 @@ from windfall.ledger.journal_reader import History, TokenRun
 from windfall.models.text import Text
 from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.rollout.env_failures import OUT_OF_TOKENS, EnvFailures
+from windfall.rollout.grading import Grading
+from windfall.rollout.open_group import OpenGroup
+from windfall.rollout.stop_strings import StopStrings
 from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
 
 OPEN_TOGETHER_S = 0.2
 """Seconds to wait for slow tasks before the first groups are opened: placement is better if it knows all the work."""
+STOP_POLL_S = 0.05
+"""Seconds between looks for stop strings. A worker generates for up to this time after one."""
 
 
 class Stopped(Exception):
@@ -58,23 +63,6 @@ class VersionGone(Exception):
 def seed_of(run_seed: int, task: int, sibling: int) -> int:
     """Every response of a run has its own seed, the same whenever and wherever it is generated."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}/{task}/{sibling}".encode())
-
-
-@dataclass(slots=True)
-class _OpenGroup:
-    """A group that is not complete yet."""
-
-    index: int
-    task: Task
-    size: int
-    responses: dict[int, Response] = field(default_factory=dict)
-    """Finished responses, by sibling number."""
-    dropped: int = 0
-    """Responses that are too old."""
-
-    @property
-    def complete(self) -> bool:
-        return len(self.responses) + self.dropped == self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +96,10 @@ class Rollout:
         """The model's context length in tokens: the limit for a prompt and its response together."""
         self.history: History = {}
         """The journal's history of responses that have not been opened yet."""
-        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
-        """Counters since the last reset: tokens sampled in finished responses, how many of them came from the journal,
-        turns graded."""
-        self.grading_s = 0.0
-        """Seconds that grading these turns took in total."""
+        self.sampled_tokens = self.restored_tokens = 0
+        """Counters since the last reset: tokens sampled in finished responses, how many of them came from the
+        journal."""
+        self.grading = Grading()
         self.streams: set[Stream] = set()
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
@@ -120,8 +107,8 @@ class Rollout:
 
     def reset_counters(self) -> None:
         """Start counting anew, at the beginning of a step or an evaluation."""
-        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
-        self.grading_s = 0.0
+        self.sampled_tokens = self.restored_tokens = 0
+        self.grading.reset()
         self.failures.reset()
 
     def load_history(self, history: History, needed: Callable[[str], bool]) -> None:
@@ -193,15 +180,16 @@ class Stream:
         )
         self._drawing: dict[int, asyncio.Future[Task]] = {}
         """Tasks that were requested from the environment and are not open yet."""
-        self._live: dict[str, tuple[Episode, _OpenGroup]] = {}
+        self._live: dict[str, tuple[Episode, OpenGroup]] = {}
         """Open episodes, by response id."""
         self._restored: dict[str, int] = {}
         """By open episode: number of its tokens that came from the journal."""
         self._background: set[asyncio.Task[None]] = set()
         """Calls to the environment that are in progress."""
-        self._completed: list[_OpenGroup] = []
+        self._completed: list[OpenGroup] = []
         """Groups that were completed since groups were last handed out."""
         self._ended = False
+        self._stops = StopStrings(rollout.options.stop, rollout.text.decode)
         rollout.streams.add(self)
 
     async def run(self) -> None:
@@ -209,6 +197,8 @@ class Stream:
         try:
             if self._rollout.stopped:
                 raise Stopped
+            if self._stops:
+                self._in_background(self._watch_stops())
             while True:
                 self._hand_out()
                 self._handle(await self.inbox.get())
@@ -235,6 +225,7 @@ class Stream:
                 for index in tasks:
                     self._open_group(index, self._drawing.pop(index))
             case _TurnEnded(id) if id in self._live:  # otherwise it was dropped meanwhile
+                self._cut_at_stop(self._live[id][0], whole=True)
                 self._grade_turn(*self._live[id])
             case _TurnAnswered(episode, graded) if episode.id in self._live:
                 self._settle_turn(episode, graded)
@@ -279,6 +270,7 @@ class Stream:
         self._dispatch.withdraw(ids)
         for id in ids:
             _, group = self._live.pop(id)
+            self._stops.forget(id)
             group.dropped += 1
             self._rollout.restored_tokens += self._restored.pop(id)
             self._on_too_old(group.index, sampled[id])
@@ -338,7 +330,7 @@ class Stream:
             self._on_skipped(index)
             return
         self._rollout.failures.usable()
-        group = _OpenGroup(index, task, self._size)
+        group = OpenGroup(index, task, self._size)
         for sibling in range(self._size):
             episode = Episode(
                 id=f"{self._scope}{index}/{sibling}", prompt=prompt, seed=seed_of(self._rollout.seed, index, sibling),
@@ -360,7 +352,7 @@ class Stream:
                 "a prompt that is too long",
             )
 
-    def _open_episode(self, episode: Episode, group: _OpenGroup) -> None:
+    def _open_episode(self, episode: Episode, group: OpenGroup) -> None:
         """Restore the response from the journal, then continue from there."""
         finished = self._restore(episode)
         self._restored[episode.id] = sum(count for version, count in episode.version_runs if version >= 0)
@@ -376,10 +368,15 @@ class Stream:
         finished = None
         for event in self._rollout.history.pop(episode.id, ()):
             if isinstance(event, TokenRun):
+                if self._stops and episode.finish is not None:
+                    continue  # generated after a stop string, and discarded
                 new = len(episode.tokens) - event.position
                 if new < 0:
                     break  # a file was damaged: what comes after the gap is generated again
                 episode.take(len(episode.tokens), event.tokens[new:], event.logprobs[new:], event.version, event.finish)
+                if end := self._stops.end(episode.id, episode.tokens, episode.turn_start, whole=True):
+                    episode.cut(end)
+                    episode.finish = "stop"
                 finished = None
             elif episode.finish is None:
                 break  # a file was damaged: the turn that was graded is incomplete
@@ -391,14 +388,32 @@ class Stream:
                 finished = self._apply_feedback(episode, Graded(feedback=feedback, tries=0))
         return finished
 
+    # 3. End a turn at a stop string.
+
+    async def _watch_stops(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(STOP_POLL_S)
+                for id, (episode, _) in self._live.items():
+                    if episode.finish is None and self._cut_at_stop(episode):
+                        self.inbox.put_nowait(_TurnEnded(id))
+        except Exception as e:  # fault boundary: the error is raised in run()
+            self.inbox.put_nowait(e)
+
+    def _cut_at_stop(self, episode: Episode, *, whole: bool = False) -> bool:
+        end = self._stops.end(episode.id, episode.tokens, episode.turn_start, whole=whole)
+        if end is not None:
+            self._dispatch.cut(episode.id, end)
+        return end is not None
+
     # 4. Grade an ended turn.
 
-    def _grade_turn(self, episode: Episode, group: _OpenGroup) -> None:
+    def _grade_turn(self, episode: Episode, group: OpenGroup) -> None:
         self._record_turn(episode)
 
         async def ask_environment() -> None:
-            r, loop = self._rollout, asyncio.get_running_loop()
-            began_s = loop.time()
+            r, loop, graded = self._rollout, asyncio.get_running_loop(), None
+            number = r.grading.begin(loop.time())
             try:
                 graded = await grade(
                     r.env, group.index, group.task, episode.turns, tries=r.options.reward_tries,
@@ -407,21 +422,29 @@ class Stream:
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
                 return
-            if self._counted:
-                r.graded_turns, r.grading_s = r.graded_turns + 1, r.grading_s + loop.time() - began_s
+            finally:
+                if graded is None:
+                    r.grading.abandon(number)
+            failed = graded.feedback is None
+            r.grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=self._counted)
+            if graded.tries > 1 and not failed:
+                r.failures.retry(episode.id, EnvFailed(graded.error, graded.cause, graded.traceback))
             self.inbox.put_nowait(_TurnAnswered(episode, graded))
 
         self._in_background(ask_environment())
 
     def _record_turn(self, episode: Episode) -> None:
-        episode.turns.append(Turn(text=self._rollout.text.decode(episode.turn_tokens)))
+        tokens = episode.turn_tokens
+        ids = tuple(tokens) if self._rollout.env.needs_tokens else ()
+        episode.turns.append(Turn(text=self._rollout.text.decode(tokens), tokens=ids))
 
     # 5. Open the next turn, or finish the response.
 
     def _settle_turn(self, episode: Episode, graded: Graded) -> None:
         feedback = graded.feedback or Feedback()
+        error = "" if graded.feedback else graded.error
         if self._dispatch.journal is not None:
-            self._dispatch.journal.write_grade(episode.id, feedback.reward, feedback.observation, graded.error)
+            self._dispatch.journal.write_grade(episode.id, feedback.reward, feedback.observation, error)
         response = self._apply_feedback(episode, graded)
         if response is None:
             self._dispatch.next_turn(episode.id)
@@ -435,13 +458,18 @@ class Stream:
         if feedback is None:
             return self._missing(episode, EnvFailed(graded.error, graded.cause, graded.traceback))
         if feedback.observation is None:
-            return episode.close(feedback.reward)
+            return replace(episode.close(feedback.reward), scores=feedback.scores)
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
         cut = episode.finish == "length"
-        if not cut and episode.observe(self._rollout.text.observation(feedback.observation)):
+        if not cut and episode.observe(self._observation(episode, feedback.observation)):
             return None
         worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
+
+    def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
+        if episode.tokens[-1] in self._rollout.text.stop:
+            return self._rollout.text.observation(text)
+        return self._rollout.text.observation(text, ended=False)  # the turn ended with a stop string
 
     def _missing(self, episode: Episode, e: EnvFailed) -> Response:
         """Finish a response without a reward."""
@@ -451,6 +479,7 @@ class Stream:
     def _finish(self, response: Response) -> None:
         """Add a finished response to its group."""
         _, group = self._live.pop(response.id)
+        self._stops.forget(response.id)
         restored = self._restored.pop(response.id)
         if self._counted:
             self._rollout.sampled_tokens += response.sampled_count
@@ -458,7 +487,7 @@ class Stream:
         group.responses[int(response.id.rpartition("/")[2])] = response
         self._complete(group)
 
-    def _complete(self, group: _OpenGroup) -> None:
+    def _complete(self, group: OpenGroup) -> None:
         if group.complete:
             self._forget(group.index)
             self._completed.append(group)

@@ -23,9 +23,12 @@ from windfall.launch.processes.trainer import derive, prompt_lengths, spec, text
 from windfall.models import load
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.evaluation import describe_passes
 from windfall.rollout.stream import Rollout, seed_of
 from windfall.train import checkpoint
+from windfall.train.step_batch import Scores, describe_scores
 from windfall.types import Prompt, Request, Sampling
+from windfall.views.rewards import parts, passes
 from windfall.worker.engine_factory import build_engine
 from windfall.worker.in_process import in_process_worker
 
@@ -59,8 +62,10 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     if isinstance(recipe.env, JsonLinesEnv | DatasetEnv):
         check_answers(recipe.env, evaluation_data(recipe))
     out = Console(highlight=False, soft_wrap=True)
-    sampling = recipe.rollout.sampling(temperature)
+    sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
     rewards: list[float] = []
+    by_task: list[tuple[float, ...]] = []
+    scores: list[Scores] = []
     lengths: list[int] = []
     shown: dict[int, str] = {}
 
@@ -84,9 +89,11 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
             with out.status("evaluating") as status:
-                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
+                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
                     rewards.extend(group.rewards)
-                    lengths.append(group.responses[0].sampled_count)
+                    by_task.append(group.rewards)
+                    scores.extend(r.scores for r in group.responses)
+                    lengths.extend(r.sampled_count for r in group.responses)
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
@@ -102,6 +109,9 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     mean = _mean(rewards)
     error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
     out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}")
+    described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
+    if more := passes(described_more).removeprefix(", ") + parts(described_more):
+        out.print(more.strip())
     failures = rollout.failures
     out.print(
         f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,6 +104,10 @@ class Rollout:
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
         dispatch.on_failure = self.interrupt
+
+    def grader_load(self, now_s: float) -> dict[str, Any]:
+        """How busy the environment is now, for `windfall top`."""
+        return asdict(self.env.load()) | self.grading.snapshot(now_s)
 
     def reset_counters(self) -> None:
         """Start counting anew, at the beginning of a step or an evaluation."""

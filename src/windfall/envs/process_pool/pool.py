@@ -25,6 +25,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 from windfall import envs
+from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
@@ -93,6 +94,11 @@ class EnvPool:
         children, self._children = self._children, []
         await asyncio.gather(*(child.process.kill() for child in children))
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
+
+    def load(self) -> HostLoad:
+        begun = sum(1 for c in self._children if c.sent and c.queued)
+        queued = len(self._pending) + sum(c.queued for c in self._children) - begun
+        return HostLoad(processes=len(self._children), limit=self._sizing.limit, queued=queued)
 
     async def ready(self) -> None:
         assert self._built is not None, "enter the pool with `async with` first"

@@ -230,7 +230,8 @@ class ControllerProcess:
 
     def _snapshot(self, ended: Ended | None = None) -> None:
         now_s = asyncio.get_running_loop().time()
-        snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended)
+        graders = self.life.rollout.grader_load(now_s) if self.life.rollout is not None else None
+        snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended, graders=graders)
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 
     # stopping

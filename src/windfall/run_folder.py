@@ -187,6 +187,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     if isinstance(env, config.DatasetEnv):
         env = env.model_copy(update={"rewards": [_with_absolute_file(reward) for reward in env.rewards]})
     changes = {"env": env, "trace": trace, "fleet": fleet, "eval": resolved(recipe.eval, "path")}
+    changes["chat"] = recipe.chat.with_source()
     if recipe.train.lora is not None:
         changes["train"] = recipe.train.model_copy(update={"lora": resolved(recipe.train.lora, "path")})
     if Path(recipe.model.path).is_dir():

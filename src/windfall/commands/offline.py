@@ -63,6 +63,9 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         check_answers(recipe.env, evaluation_data(recipe))
     out = Console(highlight=False, soft_wrap=True)
     sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
+    if sampling.temperature == 0 and size > 1:
+        fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
+        raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
     rewards: list[float] = []
     by_task: list[tuple[float, ...]] = []
     scores: list[Scores] = []
@@ -74,7 +77,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         async with recipe_host(recipe) as env:
             await env.ready()  # before loading the model, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
-            text = text_for(load.load_tokenizer(model_path), model)
+            text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
             prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
             engine, slots = _engine(recipe, model, device, dtype, prompts)
             events = EventLog(Path("/dev/null"))
@@ -99,7 +102,7 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
                         response = escape(text.decode(group.responses[0].tokens))
                         prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
-                        shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {reward:g}\n"
+                        shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {'missing' if reward is None else f'{reward:g}'}\n"
 
     rollout = asyncio.run(run())
     if not rewards:
@@ -107,7 +110,8 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     for _, example in sorted(shown.items()):
         out.print(example)
     mean = _mean(rewards)
-    error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
+    means = [_mean(r) for r in by_task if r]  # responses to the same task are not independent
+    error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
     out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}")
     described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
     if more := passes(described_more).removeprefix(", ") + parts(described_more):
@@ -127,7 +131,7 @@ def generate(
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
-    text = text_for(load.load_tokenizer(model_path), model)
+    text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
     try:
         engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])

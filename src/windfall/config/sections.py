@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from windfall.config.chat import ChatSection
 from windfall.config.env_sections import ArithmeticEnv, DatasetEnv, Env
 from windfall.config.fleet import Fleet
 from windfall.config.lora import Lora
@@ -369,6 +370,7 @@ class Recipe(Section):
     run: RunSection = RunSection()
     model: Model = Model()
     env: Env = ArithmeticEnv(name="arithmetic")
+    chat: ChatSection = ChatSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     train: Train = Train()

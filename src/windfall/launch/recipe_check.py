@@ -116,7 +116,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
     if not isinstance(where, Path) or not (where / "tokenizer.json").is_file():
         return f"prompts were not checked: {where} has no tokenizer.json here yet"
     try:
-        text = Text(tokenizer.load(where))
+        text = Text(tokenizer.load(where), **recipe.chat.options())
     except WindfallError as e:  # transformers can read more kinds of tokenizers
         return f"prompts were not checked: {e.what}"
     prompts = [len(text.prompt(task.prompt))]

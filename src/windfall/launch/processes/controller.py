@@ -132,7 +132,8 @@ class ControllerProcess:
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""
-        return Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
+        folder = self.folder / "tokenizer"
+        return Text(tokenizer.load(folder), tokenizer.stop_ids(folder), **self.recipe.chat.options())
 
     def _on_write_failure(self, error: WindfallError) -> None:
         """A write to the journal or the event log failed. The writer may be a link or a callback, where an exception

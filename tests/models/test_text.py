@@ -140,7 +140,9 @@ def test_messages_that_the_template_rejects_raise_an_error() -> None:
         Text(picky).prompt(said)
 
 
-THINKING = CHATML.replace("assistant\n{% endif", "assistant\n{% if not enable_thinking %}<think></think>{% endif %}{% endif")
+THINKING = CHATML.replace(
+    "assistant\n{% endif", "assistant\n{% if not enable_thinking %}<think></think>{% endif %}{% endif"
+)
 
 
 def test_template_arguments_and_off_switch(tmp_path: Any) -> None:

@@ -102,7 +102,9 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
                         response = escape(text.decode(group.responses[0].tokens))
                         prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
-                        shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {'missing' if reward is None else f'{reward:g}'}\n"
+                        shown[group.index] = (
+                            f"[bold]{prompt}[/]\n{response}\nreward {'missing' if reward is None else f'{reward:g}'}\n"
+                        )
 
     rollout = asyncio.run(run())
     if not rewards:

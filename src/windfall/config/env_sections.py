@@ -68,7 +68,7 @@ class DatasetEnv(Section):
     not, comparisons, in, len, lower, int, float. It is never run as Python. Empty keeps all rows."""
     columns: dict[Literal["prompt", "answer"], str] = Field(default={})
     """Names of the columns with the prompt (text, or a list of messages) and the correct answer, such as
-    `{ prompt = "question", answer = "solution" }`. A column that is not named here has the name "prompt" or "answer"."""
+    `{ prompt = "question", answer = "solution" }`. Those that are not named here are "prompt" and "answer"."""
     system_prompt: str | None = None
     """System message put before every prompt that does not have one."""
     instruction: str | None = None

@@ -18,7 +18,7 @@ class Text:
         self, tokenizer: Any, extra_stops: Sequence[int] = (), *, template: str | None = None, enabled: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`template` replaces the tokenizer's chat template, and `arguments` are variables for it. `enabled`: use it."""
+        """`template` replaces the tokenizer's chat template; `arguments` are variables for it. `enabled`: use it."""
         self._tokenizer = tokenizer
         self._chat = enabled and bool(template or getattr(tokenizer, "chat_template", None))
         self._enabled = enabled

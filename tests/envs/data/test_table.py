@@ -41,7 +41,9 @@ def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
     with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as s:
         for batch in table.to_batches(max_chunksize=2):
             s.write_batch(batch)
-    (folder / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}')
+    (folder / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}'
+    )
     return folder
 
 
@@ -74,10 +76,14 @@ def test_filters_and_parts(tmp_path: Path) -> None:
 
 
 def test_messages_system_prompt_and_instruction(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "?"}, {"role": "user", "content": "2+2"}]
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "2+2"},
+    ]
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": p, "answer": 4} for p in ("1+3", chat, own)])
-    plain, listed, system = (row.prompt for row in read(path, Format(instruction="Be brief.")))
+    plain, listed, _ = (row.prompt for row in read(path, Format(instruction="Be brief.")))
     assert plain == "1+3\nBe brief."
     assert [m["content"] for m in listed] == ["Hi", "?", "2+2\nBe brief."]  # type: ignore[index]
     rows = read(path, Format(system_prompt="Think."))

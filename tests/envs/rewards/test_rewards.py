@@ -16,7 +16,7 @@ from windfall.envs.process_pool.pool import EnvPool
 from windfall.errors import WindfallError
 from windfall.types import Feedback, Turn
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio
 
 SEEN = {}
@@ -63,7 +63,7 @@ def ids(completion_ids, completions):
     return [float(sum(completion_ids[0]))]
 
 NUMBER = 3
-'''
+"""
 
 
 def data(folder: Path, **row: Any) -> Path:

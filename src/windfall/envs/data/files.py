@@ -5,8 +5,8 @@
     saved/dataset_dict.json, saved/train/state.json             a DatasetDict, saved in the same way
     gsm8k/README.md, gsm8k/main/train-00000-of-00001.parquet    a repository of the Hugging Face hub, as downloaded
 
-Rules for a folder of the hub, the same as those of `datasets`: `configs` in the head of README.md name the files of each
-subset and split. Without them, a name such as `train-00000-of-00002` names the split, else a word in the name of the
+Rules for a folder of the hub, as in `datasets`: `configs` in the head of README.md name the files of each subset and
+split. Without them, a name such as `train-00000-of-00002` names the split, else a word in the name of the
 file or of its folder does (train, test, validation and their usual short forms), else everything is the split `train`.
 Nothing is downloaded.
 """
@@ -183,7 +183,7 @@ def _by_split(path: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
 def _split_of(file: Path) -> str:
     """The split that a file belongs to, by its name.
 
-    >>> [_split_of(Path(p)) for p in ("data/dev_tiny-00000-of-00001.parquet", "test/0.parquet", "my-val.jsonl", "a.json")]
+    >>> [_split_of(Path(p)) for p in ("dev_tiny-00000-of-00001.parquet", "test/0.parquet", "my-val.jsonl", "a.json")]
     ['dev_tiny', 'test', 'validation', 'train']
     """
     if found := _SHARD.match(file.name):
@@ -229,7 +229,9 @@ def _configured(
     missing = [split for split, files in out.items() if not files]
     if missing:
         fix = "Download all files of the data set."
-        raise WindfallError(f"README.md names files of {', '.join(missing)} that are not here", where=str(path), fix=fix)
+        raise WindfallError(
+            f"README.md names files of {', '.join(missing)} that are not here", where=str(path), fix=fix
+        )
     return out
 
 

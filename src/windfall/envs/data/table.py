@@ -140,7 +140,7 @@ def _answer(value: Any, name: str, where: str, form: Format) -> str:
         raise WindfallError(f"column '{name}' is {_shown(value)}", where=where, fix=fix)
     text = str(value)
     if form.answer_after:
-        before, found, text = text.rpartition(form.answer_after)
+        _before, found, text = text.rpartition(form.answer_after)
         if not found:
             fix = "Correct the row, leave it out with a filter, or change env.answer_after."
             raise WindfallError(f"column '{name}' has no {form.answer_after!r}: {_shown(value)}", where=where, fix=fix)

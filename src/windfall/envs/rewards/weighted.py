@@ -1,6 +1,6 @@
 """Several rewards for one response: the sum of weight times score, with every score kept by name.
 
-    user functions ──▶ scores ──▶ exact ──▶ math (last: its process may be ended by the kernel) ──▶ sum of weights * scores
+    user functions ──▶ exact ──▶ math (last: the kernel may end its process) ──▶ sum of weights * scores
 
 Rules: a function that does not score a response (None) adds nothing. If none scores it, the reward is missing, never
 zero. A function that raises fails the whole call, which is tried again (envs/grade.py).

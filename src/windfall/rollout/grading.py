@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+SLOW_S = 20.0
+"""A reward that takes longer than this is reported (seconds)."""
+
 
 class Grading:
     """Counters since the last reset, and the calls that are in progress (loop time, seconds)."""
@@ -20,6 +23,8 @@ class Grading:
         self._times_s: list[float] = []
         self.errors = self.retried = self.peak = 0
         """Tries that failed, responses that needed more than one, and the most calls in progress at once."""
+        self._reported_s = SLOW_S
+        """The next report is due when a call has taken this long."""
         self.total_errors = 0
         """Tries that failed since the start."""
 
@@ -65,6 +70,16 @@ class Grading:
             "reward_s": self.mean_s, "reward_s_p99": p99, "reward_s_max": times_s[-1] if times_s else 0.0,
             "grading_peak": self.peak, "grader_errors": self.errors, "rewards_retried": self.retried,
         }  # fmt: skip
+
+    def slow_s(self, now_s: float) -> float | None:
+        """How long the longest call has been in progress, if that should be reported now: after SLOW_S, and again
+        whenever it has doubled."""
+        longest_s = max((now_s - began_s for began_s in self._open.values()), default=0.0)
+        if longest_s < self._reported_s:
+            self._reported_s = SLOW_S if longest_s < SLOW_S else self._reported_s
+            return None
+        self._reported_s = 2 * longest_s
+        return longest_s
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """The current state, for `windfall top`."""

@@ -97,13 +97,16 @@ class Rollout:
         self.history: History = {}
         """The journal's history of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = 0
-        """Counters since the last reset: tokens sampled in finished responses, how many of them came from the
-        journal."""
+        """Since the last reset: tokens sampled in finished responses, and how many of them the journal had."""
         self.grading = Grading()
         self.streams: set[Stream] = set()
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
         dispatch.on_failure = self.interrupt
+
+    def describe_grading(self) -> dict[str, Any]:
+        """Fields of the step's event about rewards."""
+        return self.grading.describe() | {"grader_processes": self.env.load().processes}
 
     def grader_load(self, now_s: float) -> dict[str, Any]:
         """How busy the environment is now, for `windfall top`."""
@@ -229,7 +232,6 @@ class Stream:
                 for index in tasks:
                     self._open_group(index, self._drawing.pop(index))
             case _TurnEnded(id) if id in self._live:  # otherwise it was dropped meanwhile
-                self._cut_at_stop(self._live[id][0], whole=True)
                 self._grade_turn(*self._live[id])
             case _TurnAnswered(episode, graded) if episode.id in self._live:
                 self._settle_turn(episode, graded)
@@ -413,6 +415,7 @@ class Stream:
     # 4. Grade an ended turn.
 
     def _grade_turn(self, episode: Episode, group: OpenGroup) -> None:
+        self._cut_at_stop(episode, whole=True)
         self._record_turn(episode)
 
         async def ask_environment() -> None:
@@ -471,9 +474,9 @@ class Stream:
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
 
     def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
-        if episode.tokens[-1] in self._rollout.text.stop:
-            return self._rollout.text.observation(text)
-        return self._rollout.text.observation(text, ended=False)  # the turn ended with a stop string
+        codec = self._rollout.text
+        ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
+        return codec.observation(text) if ended else codec.observation(text, ended=False)
 
     def _missing(self, episode: Episode, e: EnvFailed) -> Response:
         """Finish a response without a reward."""

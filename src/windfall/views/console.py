@@ -108,6 +108,8 @@ class Console:
                 self._out.print("stopping and saving; press Ctrl-C again to quit at once")
             case "reward_missing":
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
+            case "grading_slow":
+                self._out.print(f"[yellow]rewards are slow[/]: {rewards.graders_of_snapshot(event)}")
             case "reward_retried":
                 self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":

@@ -231,7 +231,11 @@ class ControllerProcess:
 
     def _snapshot(self, ended: Ended | None = None) -> None:
         now_s = asyncio.get_running_loop().time()
-        graders = self.life.rollout.grader_load(now_s) if self.life.rollout is not None else None
+        rollout, graders = self.life.rollout, None
+        if rollout is not None:
+            graders = rollout.grader_load(now_s)
+            if ended is None and rollout.grading.slow_s(now_s) is not None:
+                self.events.instant("grading_slow", **graders)
         snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended, graders=graders)
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 

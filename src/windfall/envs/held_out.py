@@ -102,7 +102,7 @@ def describe(section: Any, tasks: int, evaluation: dict[str, Any] | None = None)
 
 
 def _label(path: Path, split: str | None, evaluation: dict[str, Any] | None) -> str:
-    """The data set of the evaluation in one word: "test.parquet", "gsm8k[test]"."""
+    """The data set of the evaluation in one word: "test.parquet", "gsm8k/test"."""
     if evaluation is not None:
         path, split = Path(evaluation["path"]), evaluation.get("split")
     return path.name if path.is_file() or not split else f"{path.name}/{split}"

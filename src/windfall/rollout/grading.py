@@ -50,7 +50,7 @@ class Grading:
         return self._next
 
     def abandon(self, number: int) -> None:
-        """The call was canceled."""
+        """The call has no result, unless it has ended."""
         self._open.pop(number, None)
 
     def end(self, number: int, now_s: float, *, tries: int, failed: bool, counted: bool = True) -> None:

@@ -419,23 +419,22 @@ class Stream:
         self._record_turn(episode)
 
         async def ask_environment() -> None:
-            r, loop, graded = self._rollout, asyncio.get_running_loop(), None
+            r, loop = self._rollout, asyncio.get_running_loop()
             number = r.grading.begin(loop.time())
             try:
                 graded = await grade(
                     r.env, group.index, group.task, episode.turns, tries=r.options.reward_tries,
                     timeout_s=r.options.reward_timeout_s,
                 )  # fmt: skip
+                failed = graded.feedback is None
+                r.grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=self._counted)
+                if graded.tries > 1 and not failed:
+                    r.failures.retry(episode.id, EnvFailed(graded.error, graded.cause, graded.traceback))
             except Exception as e:  # fault boundary: the error is raised in run()
                 self.inbox.put_nowait(e)
                 return
             finally:
-                if graded is None:
-                    r.grading.abandon(number)
-            failed = graded.feedback is None
-            r.grading.end(number, loop.time(), tries=graded.tries, failed=failed, counted=self._counted)
-            if graded.tries > 1 and not failed:
-                r.failures.retry(episode.id, EnvFailed(graded.error, graded.cause, graded.traceback))
+                r.grading.abandon(number)
             self.inbox.put_nowait(_TurnAnswered(episode, graded))
 
         self._in_background(ask_environment())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,7 @@ def _table_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[int, dict[
 
 def _parquet_batches(file: Path) -> Iterator[Any]:
     _pyarrow(file)
-    from pyarrow import parquet
-
-    with contextlib.closing(parquet.ParquetFile(file)) as table:
+    with contextlib.closing(importlib.import_module("pyarrow.parquet").ParquetFile(file)) as table:
         yield from table.iter_batches(batch_size=BATCH_ROWS)
 
 
@@ -87,8 +86,7 @@ def _arrow_batches(file: Path) -> Iterator[Any]:
 
 def _pyarrow(file: Path) -> Any:
     try:
-        import pyarrow
+        return importlib.import_module("pyarrow")
     except ImportError as e:
         fix = "Install it: pip install 'windfall[data]'"
         raise WindfallError("pyarrow is not installed", where=str(file), fix=fix) from e
-    return pyarrow

@@ -59,7 +59,7 @@ class EnvPool:
         processes: int = 0,
     ) -> None:  # fmt: skip
         """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py."""
-        options = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
+        options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
         self._strict = not envs.runs_user_code(options)
         self.needs_tokens = False

@@ -65,6 +65,8 @@ def ids(completion_ids, completions):
 NUMBER = 3
 """
 
+ENDLESS = "<answer>" + "1+" * 20_000 + "1</answer>"
+
 
 def data(folder: Path, **row: Any) -> Path:
     (folder / "rewards.py").write_text(FUNCTIONS)
@@ -166,21 +168,26 @@ def test_functions_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 def test_in_a_child_process(tmp_path: Path) -> None:
     """Scores and token ids cross the link, and the kernel's end of a long comparison keeps the other scores."""
     pytest.importorskip("math_verify")
-    path = data(tmp_path)
+    data(tmp_path)
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "7*8=", "answer": "56", "level": 1}\n')
     rewards = [f"{tmp_path / 'rewards.py'}:{f}" for f in ("ids", "only_easy")]
-    env = config.parse({"env": {"name": "dataset", "path": str(path), "rewards": [*rewards, "math"]}}, where="test").env
+    options = {"path": str(path), "rewards": [*rewards, "math"], "reward_weights": [1.0, 1.0, 10.0], "cpu_s": 1.0}
+    named = {"name": "custom", "factory": "windfall.envs.dataset:Dataset", "options": options}
 
     async def main() -> None:
-        async with EnvPool(env, 0) as pool:
+        async with EnvPool(config.parse({"env": named}, where="test").env, 0) as pool:
             await pool.ready()
             assert pool.needs_tokens
             task = await pool.task(0, 20.0)
-            first = "7*8" in str(task.prompt)
-            found = await pool.feedback(0, task, [Turn(text="56" if first else "2", tokens=(3, 4))], 20.0)
-            assert dict(found.scores) == {"ids": 7.0, "math": 1.0} | ({"only_easy": 0.5} if first else {})
-            late = await pool.feedback(0, task, [Turn(text="<answer>9**9**9**9</answer>", tokens=(3,))], 20.0)
-            assert dict(late.scores)["math"] == 0.0
-            assert dict(late.scores)["ids"] == 3.0
+            found = await pool.feedback(0, task, [Turn(text="56", tokens=(3, 4))], 20.0)
+            assert dict(found.scores) == {"ids": 7.0, "only_easy": 0.5, "math": 1.0}
+            assert found.reward == 17.5
+            first = pool._children[0]
+            late = await pool.feedback(0, task, [Turn(text=ENDLESS, tokens=(3,))], 60.0)
+            assert dict(late.scores) == {"ids": 3.0, "only_easy": 0.5, "math": 0.0}
+            assert late.reward == 3.5
+            assert first not in pool._children  # the kernel has ended it
 
     asyncio.run(main())
 

@@ -58,7 +58,6 @@ class World:
         self.history: dict[str, object] = {}
         self.sampled_tokens = self.restored_tokens = 0
         self.grading = Grading()
-        self.describe_grading = self.grading.describe
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
         self.over = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000

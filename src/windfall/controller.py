@@ -418,7 +418,7 @@ class Controller:
             drawn=len(drawn),
             skipped=rollout.failures.skipped,
             missing=rollout.failures.missing,
-            **rollout.describe_grading(),
+            **rollout.grading.describe(),
             made=rollout.sampled_tokens,
             restored=rollout.restored_tokens,
             s=took_s,

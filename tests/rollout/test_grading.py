@@ -29,7 +29,7 @@ def test_failed_tries_are_counted_also_if_a_later_one_succeeds(tmp_path: Path) -
     assert [by_task[n].reward for n in range(3)] == [0.5, 0.5, None]
     assert by_task[0].scores == (("a", 1.0), ("b", 0.0))
     assert by_task[2].scores == ()
-    said = rollout.describe_grading()
+    said = rollout.grading.describe()
     assert (said["grader_errors"], said["rewards_retried"], rollout.failures.missing) == (4, 2, 1)
     assert said["reward_s_max"] >= said["reward_s_p99"] >= said["reward_s"] > 0.05  # with the pause before a retry
     assert 1 <= said["grading_peak"] <= 3

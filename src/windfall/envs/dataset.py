@@ -11,6 +11,7 @@ from windfall.envs.data.table import Format, Source, TableRow, labels, read_tabl
 from windfall.envs.epochs import EpochOrder
 from windfall.envs.held_out import Split, split_rows
 from windfall.envs.rewards.weighted import GRADERS, Graded, Rewards
+from windfall.errors import WindfallError
 from windfall.types import Feedback, Prompt, Task, Turn
 
 
@@ -72,7 +73,11 @@ def read_split(section: Any, evaluation: Mapping[str, Any] | None) -> Split[Tabl
 
 
 def _split(source: Source, form: Format, evaluation: Mapping[str, Any] | None, held_out: float) -> Split[TableRow]:
-    rows = read_table(source, form)
+    try:
+        rows = read_table(source, form)
+    except MemoryError as e:
+        fix = "Use fewer rows: set env.split = 'train[:100000]', or store only the columns that are needed."
+        raise WindfallError("the rows do not fit into memory", where=str(source.path), fix=fix) from e
     if evaluation is None:
         return split_rows(rows, source.path, held_out=held_out, other="eval.path")
     other = Source(**{**evaluation, "path": Path(evaluation["path"]), "section": "eval"})

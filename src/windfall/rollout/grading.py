@@ -7,6 +7,7 @@ may go unnoticed, so every call is counted here, including those that succeed in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 SLOW_S = 20.0
@@ -16,7 +17,9 @@ SLOW_S = 20.0
 class Grading:
     """Counters since the last reset, and the calls that are in progress (loop time, seconds)."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[], dict[str, int]] = dict) -> None:
+        """`load`: how busy the environment is now, with the fields of envs.base.HostLoad."""
+        self._load = load
         self._open: dict[int, float] = {}
         """Calls in progress, and when they were asked for."""
         self._next = 0
@@ -69,6 +72,7 @@ class Grading:
         return {
             "reward_s": self.mean_s, "reward_s_p99": p99, "reward_s_max": times_s[-1] if times_s else 0.0,
             "grading_peak": self.peak, "grader_errors": self.errors, "rewards_retried": self.retried,
+            "grader_processes": self._load().get("processes", 0),
         }  # fmt: skip
 
     def slow_s(self, now_s: float) -> float | None:
@@ -84,6 +88,6 @@ class Grading:
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """The current state, for `windfall top`."""
         longest_s = max((now_s - began_s for began_s in self._open.values()), default=0.0)
-        return {
+        return self._load() | {
             "grading": len(self._open), "longest_s": longest_s, "reward_s": self.mean_s, "errors": self.total_errors
         }  # fmt: skip

@@ -98,19 +98,11 @@ class Rollout:
         """The journal's history of responses that have not been opened yet."""
         self.sampled_tokens = self.restored_tokens = 0
         """Since the last reset: tokens sampled in finished responses, and how many of them the journal had."""
-        self.grading = Grading()
+        self.grading = Grading(lambda: asdict(env.load()))
         self.streams: set[Stream] = set()
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
         dispatch.on_failure = self.interrupt
-
-    def describe_grading(self) -> dict[str, Any]:
-        """Fields of the step's event about rewards."""
-        return self.grading.describe() | {"grader_processes": self.env.load().processes}
-
-    def grader_load(self, now_s: float) -> dict[str, Any]:
-        """How busy the environment is now, for `windfall top`."""
-        return asdict(self.env.load()) | self.grading.snapshot(now_s)
 
     def reset_counters(self) -> None:
         """Start counting anew, at the beginning of a step or an evaluation."""
@@ -397,12 +389,15 @@ class Stream:
     # 3. End a turn at a stop string.
 
     async def _watch_stops(self) -> None:
+        loop, spent_s = asyncio.get_running_loop(), 0.0
         try:
             while True:
-                await asyncio.sleep(STOP_POLL_S)
+                await asyncio.sleep(max(STOP_POLL_S, 10 * spent_s))  # with many responses: a tenth of the time
+                began_s = loop.time()
                 for id, (episode, _) in self._live.items():
                     if episode.finish is None and self._cut_at_stop(episode):
                         self.inbox.put_nowait(_TurnEnded(id))
+                spent_s = loop.time() - began_s
         except Exception as e:  # fault boundary: the error is raised in run()
             self.inbox.put_nowait(e)
 

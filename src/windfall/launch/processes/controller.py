@@ -233,7 +233,7 @@ class ControllerProcess:
         now_s = asyncio.get_running_loop().time()
         rollout, graders = self.life.rollout, None
         if rollout is not None:
-            graders = rollout.grader_load(now_s)
+            graders = rollout.grading.snapshot(now_s)
             if ended is None and rollout.grading.slow_s(now_s) is not None:
                 self.events.instant("grading_slow", **graders)
         snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended, graders=graders)

@@ -49,7 +49,7 @@ from windfall.types import Feedback, Group, Response, Sampling, Task, Turn
 OPEN_TOGETHER_S = 0.2
 """Seconds to wait for slow tasks before the first groups are opened: placement is better if it knows all the work."""
 STOP_POLL_S = 0.05
-"""Seconds between looks for stop strings. A worker generates for up to this time after one."""
+"""Least seconds between looks for stop strings. A worker generates for up to this time after one."""
 
 
 class Stopped(Exception):

@@ -75,6 +75,8 @@ def test_held_out_rows_are_not_trained_on(folder: Path) -> None:
     assert "set eval.path or eval.split" in describe(plain.env, 64, evaluation_data(plain)).warnings[-1]
     with pytest.raises(WindfallError, match=r"set eval.split or env.held_out, not both"):
         recipe({"path": str(folder), "held_out": 0.3}, split="test")
+    with pytest.raises(WindfallError, match=r"set one of them, too"):
+        recipe({"path": str(folder)}, filter="even")
 
 
 def test_answers_that_are_not_mathematics_are_refused(tmp_path: Path) -> None:

@@ -401,7 +401,9 @@ class Recipe(Section):
             raise ValueError(
                 f"eval.{own[0]} needs env.name = 'dataset'; set env.eval_path for 'jsonl', and nothing for others"
             )
-        if own and own != ["filter"] and isinstance(self.env, DatasetEnv) and self.env.held_out:
+        if own == ["filter"]:
+            raise ValueError("eval.filter selects rows of eval.path, eval.split or eval.subset; set one of them, too")
+        if own and isinstance(self.env, DatasetEnv) and self.env.held_out:
             raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
         if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
             raise ValueError(

@@ -126,6 +126,7 @@ threads = 1
 name = "agent"
 function = "agent_programs:sums"
 concurrency = 16
+[chat]
 template = "{% for m in messages %}{{ m.content }}{% endfor %}"
 [rollout]
 groups = 8

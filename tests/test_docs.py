@@ -102,7 +102,7 @@ def test_recipes_of_the_guides_are_valid(page: Path) -> None:
     for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
         data = tomllib.loads(block)
         recipe = config.parse(data, where=page.name)
-        if "fleet" in data and recipe.fleet.tls_cert is None:  # it would be read
+        if "fleet" in data and recipe.fleet.tls_cert is None:  # a certificate would be read
             assert worker_sources.preview(recipe)
 
 

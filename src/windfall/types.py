@@ -86,6 +86,8 @@ class Turn:
 
     text: str
     observation: str | None = None
+    tokens: tuple[int, ...] = field(default=(), compare=False)
+    """The token ids of the text, if the environment needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +97,8 @@ class Feedback:
 
     reward: float | None = None
     observation: str | None = None
+    scores: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """The parts of the reward before they are weighted, by name, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +162,8 @@ class Response:
     reward: float | None = None
     """None: the reward is missing (the environment failed every try). Such a response is counted, not trained on."""
     turns: int = 1
+    scores: tuple[tuple[str, float], ...] = field(default=(), compare=False)
+    """The parts of the reward, by name (see Feedback). Empty if they are not known, for example after a restart."""
     engines: tuple[tuple[str, int], ...] = field(default=(), compare=False)
     """(engine, number of tokens) of consecutive stretches of the sampled tokens. An empty name: the engine is unknown,
     because the tokens were read from a journal. Responses that differ only in this are equal."""

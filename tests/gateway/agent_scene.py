@@ -126,7 +126,7 @@ class Scene:
         watching = asyncio.create_task(dispatch.watch())
         async with AgentLauncher(self.program) as launcher:
             self.runs = self.rollout.sessions = AgentRuns(
-                gateway=gateway, sampler=sampler, launcher=launcher, tasks=host, options=options,
+                gateway=gateway, sampler=sampler, launcher=launcher, options=options,
                 limits=SimpleNamespace(**limits), url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1",
                 graded=self.graded, journal=journal, log=AgentLog(self.folder / "agents.log"),
             )  # fmt: skip

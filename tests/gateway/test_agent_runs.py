@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from samplers import TOKENIZER
 from windfall.envs.agents.launcher import AgentProgram
 from windfall.envs.arithmetic import Arithmetic
 from windfall.events.log import read
-from windfall.types import Response
+from windfall.types import Feedback, Response, Task, Turn
 
 
 def function(name: str, **options: Any) -> AgentProgram:
@@ -134,6 +135,33 @@ def test_reward_of_a_post_and_of_a_grader(tmp_path: Path) -> None:
         text = TOKENIZER.decode(r.tokens, skip_special_tokens=True)
         right = text.rpartition("#")[2] == str(env.task(int(id[0])).answer) and "#" in text
         assert rewards[id] == float(right)
+    assert graded.rollout.grading.count == len(rewards), "every verdict is counted, and nothing else"
+    assert posted.rollout.grading.count == 0
+
+
+class TwoScores:
+    """An Env whose first try always fails."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    def task(self, index: int) -> Task:
+        return Task(id=f"{index}", prompt="1+1=")
+
+    def feedback(self, task: Task, turns: Sequence[Turn]) -> Feedback:
+        self.tries += 1
+        if self.tries == 1:
+            raise RuntimeError("not yet")
+        return Feedback(reward=1.5, scores=(("form", 1.0), ("tone", 0.5)))
+
+
+def test_grader_of_agents_is_visible(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, program=function("answers"), env=TwoScores(), graded=True, tasks=(0,), size=1)
+    (response,) = scene.roll().values()
+    assert (response.reward, response.scores) == (1.5, (("form", 1.0), ("tone", 0.5)))
+    described = scene.rollout.grading.describe()
+    assert (described["grader_errors"], described["rewards_retried"]) == (1, 1)
+    assert scene.runs.failed == 0, "the agent itself did not fail"
 
 
 def test_evaluation_does_not_wait_for_places_of_the_training(calm: Scene) -> None:

@@ -156,3 +156,9 @@ def test_show_reads_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     with owned(tmp_path):
         top.show(tmp_path, once=True)
     assert "version 3, running" in capsys.readouterr().out
+
+
+def test_graders_are_shown() -> None:
+    graders = {"processes": 2, "limit": 8, "queued": 5, "grading": 7, "longest_s": 3.0, "reward_s": 0.5, "errors": 1}
+    assert "graders: 2 processes (at most 8), 7 rewards in progress" in shown(snapshot(graders=graders), live=True)
+    assert "graders" not in shown(snapshot(graders=None), live=True)

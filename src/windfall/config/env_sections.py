@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from windfall.config.section import Count, FilePath, Section
 
+RewardName = Annotated[str, Field(pattern=r"^(math|exact|[^:]+\.py:\w+|[\w.]+:\w+)$")]
+
 
 class ArithmeticEnv(Section):
     name: Literal["arithmetic"]
@@ -52,6 +54,47 @@ class JsonLinesEnv(Section):
         return self
 
 
+class DatasetEnv(Section):
+    name: Literal["dataset"]
+    path: FilePath
+    """Data set: a JSONL or parquet file, a folder that `datasets` saved (save_to_disk), or a folder with the files of a
+    Hugging Face repository. Nothing is downloaded. Parquet and arrow need the extra `windfall[data]`."""
+    split: str | None = None
+    """Split to train on, such as "train", "train[:1000]" or "train[10%:]". If left out, "train" or the only one."""
+    subset: str | None = None
+    """Subset (configuration) of a data set that has several, such as "main"."""
+    filter: str = ""
+    """Condition for the rows to use, such as `level == "hard" and len(question) < 500`: columns, literals, and, or,
+    not, comparisons, in, len, lower, int, float. It is never run as Python. Empty keeps all rows."""
+    columns: dict[Literal["prompt", "answer"], str] = Field(default={})
+    """Names of the columns with the prompt (text, or a list of messages) and the correct answer, such as
+    `{ prompt = "question", answer = "solution" }`. Those that are not named here are "prompt" and "answer"."""
+    system_prompt: str | None = None
+    """System message put before every prompt that does not have one."""
+    instruction: str | None = None
+    """Line appended to the last message of every prompt."""
+    answer_after: str | None = None
+    """Use only what follows the last occurrence of this text in the column with the answer, such as "####"."""
+    rewards: list[RewardName] = Field(default=["math"], min_length=1)
+    """Rewards of a response, which are added up: "math" (mathematically equal to the answer), "exact" (the same text or
+    number), or functions as TRL calls them, "package.module:function" or "file.py:function"."""
+    reward_weights: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default=[])
+    """Weight of each of the `rewards`. Empty: all are 1."""
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the rows that is kept for evaluation and never trained on, chosen by a hash of the prompt. Not together
+    with a data set of its own in [eval]."""
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> DatasetEnv:
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards; give one each"
+            )
+        if len(set(self.rewards)) < len(self.rewards):
+            raise ValueError("a reward is named twice in rewards; give it a larger weight instead")
+        return self
+
+
 class GuessEnv(Section):
     name: Literal["guess"]
     low: int = 1
@@ -82,7 +125,7 @@ class CustomEnv(Section):
     """Keyword arguments for the factory."""
 
 
-TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | CustomEnv, Field(discriminator="name")]
+TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]
 """Environments that can give an agent its tasks, and grade its answer."""
 
 
@@ -105,9 +148,6 @@ class AgentLimits(Section):
     limits the sampled tokens of all turns of an agent together."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the gateway, on this machine only. 0 chooses a free one."""
-    template: str | None = None
-    """Chat template (Jinja) for the messages of agents. If left out, that of the model is used; for a model without
-    one, messages are written one after the other as plain text."""
 
 
 class AgentEnv(AgentLimits):
@@ -124,8 +164,8 @@ class AgentEnv(AgentLimits):
     """Where the reward comes from. "agent": the agent returns it, prints it, or posts it to /v1/reward. "grader": the
     environment of `tasks` grades the text that the agent returns or prints last."""
     tasks: TaskEnv | None = None
-    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl or custom. If
-    left out, an agent gets only the number of its task."""
+    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl, dataset or
+    custom. If left out, an agent gets only the number of its task."""
 
     @model_validator(mode="after")
     def _one_program(self) -> AgentEnv:
@@ -145,10 +185,10 @@ class VerifiersEnv(AgentLimits):
 
 
 Env = Annotated[
-    ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | FrozenLakeEnv | CustomEnv | AgentEnv | VerifiersEnv,
+    ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | GuessEnv | FrozenLakeEnv | CustomEnv | AgentEnv | VerifiersEnv,
     Field(discriminator="name"),
 ]
 ENVS: dict[str, type[Section]] = {
-    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv,
+    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "dataset": DatasetEnv, "guess": GuessEnv,
     "frozen_lake": FrozenLakeEnv, "custom": CustomEnv, "agent": AgentEnv, "verifiers": VerifiersEnv,
 }  # fmt: skip

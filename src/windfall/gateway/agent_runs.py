@@ -26,9 +26,8 @@ from windfall.backoff import delay_s
 from windfall.config import RolloutSection
 from windfall.envs.agents.agent_exit import AgentExit
 from windfall.envs.agents.launcher import AgentLauncher
-from windfall.envs.base import HELD_OUT, EnvHost
+from windfall.envs.base import HELD_OUT
 from windfall.envs.failures import EnvFailed
-from windfall.envs.grade import grade
 from windfall.gateway.agent_log import AgentLog
 from windfall.gateway.dispatch_sampler import DispatchSampler
 from windfall.gateway.server import Gateway
@@ -63,13 +62,12 @@ class AgentRuns:
     gateway: Gateway
     sampler: DispatchSampler
     launcher: AgentLauncher
-    tasks: EnvHost
-    """Gives the tasks, and grades answers if `graded`."""
     options: RolloutSection
     limits: Limits
     url: str
     """Address of the gateway, as agents see it."""
     graded: bool = False
+    """The environment that gives the tasks also grades the answers."""
     journal: Journal | None = None
     log: AgentLog | None = None
     """Where the output of failing agents goes."""
@@ -103,6 +101,8 @@ class AgentRun:
         self._runs, self._order, self._withdrawn = runs, order, False
         self.session: GatewaySession | None = None
         """The session of the current try."""
+        self._scores: tuple[tuple[str, float], ...] = ()
+        """The parts of the reward, if a grader gave several."""
 
     def oldest_version(self) -> int | None:
         return self._runs.sampler.oldest_version(self._order.id)
@@ -134,7 +134,7 @@ class AgentRun:
             raise
         id = self._order.id
         lengths, (_, restored) = runs.sampler.lengths(id), runs.sampler.sampled(id)
-        response = runs.sampler.close(id, reward)
+        response = replace(runs.sampler.close(id, reward), scores=self._scores)
         if runs.journal is not None:
             runs.journal.write_grade(id, reward, None, "" if error is None else error.error, lengths)
         return SessionEnd(response=response, restored=restored, error=error)
@@ -216,14 +216,11 @@ class AgentRun:
         return {"id": task.id, "index": number, "held_out": held_out, "sibling": sibling, "prompt": prompt}
 
     async def _grade(self, exit: AgentExit) -> float:
-        runs, order = self._runs, self._order
-        graded = await grade(
-            runs.tasks, order.index, order.task, [Turn(text=exit.text)], tries=runs.options.reward_tries,
-            timeout_s=runs.options.reward_timeout_s,
-        )  # fmt: skip
+        graded = await self._order.grade([Turn(text=exit.text)])
         if graded.feedback is None:
             raise EnvFailed(graded.error, graded.cause, graded.traceback, final=True)
         if graded.feedback.reward is None:
-            what = f"the environment {runs.tasks.name} of [env.tasks] asked for another turn, and cannot grade an agent"
+            what = "the environment of [env.tasks] asked for another turn, so it cannot grade an agent"
             raise EnvFailed(what, "no verdict", final=True)
+        self._scores = graded.feedback.scores
         return graded.feedback.reward

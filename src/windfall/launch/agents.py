@@ -41,7 +41,7 @@ UNKNOWN_CONTEXT = 4096
 PLAIN = (
     "{% for m in messages %}{{ m.content or '' }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Chat template for a model without one: texts one after the other."""
+"""Chat template for a model without one, or if chat.enabled is false: texts one after the other."""
 
 
 def program(env: AgentEnv | VerifiersEnv) -> AgentProgram:
@@ -86,6 +86,23 @@ def check(recipe: Recipe) -> str:
     return f"agent: {chosen.function} was imported"
 
 
+def check_grader(recipe: Recipe, tasks: EnvHost) -> None:
+    """Raise WindfallError if the environment of [env.tasks] cannot grade an agent. `tasks` has been ready."""
+    graded = isinstance(recipe.env, AgentEnv) and recipe.env.reward == "grader"
+    if graded and tasks.needs_tokens:
+        what = "a reward function asks for completion_ids, but it grades the text that an agent returns"
+        raise WindfallError(what, where="env.tasks.rewards", fix="Remove that argument of the function.")
+
+
+def chat(recipe: Recipe, tokenizer: Any, stop: frozenset[int]) -> Chat:
+    """Renders the messages of agents as the recipe's [chat] section says."""
+    section = recipe.chat
+    template = section.source() if section.enabled else PLAIN
+    if template is None and not getattr(tokenizer, "chat_template", None):
+        template = PLAIN
+    return Chat(tokenizer, stop, template=template, arguments=section.arguments)
+
+
 class AgentService:
     """Used as `async with`. Does nothing if the environment is not an agent."""
 
@@ -115,17 +132,16 @@ class AgentService:
         env, recipe = self._recipe.env, self._recipe
         assert isinstance(env, AgentLimits)
         await self.launcher.ready()
-        stop, template = rollout.text.stop, env.template
-        if template is None and not getattr(tokenizer, "chat_template", None):
-            template = PLAIN
+        check_grader(recipe, self._env)
+        stop = rollout.text.stop
         sampler = DispatchSampler(
             rollout.dispatch, model=recipe.run.name, context=context_of(recipe, model_context),
             sampling=recipe.rollout.sampling(), stop=stop,
         )  # fmt: skip
-        gateway = Gateway(sampler, tokenizer, Chat(tokenizer, stop, template=template), stop)
+        gateway = Gateway(sampler, tokenizer, chat(recipe, tokenizer, stop), stop)
         url = await self._listen(gateway, env.port)
         self.runs = AgentRuns(
-            gateway=gateway, sampler=sampler, launcher=self.launcher, tasks=self._env, options=recipe.rollout,
+            gateway=gateway, sampler=sampler, launcher=self.launcher, options=recipe.rollout,
             limits=env, url=url, graded=isinstance(env, AgentEnv) and env.reward == "grader", journal=self._journal,
             log=AgentLog(self._folder / "agents.log"),
         )  # fmt: skip

@@ -146,9 +146,11 @@ class FleetReport:
         counts = fields["staleness_counts"]
         self._staleness = {"bound": self._recipe.rollout.staleness, "counts": counts, **finite}
 
-    def snapshot(self, *, step: int, now_s: float, ended: Ended | None) -> dict[str, Any]:
+    def snapshot(
+        self, *, step: int, now_s: float, ended: Ended | None, graders: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The current fleet, for `windfall top`; it also shows the supervisor that the controller is alive.
-        `ended`: how the run ended, or None while it runs."""
+        `ended`: how the run ended, or None while it runs. `graders`: how busy the environment is."""
         ledger, offer = self._dispatch.ledger, self._dispatch.offer
         members = list(self._dispatch.members.all.values())
         gone_shown = {w.id for w in [w for w in members if w.state is WorkerState.GONE][-GONE_SHOWN:]}
@@ -169,6 +171,7 @@ class FleetReport:
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
             "counts": asdict(ledger.counts), "workers": workers, "staleness": self._staleness,
+            "graders": graders,
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()

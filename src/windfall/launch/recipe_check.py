@@ -13,11 +13,11 @@ from pathlib import Path
 
 from windfall import algorithms
 from windfall import run_folder as folders
-from windfall.config import JsonLinesEnv, Recipe
+from windfall.config import DatasetEnv, JsonLinesEnv, Recipe
 from windfall.config.lora import choose_layers
 from windfall.engine.vllm import installed
 from windfall.envs.base import EnvHost
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.envs.trial import trial
 from windfall.errors import WindfallError
@@ -44,9 +44,8 @@ def check(recipe: Recipe) -> str:
         from windfall import devices
 
         devices.check_available(recipe.run.device)
-    data = folders.data_section(recipe)
-    if isinstance(data, JsonLinesEnv):
-        check_answers(data)
+    if isinstance(recipe.task_env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.task_env, evaluation_data(recipe))
     _check_group_size(recipe)
     _check_engine(recipe)
     tls.server_context(recipe.fleet)
@@ -56,12 +55,15 @@ def check(recipe: Recipe) -> str:
         fix = "pip install 'windfall[tensorboard]'"
         raise WindfallError("tensorboard is not installed", where="log.tensorboard", fix=fix)
     agent = f"{agents.check(recipe)}; " if agents.is_agent(recipe) else ""
-    if agent and data is recipe.env:  # it has tasks of its own
+    if agent and recipe.task_env is recipe.env:  # it has tasks of its own
         return agent.removesuffix("; ")
-    host, o = env_host(recipe.env, recipe.run.seed), recipe.rollout
+    host, o = recipe_host(recipe), recipe.rollout
     task, report = asyncio.run(trial(host, o.reward_timeout_s, o.reward_tries))
-    unchecked = "" if agent else check_context(recipe, task)
-    return agent + (f"{report}; {unchecked}" if unchecked else report)
+    if agent:
+        agents.check_grader(recipe, host)
+        return f"{agent}{report}"
+    unchecked = check_context(recipe, task)
+    return f"{report}; {unchecked}" if unchecked else report
 
 
 def _check_engine(recipe: Recipe) -> None:
@@ -130,7 +132,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
     if not isinstance(where, Path) or not (where / "tokenizer.json").is_file():
         return f"prompts were not checked: {where} has no tokenizer.json here yet"
     try:
-        text = Text(tokenizer.load(where))
+        text = Text(tokenizer.load(where), **recipe.chat.options())
     except WindfallError as e:  # transformers can read more kinds of tokenizers
         return f"prompts were not checked: {e.what}"
     prompts = [len(text.prompt(task.prompt))]
@@ -143,7 +145,7 @@ def check_context(recipe: Recipe, task: Task) -> str:
 
 
 async def _first_lengths(recipe: Recipe, text: Text) -> list[int]:
-    async with env_host(recipe.env, recipe.run.seed) as env:
+    async with recipe_host(recipe) as env:
         return await prompt_lengths(env, recipe, text)
 
 

@@ -8,14 +8,17 @@ once, in its group, or dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from windfall.envs.failures import EnvFailed
+from windfall.envs.grade import Graded
 from windfall.ledger.journal_reader import History
+from windfall.rollout.open_group import OpenGroup
 from windfall.rollout.stream import Rollout, Stream, VersionGone
-from windfall.types import Response, Sampling, Task
+from windfall.types import Response, Sampling, Task, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +38,8 @@ class SessionOrder:
     """What the journal has of its segments."""
     version_gone: Callable[[], None]
     """Called if no worker holds the version any more."""
+    grade: Callable[[Sequence[Turn]], Awaitable[Graded]]
+    """Asks the environment of the task for its verdict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +88,13 @@ class SessionStream(Stream):
     def _prompt(self, task: Task) -> tuple[int, ...]:
         return ()  # every call of the session has its own prompt
 
-    def _open_response(self, id: str, group: Any, prompt: tuple[int, ...]) -> None:
+    def _open_response(self, id: str, group: OpenGroup, prompt: tuple[int, ...]) -> None:
         gone = VersionGone(f"no worker holds version {self._version} any more")
         order = SessionOrder(
             id=id, index=group.index, task=group.task, seed=self._seed(id), sampling=self._sampling,
             version=self._version, past=self._past(id),
             version_gone=lambda: self.inbox.put_nowait(gone),
+            grade=partial(self._rollout.grader.grade, id, group, counted=self._counted),
         )  # fmt: skip
         opened = self._open_session(order)
         self._live[id] = (opened, group)
@@ -106,16 +112,11 @@ class SessionStream(Stream):
         return {segment: history.pop(segment) for segment in self._segments.pop(id, ()) if segment in history}
 
     async def _run_session(self, id: str, session: OpenSession) -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
         try:
             end = await session.run()
         except Exception as e:  # fault boundary: the error is raised in run()
             self.inbox.put_nowait(e)
             return
-        if self._counted:
-            self._rollout.graded_turns += 1
-            self._rollout.grading_s += loop.time() - began_s
         self.inbox.put_nowait(_SessionEnded(id, end))  # type: ignore[arg-type]
 
     def _handle(self, message: Any) -> None:

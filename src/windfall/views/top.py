@@ -15,7 +15,7 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.views import staleness
+from windfall.views import rewards, staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -94,7 +94,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
-    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)
+    graders = [rewards.graders_of_snapshot(snapshot["graders"])] if snapshot.get("graders") else []
+    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *advice])), out)
 
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:

@@ -27,7 +27,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from windfall import envs
+from windfall.envs import user_code
 from windfall.envs.agents.agent_exit import last_line
 from windfall.errors import WindfallError
 from windfall.fleet.parent_death import die_with_parent
@@ -101,7 +101,7 @@ class AgentServer:
         self._build = build
         try:
             if build["function"]:
-                self._function = envs.import_object(build["function"], "env.function")
+                self._function = user_code.load(build["function"], where="env.function")
                 if prepare := getattr(self._function, "prepare", None):
                     prepare(**build["options"])
         except WindfallError as e:

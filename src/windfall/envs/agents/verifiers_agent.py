@@ -11,7 +11,7 @@ import asyncio
 import os
 from typing import Any
 
-from windfall import envs
+from windfall.envs import user_code
 from windfall.errors import WindfallError
 
 FAULTS_OF_THE_POLICY = (
@@ -32,7 +32,7 @@ def prepare(id: str, args: dict[str, Any]) -> None:
         what = f"verifiers {getattr(vf, '__version__', '')} has no load_environment"
         raise WindfallError(what, where="env.name", fix="pip install 'verifiers<0.2'")
     if ":" in id:
-        env = envs.import_object(id, "env.id")(**args)
+        env = user_code.load(id, where="env.id")(**args)
     else:
         try:
             env = vf.load_environment(id, **args)

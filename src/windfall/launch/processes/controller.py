@@ -34,7 +34,7 @@ from windfall import config, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
 from windfall.envs import held_out
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, tensorboard
 from windfall.launch import invitation, tls
@@ -99,7 +99,7 @@ class ControllerProcess:
             max_workers=recipe.fleet.max_workers, trainer_secret=auth.make_token(folder / "trainer.secret"),
         )  # fmt: skip
         self.life.on_trainer = self._set_terms
-        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks)
+        self.life.held_out = held_out.describe(recipe.env, recipe.eval.tasks, evaluation_data(recipe))
         for warning in self.life.held_out.warnings if recipe.eval.tasks and not resumed else ():
             events.instant("eval_warning", why=warning)
         self._error: WindfallError | None = None
@@ -127,7 +127,7 @@ class ControllerProcess:
                 self.events.instant("end", **self._end, **self.life.report.last_bill(now))
 
     async def _run_steps(self) -> None:
-        async with env_host(self.recipe.env, self.recipe.run.seed) as env:
+        async with recipe_host(self.recipe) as env:
             await self.life.unless_stopped(env.ready())
             async with AgentService(self.recipe, self.folder, self.events, self.journal, env) as agents:
                 self.life.on_rollout = partial(self._start_agents, agents)
@@ -141,7 +141,8 @@ class ControllerProcess:
 
     def _text(self) -> Text:
         """The trainer wrote the tokenizer before it connected."""
-        return Text(tokenizer.load(self.folder / "tokenizer"), tokenizer.stop_ids(self.folder / "tokenizer"))
+        folder = self.folder / "tokenizer"
+        return Text(tokenizer.load(folder), tokenizer.stop_ids(folder), **self.recipe.chat.options())
 
     def _on_write_failure(self, error: WindfallError) -> None:
         """A write to the journal or the event log failed. The writer may be a link or a callback, where an exception
@@ -239,7 +240,12 @@ class ControllerProcess:
 
     def _snapshot(self, ended: Ended | None = None) -> None:
         now_s = asyncio.get_running_loop().time()
-        snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended)
+        rollout, graders = self.life.rollout, None
+        if rollout is not None:
+            graders = rollout.grading.snapshot(now_s)
+            if ended is None and rollout.grading.slow_s(now_s) is not None:
+                self.events.instant("grading_slow", **graders)
+        snapshot = self.life.report.snapshot(step=self.life.state.step, now_s=now_s, ended=ended, graders=graders)
         folders.replace(self.folder / "fleet.json", json.dumps(snapshot))
 
     # stopping

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import xxhash
 from windfall import config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import recipe_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
@@ -101,8 +101,8 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
     if agents.is_agent(recipe):
         prompts = agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
     else:
-        async with env_host(recipe.env, recipe.run.seed) as env:
-            prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
+        async with recipe_host(recipe) as env:
+            prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
@@ -230,9 +230,10 @@ def _write_tokenizer(tokenizer: Any, model: Any, out: Path) -> None:
     model.generation_config.save_pretrained(out)
 
 
-def text_for(tokenizer: Any, model: Any) -> Text:
+def text_for(tokenizer: Any, model: Any, chat: Mapping[str, Any]) -> Text:
+    """`chat`: options of Text, from the recipe's [chat] section."""
     stops = getattr(model.generation_config, "eos_token_id", None)
-    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
+    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops], **chat)
 
 
 def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.EngineSpec:

@@ -33,6 +33,7 @@ LAYERS = [
 PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "backoff.py",
     "engine/pages.py",
+    "engine/retention.py",
     "envs/repeats.py",
     "envs/process_pool/sizing.py",
     "engine/cuda/plan.py",

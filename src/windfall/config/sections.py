@@ -197,6 +197,9 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
+    keep_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the KV cache that responses with several turns may keep while their environment works. 0 keeps nothing:
+    the next turn is prefilled from its first token, unless its pages happen to be in the prefix cache still."""
 
 
 class Techniques(Section):
@@ -210,6 +213,9 @@ class Techniques(Section):
     balancing: bool | Literal["algorithm2"] = True
     """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
     "algorithm2" is RLBoost's Algorithm 2."""
+    affinity: bool = True
+    """Send the next turn of a response to the worker that has its tokens in the KV cache, if that pays. Off: it is
+    placed like a new response."""
     pipelining: bool = True
     """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 

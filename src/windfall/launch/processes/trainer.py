@@ -237,7 +237,8 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     e, o = recipe.engine, recipe.rollout
     return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
-        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
+        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, keep_share=e.keep_share,
+        deterministic=recipe.run.deterministic,
         longest=longest, wanted=o.groups * o.group_size, engine=e.name,
         samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )  # fmt: skip

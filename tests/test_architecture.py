@@ -60,6 +60,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "scheduling/rebalance.py",
     "scheduling/seed_time.py",
     "scheduling/placement.py",
+    "scheduling/turn_routing.py",
+    "scheduling/turns.py",
     "scheduling/room.py",
     "rollout/refusals.py",
     "sim/core/service.py",

@@ -34,7 +34,7 @@ def test_warned_worker_hands_over_and_leaves(tmp_path: Path) -> None:
 
 
 def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windfall.rollout.dispatch.DRAIN_LEAD_S", 0.1)
+    monkeypatch.setattr("windfall.rollout.notices.DRAIN_LEAD_S", 0.1)
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
@@ -129,7 +129,7 @@ def test_worker_leaves_if_the_controller_ignores_the_notice(tmp_path: Path, monk
 
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            monkeypatch.setattr(s.dispatch, "_handle_notice", lambda member, notice: None)
+            monkeypatch.setattr(s.dispatch.notices, "handle", lambda member, notice: None)
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             w.agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail="SIGTERM"))

@@ -283,12 +283,14 @@ def left_over(dispatch: Dispatch, rollout: Rollout, here: set[str], next_task: i
     trained = sum(":" not in id and int(id.partition("/")[0]) < next_task for id in rollout.history)
     outbox = d._outbox
     by_worker = {
-        "handles to release": set(d._releasing.values()), "timers": d._drain_timers, "queues": outbox._queues,
+        "handles to release": set(d._releasing.values()), "timers": d.notices.timers, "queues": outbox._queues,
         "links": outbox._links, "work": d.ledger._by_worker, "contexts": d.ledger._context, "prefills": g._prefilling,
+        "kept turns": g.turns._held,
     }  # fmt: skip
     bounded = {
         "responses": len(d.ledger.entries), "queued": len(d.ledger.queue), "running": len(d.ledger._running),
-        "groups with pages": len(g._prefix_holders), "responses with a chosen worker": len(g._move_targets),
+        "groups with pages": len(g._prefix_holders), "sessions": len(g.turns._sessions),
+        "responses with a chosen worker": len(g._move_targets),
     }  # fmt: skip
     counts = {
         **{name: n for name, n in bounded.items() if n > limit},

@@ -61,7 +61,7 @@ def test_worker_warned_early_gets_work_until_its_last_seconds(tmp_path: Path, mo
 def test_without_migration_a_warned_worker_gets_no_work_it_cannot_finish(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as (s, start):
-            s.dispatch._migration = False
+            s.dispatch.notices._migration = False
             w = start()
             await s.until(lambda: s.state("w") is WorkerState.READY, "it is there")
             w.agent.warned(PreemptionNotice(source="gcp", left_s=30.0, detail="preempted"))

@@ -306,6 +306,17 @@ class Sim(Section):
     """Standard deviation of the logarithm of the response length."""
     alike: float = Field(default=0.5, ge=0, le=1)
     """Correlation of the logarithms of the response lengths within a group."""
+    turns: float = Field(default=1.0, ge=1)
+    """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
+    `lengths_file` are those of a turn."""
+    env_s: float = Field(default=1.0, ge=0)
+    """Median seconds that the environment works between two turns. Times are log-normal."""
+    env_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that time."""
+    observation_tokens: float = Field(default=100.0, gt=0)
+    """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
+    observation_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that length."""
     lengths_file: FilePath | None = None
     """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)

@@ -1,6 +1,7 @@
 """The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
-    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume, Drain
+    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume,
+                              Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed

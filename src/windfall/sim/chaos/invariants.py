@@ -39,7 +39,7 @@ from windfall.sim.chaos.invariant_broken import InvariantBroken
 from windfall.sim.chaos.staleness_invariants import StalenessInvariants
 from windfall.sim.core import loop as loops
 from windfall.sim.core.token_schedule import id_token_of
-from windfall.sim.machines.decode import STOP, distinct_token
+from windfall.sim.machines.decode import OBSERVED, STOP, distinct_token
 
 PROGRESS_S = 600.0
 """Longest time without progress, in virtual seconds."""
@@ -161,7 +161,7 @@ class Invariants:
                 self._checked[id] = (entry, entry.handle, have)
                 if self._staleness is not None:
                     self._staleness.check_tokens(entry, offer, before or 0, restored=before is None)
-                versions = {v for v, _ in entry.episode.version_runs} | (
+                versions = {v for v, _ in entry.episode.version_runs if v >= 0} | (
                     {entry.version} if entry.handle >= 0 else set()
                 )
                 if self._staleness is None and (offer is None or not versions <= {offer.version}):
@@ -181,7 +181,8 @@ class Invariants:
             raise InvariantBroken("again", f"{id} continues at token {have}, but {known} of its tokens were accepted")
         for position in range(checked, have):
             expected = id_token if position == 0 else distinct_token(id_token, position)
-            if tokens[position] != expected and not (tokens[position] == STOP and position == have - 1):
+            ends = position == have - 1 or tokens[position + 1] == OBSERVED
+            if tokens[position] not in (expected, OBSERVED) and not (tokens[position] == STOP and ends):
                 what = f"{id}: token {position} of {have} is {tokens[position]}, not {expected}"
                 raise InvariantBroken("tokens", what)
         if have > known:

@@ -216,8 +216,11 @@ class SimWorker:
         match message:
             case m.Load():
                 self._start_load(message)
-            case m.Assign() | m.Cancel() | m.Release() | m.Forget() | m.Pause() | m.Resume() | m.Drain():
+            case m.Assign() | m.Cancel() | m.Release() | m.Pause() | m.Resume() | m.Drain():
                 self._queue_order(message)
+            case m.Forget():  # at once: it changes no step
+                for session in message.sessions:
+                    self._kept.take(session, 0)
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
@@ -275,9 +278,6 @@ class SimWorker:
             case m.Release():
                 self._drop(order.handles)
                 self._send(m.Released(handles=order.handles))
-            case m.Forget():
-                for session in order.sessions:
-                    self._kept.take(session, 0)
             case m.Pause() | m.Resume():
                 self._paused = isinstance(order, m.Pause)
             case m.Drain():

@@ -179,7 +179,8 @@ class FleetReport:
             "t": self._events.clock.wall(), "pid": os.getpid(), "run": self._recipe.run.name,
             "step": step, "steps": self._recipe.run.steps, "version": offer.version if offer else None, "ended": ended,
             "queued": len(ledger.queue), "open": len(ledger), "lost": self._dispatch.members.lost,
-            "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers, "staleness": self._staleness,
+            "counts": asdict(ledger.counts), "prefill": asdict(self._dispatch.members.prefill), "workers": workers,
+            "staleness": self._staleness,
             "advice": [
                 {"lease": kind, "now": a.now, "count": a.count, "why": a.why}
                 for kind, a in self._advisor.advice.items()

@@ -107,7 +107,8 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
     return (
         f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
-        f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice{_prefill(s)}"
+        f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
+        + _prefill(s)
     )
 
 
@@ -118,9 +119,10 @@ def _prefill(s: dict[str, Any]) -> str:
         return ""
     kept = [w for w in s["workers"] if w["state"] != "gone" and w.get("kept_sessions")]
     sessions, tokens = (sum(w[k] for w in kept) for k in ("kept_sessions", "kept_tokens"))
+    total = p["reused"] + p["prefilled"]
     return (
-        f"\nprefill: {p['reused'] / (p['reused'] + p['prefilled']):.0%} of {p['reused'] + p['prefilled']:,} tokens saved, "
-        f"{p['hits']:,} of {p['lookups']:,} turns found their prefix; kept: {sessions} sessions with {tokens:,} tokens"
+        f"\nprefill: {p['reused'] / total:.0%} of {total:,} tokens saved, {p['hits']:,} of {p['lookups']:,} turns "
+        f"found their prefix; kept: {sessions} sessions with {tokens:,} tokens"
     )
 
 

@@ -126,7 +126,8 @@ def session_keys(steps: Iterable[Event]) -> dict[str, float]:
     """Estimate the keys of [sim] for responses with several turns. Empty: they have one.
 
     >>> row = [4, math.log(2.0), math.log(2.0) ** 2]
-    >>> session_keys([{"sessions": {"ended": 2, "turns": 6, "env_s": row, "observation_tokens": row, "turn_tokens": row}}])
+    >>> rows = {"env_s": row, "observation_tokens": row, "turn_tokens": row}
+    >>> session_keys([{"sessions": {"ended": 2, "turns": 6, **rows}}])
     {'turns': 3.0, 'env_s': 2.0, 'env_sigma': 0.0, 'observation_tokens': 2.0, 'observation_sigma': 0.0, \
 'median_tokens': 2.0, 'sigma': 0.0}
     """

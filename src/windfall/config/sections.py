@@ -214,8 +214,8 @@ class Techniques(Section):
     """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
     "algorithm2" is RLBoost's Algorithm 2."""
     affinity: bool = True
-    """Send the next turn of a response to the worker that has its tokens in the KV cache, if that pays. Off: it is
-    placed like a new response."""
+    """Send the next turn of a response to the worker that has its tokens in the KV cache, and siblings to the worker
+    that has their prompt, if that pays. Off: placement ignores what the workers have in their caches."""
     pipelining: bool = True
     """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 

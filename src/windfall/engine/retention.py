@@ -77,8 +77,8 @@ class Retention:
             return
         self._kept[session] = _Kept(list(pages), self._clock() + keep_s, len(pages))
         self._holders.update(pages)
-        while len(self._holders) > self._most and self._drop_page():
-            pass
+        while len(self._holders) > self._most:
+            self._drop_page()
 
     def forget(self, session: str) -> None:
         """The session has ended, or its next turn holds the pages itself."""
@@ -90,7 +90,7 @@ class Retention:
         """Drop kept pages until `need` pages are free. False if that is not possible; `spare` is then the only session
         that keeps pages."""
         while self._pages.free < need:
-            if not self._drop_page(spare):
+            if not self._drop_page(spare, needed=True):
                 return False
         return True
 
@@ -100,20 +100,21 @@ class Retention:
             self.forget(session)
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Sessions that lost more than half of their pages since the last call. Another thread may call this."""
+        """Sessions that lost more than half of their pages to others since the last call. Another thread may call this.
+        Pages that only exceed the budget are not lost: they stay in the prefix cache until they are overwritten."""
         out = []
         while self._dropped:
             out.append(self._dropped.popleft())
         return tuple(out)
 
-    def _drop_page(self, spare: str = "") -> bool:
-        """Drop the last page of the least useful session. False if there is none."""
+    def _drop_page(self, spare: str = "", *, needed: bool = False) -> bool:
+        """Drop the last page of the least useful session. False if there is none. `needed`: it is overwritten now."""
         session = least_useful(((s, k.returns_s) for s, k in self._kept.items() if s != spare), self._clock())
         if session is None:
             return False
         kept = self._kept[session]
         self._release([kept.pages.pop()])
-        if len(kept.pages) == kept.whole // 2:
+        if needed and len(kept.pages) == kept.whole // 2:
             self._dropped.append(session)
         if not kept.pages:
             del self._kept[session]

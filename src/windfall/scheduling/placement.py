@@ -59,7 +59,7 @@ class Placement:
         self, ledger: Ledger, *, balancing: bool | Literal["algorithm2"] = True, affinity: bool = True
     ) -> None:
         """`balancing` False: all workers count as equally fast, and running responses do not move. `affinity` False:
-        next turns are placed like new responses."""
+        what is in a worker's prefix cache does not matter."""
         self.speeds, self.turns = WorkerSpeeds(), Turns()
         self._ledger, self._balancing, self._affinity = ledger, balancing, affinity
         self._prefix_holders: dict[str, dict[str, None]] = {}
@@ -192,7 +192,7 @@ class Placement:
             chosen = rlboost.select(first, loads, coming=coming, move_targets=self._move_targets)
         else:
             chosen = place(
-                first, loads, backlog=len(queued) - len(first), coming=coming, prefix_holders=self._prefix_holders,
+                first, loads, backlog=len(queued) - len(first), coming=coming, prefix_holders=self._prefix_holders if self._affinity else None,
                 move_targets=self._move_targets, typical=self.typical,
             )  # fmt: skip
         for id, worker in chosen:

@@ -92,7 +92,7 @@ def from_log(events: Sequence[Event]) -> list[tuple[str, Service, list[str]]]:
     granule = next((e["granule"] for e in events if e["name"] == "start" and "granule" in e), 1)
     numbers = [e["step"] for e in steps]
     trained = event_log.training(events, numbers)
-    worker_notes = [*_pulls(events), *_boots(steps, events), *_sessions(steps), *_lengths(steps)]
+    worker_notes = [*_pulls(events), *_boots(steps, events), *_sessions(steps, granule), *_lengths(steps)]
     trainer_notes = _training(events, numbers)
     points, out = event_log.speeds(steps), []
     for kind, service in event_log.services(steps, trained).items():
@@ -122,8 +122,8 @@ def _pulls(events: Sequence[Event]) -> list[str]:
     return [f"pulls: weights_bytes {p.size_bytes:.3g}, " + ", ".join(known)] if known else []
 
 
-def _sessions(steps: Sequence[Event]) -> list[str]:
-    keys = ", ".join(f"{key} {value:g}" for key, value in event_log.session_keys(steps).items())
+def _sessions(steps: Sequence[Event], granule: int) -> list[str]:
+    keys = ", ".join(f"{key} {value:g}" for key, value in event_log.session_keys(steps, granule).items())
     return [f"sessions, with lengths of turns instead of the lengths below: {keys}"] if keys else []
 
 

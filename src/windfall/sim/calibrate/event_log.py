@@ -122,8 +122,9 @@ def services(steps: Sequence[Event], trained: Training | None) -> dict[str, Serv
     return out
 
 
-def session_keys(steps: Iterable[Event]) -> dict[str, float]:
-    """Estimate the keys of [sim] for responses with several turns. Empty: they have one.
+def session_keys(steps: Iterable[Event], granule: int = 1) -> dict[str, float]:
+    """Estimate the keys of [sim] for responses with several turns. Empty: they have one. `granule`: real
+    tokens that a token of the log stands for.
 
     >>> row = [4, math.log(2.0), math.log(2.0) ** 2]
     >>> rows = {"env_s": row, "observation_tokens": row, "turn_tokens": row}
@@ -141,7 +142,8 @@ def session_keys(steps: Iterable[Event]) -> dict[str, float]:
     for name, (median, sigma) in names.items():
         count = max(1, sum(r[name][0] for r in rows))
         mean, squares = (sum(r[name][0] * r[name][n] for r in rows) / count for n in (1, 2))
-        keys |= {median: round(math.exp(mean), 3), sigma: round(math.sqrt(max(0.0, squares - mean * mean)), 3)}
+        scale = 1 if name == "env_s" else granule
+        keys |= {median: round(scale * math.exp(mean), 3), sigma: round(math.sqrt(max(0.0, squares - mean * mean)), 3)}
     return keys
 
 

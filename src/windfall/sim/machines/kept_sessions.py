@@ -1,8 +1,8 @@
-"""What a simulated engine keeps of sessions whose environment works: tokens, not pages. Pure.
+"""What a simulated engine has in its cache of sessions whose environment works: tokens, not pages. Pure.
 
-With a budget, the session whose next turn is predicted last is dropped first, by the rule of engine/retention.py.
-Without one, a session stays in the prefix cache until the engine has computed as many other tokens as were free: the
-least recently used tokens are overwritten first.
+Within the budget, sessions are kept by the rule of engine/retention.py. What does not fit into the budget stays in the
+prefix cache until the engine has computed as many other tokens as were free: the least recently used tokens are
+overwritten first.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from windfall.engine.retention import least_useful
 class _Session:
     tokens: int
     returns_s: float
-    computed: int
-    """Tokens that the engine had computed when the turn ended."""
+    released: int | None = None
+    """Tokens that the engine had computed when the session was no longer kept; None: it is kept."""
 
 
 class KeptSessions:
     def __init__(self, *, share: float, kv_tokens: int) -> None:
         """`kv_tokens`: size of the KV cache; 0: unlimited."""
-        self._share, self._size = share, kv_tokens or math.inf
+        self._size = kv_tokens or math.inf
+        self._budget = share * self._size if share else 0.0
+        self._sessions: dict[str, _Session] = {}
         self._kept: dict[str, _Session] = {}
         self._dropped: list[str] = []
         self.tokens = 0
@@ -33,35 +35,49 @@ class KeptSessions:
         """Tokens that the engine has computed so far, in prefill and decode."""
 
     def __len__(self) -> int:
+        """Number of sessions that are kept."""
         return len(self._kept)
 
-    def keep(self, session: str, tokens: int, returns_s: float) -> None:
-        self.take(session, 0)
-        self._kept[session] = _Session(tokens, returns_s, self.computed)
+    def keep(self, session: str, tokens: int, returns_s: float, context: int, now_s: float) -> None:
+        """`context`: tokens of the running responses."""
+        self.forget(session)
+        self._sessions[session] = self._kept[session] = _Session(tokens, returns_s)
         self.tokens += tokens
+        while self.tokens > self._budget:
+            self._release(now_s)
+        self.fit(context, now_s)
 
     def take(self, session: str, context: int) -> int:
-        """Tokens of this session that are still there; from now on, nothing is kept for it. `context`: tokens of the
-        running responses."""
-        kept = self._kept.pop(session, None)
-        if kept is None:
+        """Tokens of this session that are in the cache; from now on, nothing is kept for it."""
+        found = self._sessions.get(session)
+        free = self._size - context - self.tokens
+        self.forget(session)
+        if found is None or (found.released is not None and self.computed - found.released > free):
             return 0
-        self.tokens -= kept.tokens
-        overwritten = not self._share and self.computed - kept.computed > self._size - context
-        return 0 if overwritten else kept.tokens
+        return found.tokens
+
+    def forget(self, session: str) -> None:
+        self._sessions.pop(session, None)
+        if (kept := self._kept.pop(session, None)) is not None:
+            self.tokens -= kept.tokens
 
     def fit(self, context: int, now_s: float) -> None:
-        """Drop sessions until the others fit into the budget, and beside the running responses."""
-        if not self._share:
-            return
-        room = min(self._share * self._size, self._size - context)
-        while self.tokens > room and self._kept:
-            session = least_useful(((s, k.returns_s) for s, k in self._kept.items()), now_s)
-            assert session is not None
-            self.tokens -= self._kept.pop(session).tokens
+        """Drop sessions that have no room beside the running responses."""
+        while self._kept and self.tokens > self._size - context:
+            session = self._release(now_s)
+            del self._sessions[session]
             self._dropped.append(session)
 
+    def _release(self, now_s: float) -> str:
+        session = least_useful(((s, k.returns_s) for s, k in self._kept.items()), now_s)
+        assert session is not None, "nothing is kept"
+        kept = self._kept.pop(session)
+        kept.released = self.computed
+        self.tokens -= kept.tokens
+        return session
+
     def clear(self) -> None:
+        self._sessions.clear()
         self._kept.clear()
         self.tokens = 0
 

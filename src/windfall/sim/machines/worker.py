@@ -220,7 +220,7 @@ class SimWorker:
                 self._queue_order(message)
             case m.Forget():  # at once: it changes no step
                 for session in message.sessions:
-                    self._kept.take(session, 0)
+                    self._kept.forget(session)
             case m.Refused():
                 self.finished = True
                 self._disconnect(message.why)
@@ -373,9 +373,8 @@ class SimWorker:
             self._kept.computed += row.length
             if row.handle in self._keep:
                 session, keep_s = self._keep.pop(row.handle)
-                self._kept.keep(session, row.prompt + row.length, self._loop.time() + keep_s)
-        if ended:
-            self._kept.fit(self._decode.context, self._loop.time())
+                now = self._loop.time()
+                self._kept.keep(session, row.prompt + row.length, now + keep_s, self._decode.context, now)
         if frame is not None:
             self._sent_tokens += len(frame.tokens) // 4
             self._send(frame)

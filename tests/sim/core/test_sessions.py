@@ -61,8 +61,8 @@ def test_affinity_and_retention_save_prefill(simulated: Simulated) -> None:
     cases: dict[str, dict[str, Any]] = {
         "both": {},
         "no affinity": {"techniques": {"affinity": False, "balancing": False}},
-        "small cache": {"sim": {"worker_kv_tokens": 1100}},
-        "small cache, nothing kept": {"sim": {"worker_kv_tokens": 1100}, "engine": {"keep_share": 0.0}},
+        "small cache": {"sim": {"worker_kv_tokens": 2000}},
+        "small cache, nothing kept": {"sim": {"worker_kv_tokens": 2000}, "engine": {"keep_share": 0.0}},
     }
     for name, more in cases.items():
         more["sim"] = {"granule": 4, **more.get("sim", {})}

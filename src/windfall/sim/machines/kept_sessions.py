@@ -1,24 +1,25 @@
 """What a simulated engine has in its cache of sessions whose environment works: tokens, not pages. Pure.
 
-Within the budget, sessions are kept by the rule of engine/retention.py. What does not fit into the budget stays in the
-prefix cache until the engine has computed as many other tokens as were free: the least recently used tokens are
-overwritten first.
+    kept       within the budget; the tokens of the least useful session are given up first (engine/retention.py)
+    released   all other tokens of responses that do not run; the least recently used ones are overwritten first
+
+Running responses, kept and released tokens share the KV cache. Prompts that siblings share count for each of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import count
 
 from windfall.engine.retention import least_useful
 
 
 @dataclass(slots=True)
-class _Session:
+class _Kept:
     tokens: int
     returns_s: float
-    released: int | None = None
-    """Tokens that the engine had computed when the session was no longer kept; None: it is kept."""
 
 
 class KeptSessions:
@@ -26,60 +27,80 @@ class KeptSessions:
         """`kv_tokens`: size of the KV cache; 0: unlimited."""
         self._size = kv_tokens or math.inf
         self._budget = share * self._size if share else 0.0
-        self._sessions: dict[str, _Session] = {}
-        self._kept: dict[str, _Session] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._released: OrderedDict[str, int] = OrderedDict()
+        """Tokens by session, least recently used first. Those of ended sessions are under names that nobody asks for."""
+        self._released_tokens = 0
+        self._nameless = count()
         self._dropped: list[str] = []
         self.tokens = 0
         """Tokens of all sessions that are kept."""
-        self.computed = 0
-        """Tokens that the engine has computed so far, in prefill and decode."""
 
     def __len__(self) -> int:
         """Number of sessions that are kept."""
         return len(self._kept)
 
-    def keep(self, session: str, tokens: int, returns_s: float, context: int, now_s: float) -> None:
-        """`context`: tokens of the running responses."""
+    def keep(self, session: str, tokens: int, returns_s: float, now_s: float) -> None:
         self.forget(session)
-        self._sessions[session] = self._kept[session] = _Session(tokens, returns_s)
+        self._kept[session] = _Kept(tokens, returns_s)
         self.tokens += tokens
         while self.tokens > self._budget:
-            self._release(now_s)
-        self.fit(context, now_s)
+            self._give_up(math.ceil(self.tokens - self._budget), now_s)
 
-    def take(self, session: str, context: int) -> int:
-        """Tokens of this session that are in the cache; from now on, nothing is kept for it."""
-        found = self._sessions.get(session)
-        free = self._size - context - self.tokens
-        self.forget(session)
-        if found is None or (found.released is not None and self.computed - found.released > free):
-            return 0
-        return found.tokens
+    def take(self, session: str) -> int:
+        """Tokens of this session that are in the cache; from now on, a running response has them."""
+        kept, released = self._kept.pop(session, None), self._released.pop(session, 0)
+        self._released_tokens -= released
+        self.tokens -= kept.tokens if kept else 0
+        return (kept.tokens if kept else 0) + released
 
     def forget(self, session: str) -> None:
-        self._sessions.pop(session, None)
-        if (kept := self._kept.pop(session, None)) is not None:
-            self.tokens -= kept.tokens
+        """The session has ended."""
+        if tokens := self.take(session):
+            self.release(tokens)
+
+    def release(self, tokens: int) -> None:
+        """A response has ended, and its tokens stay until they are overwritten."""
+        if self._size < math.inf:
+            self._add_released(f"\0{next(self._nameless)}", tokens)
 
     def fit(self, context: int, now_s: float) -> None:
-        """Drop sessions that have no room beside the running responses."""
+        """Overwrite what has no room beside the running responses, which have `context` tokens."""
+        while self._released and self._released_tokens > self._size - context - self.tokens:
+            session, tokens = self._released.popitem(last=False)
+            self._released_tokens -= tokens
+            left = min(tokens, int(self._size - context - self.tokens - self._released_tokens))
+            if left > 0:
+                self._released[session] = left
+                self._released.move_to_end(session, last=False)
+                self._released_tokens += left
         while self._kept and self.tokens > self._size - context:
-            session = self._release(now_s)
-            del self._sessions[session]
-            self._dropped.append(session)
+            session = self._give_up(math.ceil(self.tokens - max(0.0, self._size - context)), now_s, overwritten=True)
+            if session not in self._kept:
+                self._dropped.append(session)
 
-    def _release(self, now_s: float) -> str:
+    def _give_up(self, excess: int, now_s: float, *, overwritten: bool = False) -> str:
+        """Give up so many tokens, at most all of the least useful session, and return the session."""
         session = least_useful(((s, k.returns_s) for s, k in self._kept.items()), now_s)
         assert session is not None, "nothing is kept"
-        kept = self._kept.pop(session)
-        kept.released = self.computed
-        self.tokens -= kept.tokens
+        kept = self._kept[session]
+        tokens = min(excess, kept.tokens)
+        kept.tokens -= tokens
+        self.tokens -= tokens
+        if not kept.tokens:
+            del self._kept[session]
+        if not overwritten:
+            self._add_released(session, tokens)
         return session
 
+    def _add_released(self, session: str, tokens: int) -> None:
+        self._released[session] = self._released.pop(session, 0) + tokens
+        self._released_tokens += tokens
+
     def clear(self) -> None:
-        self._sessions.clear()
         self._kept.clear()
-        self.tokens = 0
+        self._released.clear()
+        self.tokens = self._released_tokens = 0
 
     def take_dropped(self) -> tuple[str, ...]:
         dropped, self._dropped = tuple(self._dropped), []

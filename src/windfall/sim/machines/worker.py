@@ -298,7 +298,7 @@ class SimWorker:
             return
         row, group = self._token_schedule.row(work)
         context = row.prompt + row.generated
-        there = self._kept.take(work.session, self._decode.context)
+        there = self._kept.take(work.session)
         if group in self._prompts:  # siblings share the KV pages of their prompt
             there = max(there, self._token_schedule.prompt_tokens)
         self._prompts.add(group)
@@ -307,7 +307,6 @@ class SimWorker:
         self._hits += there > 0
         self._reused += there
         self._prefilled += context - there
-        self._kept.computed += context - there
         if work.keep_s > 0:
             self._keep[work.handle] = (work.session, work.keep_s)
         self._decode.add(row, context - there)
@@ -367,14 +366,16 @@ class SimWorker:
         self._decode.advance(steps)
         self._began_s += took_s
         self._steps += steps
-        frame, ended = self._decode.frame(self._held[0])
+        (frame, ended), now = self._decode.frame(self._held[0]), self._loop.time()
         for row in ended:
             self._token_schedule.finished(row)
-            self._kept.computed += row.length
-            if row.handle in self._keep:
-                session, keep_s = self._keep.pop(row.handle)
-                now = self._loop.time()
-                self._kept.keep(session, row.prompt + row.length, now + keep_s, self._decode.context, now)
+            session, keep_s = self._keep.pop(row.handle, ("", 0.0))
+            if session:
+                self._kept.keep(session, row.prompt + row.length, now + keep_s, now)
+            else:
+                self._kept.release(row.prompt + row.length)
+        if frame is not None:
+            self._kept.fit(self._decode.context, now)
         if frame is not None:
             self._sent_tokens += len(frame.tokens) // 4
             self._send(frame)

@@ -192,7 +192,8 @@ class Placement:
             chosen = rlboost.select(first, loads, coming=coming, move_targets=self._move_targets)
         else:
             chosen = place(
-                first, loads, backlog=len(queued) - len(first), coming=coming, prefix_holders=self._prefix_holders if self._affinity else None,
+                first, loads, backlog=len(queued) - len(first), coming=coming,
+                prefix_holders=self._prefix_holders if self._affinity else None,
                 move_targets=self._move_targets, typical=self.typical,
             )  # fmt: skip
         for id, worker in chosen:

@@ -29,7 +29,7 @@ class KeptSessions:
         self._budget = share * self._size if share else 0.0
         self._kept: dict[str, _Kept] = {}
         self._released: OrderedDict[str, int] = OrderedDict()
-        """Tokens by session, least recently used first. Those of ended sessions are under names that nobody asks for."""
+        """Tokens by session, least recently used first. Ended sessions are under names that are never asked for."""
         self._released_tokens = 0
         self._nameless = count()
         self._dropped: list[str] = []

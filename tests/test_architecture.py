@@ -65,6 +65,8 @@ PURE = [f for f in FILES if f.startswith("algorithms/")] + [
     "scheduling/room.py",
     "rollout/refusals.py",
     "sim/core/service.py",
+    "sim/core/sessions.py",
+    "sim/machines/kept_sessions.py",
     "sim/machines/decode.py",
     "sim/chaos/faults.py",
     "sim/core/token_schedule.py",

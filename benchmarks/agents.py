@@ -269,7 +269,9 @@ def real(args: argparse.Namespace) -> list[Row]:
         rows.append(asyncio.run(measure(name, engines, slots, work, techniques, VOCABULARY)))
     if args.vllm:
         engines, slots = make_vllm(args, work)
-        rows.append(asyncio.run(measure("vLLM, round robin", engines, slots, work, VARIANTS["round robin"][0], VOCABULARY)))
+        rows.append(
+            asyncio.run(measure("vLLM, round robin", engines, slots, work, VARIANTS["round robin"][0], VOCABULARY))
+        )
     return rows
 
 
@@ -300,7 +302,7 @@ def recipe(workers: int, techniques: dict[str, Any], keep_share: float, *, steps
     )  # fmt: skip
 
 
-def simulated(workers: int = 64, *, steps: int = 1, groups: int = 64, cache: int = 120_000) -> list[Row]:
+def simulated(workers: int = 64, *, steps: int = 1, groups: int = 24, cache: int = 48_000) -> list[Row]:
     from windfall.sim.calibrate.event_log import steps_of
     from windfall.sim.core import run, scenario
 
@@ -322,6 +324,7 @@ def simulated(workers: int = 64, *, steps: int = 1, groups: int = 64, cache: int
                 computed=prefilled + done.token_schedule.real_tokens, saved=reused / (reused + prefilled),
                 at_holder=to_holder / max(1, routed), turn_s=turns.turn_s)
         )  # fmt: skip
+        print(f"{name}: done", flush=True)
     return rows
 
 

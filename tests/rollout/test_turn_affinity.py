@@ -61,7 +61,7 @@ class Sessions:
 
 
 async def run(folder: Path, *, affinity: bool, between: Any = None, **how: Any) -> tuple[Sessions, list[Any], Dispatch]:
-    engines = [Held(new_engine(clone(), deterministic=True, max_running=8, **how)) for _ in "ab"]
+    engines: list[Any] = [Held(new_engine(clone(), deterministic=True, max_running=8, **how)) for _ in "ab"]
     events = EventLog(folder / f"{affinity}-{how}.jsonl")
     dispatch = Dispatch(events=events, vocabulary=VOCABULARY, techniques=Techniques(affinity=affinity))
     dispatch.set_offer(Offer(version=0, digest="d0", url=""))

@@ -117,8 +117,8 @@ class EngineThread:
     @_order
     def forget(self, sessions: tuple[str, ...]) -> None:
         """Drop what is kept for the next turns of these sessions."""
-        forget = getattr(self.engine, "forget", None)
-        for session in sessions if forget is not None else ():
+        forget = getattr(self.engine, "forget", lambda session: None)  # not every engine keeps pages
+        for session in sessions:
             forget(session)
 
     @_order

@@ -302,7 +302,7 @@ def recipe(workers: int, techniques: dict[str, Any], keep_share: float, *, steps
     )  # fmt: skip
 
 
-def simulated(workers: int = 64, *, steps: int = 1, groups: int = 24, cache: int = 100_000) -> list[Row]:
+def simulated(workers: int = 64, *, steps: int = 1, groups: int = 64, cache: int = 150_000) -> list[Row]:
     from windfall.sim.calibrate.event_log import steps_of
     from windfall.sim.core import run, scenario
 

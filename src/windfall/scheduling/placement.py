@@ -73,7 +73,10 @@ class Placement:
 
     @property
     def typical(self) -> float:
-        """Mean length of finished responses in tokens; 0: none has finished."""
+        """Mean number of tokens that a response generates before it ends or waits for its environment: its length, or
+        that of a turn if there are several; 0: not known."""
+        if self.turns.several:
+            return self.turns.typical
         return self._finished_tokens / self._finished if self._finished else 0.0
 
     def rate(self, member: Member, responses: int, sharing: int) -> float:

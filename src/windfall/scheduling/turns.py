@@ -128,6 +128,11 @@ class Turns:
         """Mean number of sampled tokens in a turn; 0: not known."""
         return self._tokens / self._turns if self._turns else 0.0
 
+    @property
+    def several(self) -> bool:
+        """Whether responses have several turns."""
+        return any(times.returns > 0 for times in self.environments.values())
+
     def keep_s(self, environment: str) -> float:
         return self.environments.setdefault(environment, ReturnTimes()).keep_s
 

@@ -107,7 +107,7 @@ def test_data_set_gives_tasks_and_grades(tmp_path: Path, monkeypatch: pytest.Mon
     assert [score for _, score in scores] == [1.0, 0.5]
     described = held_out.describe(r.env, r.eval.tasks, evaluation_data(r))
     assert (described.tasks, described.description) == (1, "1 rows of test.jsonl")
-    assert recipe_check.check(r).startswith("agent: python x.py; environment dataset: built task")
+    assert recipe_check.check(r).startswith("agent: python x.py; environment Dataset: built task")
 
 
 def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,9 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
+    keep_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the KV cache that responses with several turns may keep while their environment works. 0 keeps nothing:
+    the next turn is prefilled from its first token, unless its pages happen to be in the prefix cache still."""
 
 
 class Techniques(Section):
@@ -244,6 +247,9 @@ class Techniques(Section):
     balancing: bool | Literal["algorithm2"] = True
     """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
     "algorithm2" is RLBoost's Algorithm 2."""
+    affinity: bool = True
+    """Send the next turn of a response to the worker that has its tokens in the KV cache, and siblings to the worker
+    that has their prompt, if that pays. Off: placement ignores what the workers have in their caches."""
     pipelining: bool = True
     """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 
@@ -334,6 +340,17 @@ class Sim(Section):
     """Standard deviation of the logarithm of the response length."""
     alike: float = Field(default=0.5, ge=0, le=1)
     """Correlation of the logarithms of the response lengths within a group."""
+    turns: float = Field(default=1.0, ge=1)
+    """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
+    `lengths_file` are those of a turn."""
+    env_s: float = Field(default=1.0, ge=0)
+    """Median seconds that the environment works between two turns. Times are log-normal."""
+    env_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that time."""
+    observation_tokens: float = Field(default=100.0, gt=0)
+    """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
+    observation_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that length."""
     lengths_file: FilePath | None = None
     """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)

@@ -77,6 +77,7 @@ class DispatchSampler:
         self._owners: dict[str, _SessionTokens] = {}
         """By episode in the ledger: its session."""
         self._listener = Listener(
+            environment="agent",
             turn_ended=lambda id: self._wake(id, None),
             rejected=lambda id, why: self._wake(id, WindfallError(why, where=f"response {id}")),
             version_gone=self._version_gone,

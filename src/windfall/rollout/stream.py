@@ -159,6 +159,7 @@ class Stream:
         """Tokens of an older version are too old."""
         self.inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._listener = Listener(
+            environment=rollout.env.name,
             turn_ended=lambda id: self.inbox.put_nowait(TurnEnded(id)),
             rejected=lambda id, why: self.inbox.put_nowait(WindfallError(why, where=f"response {id}")),
             version_gone=lambda id: self.inbox.put_nowait(VersionGone(f"no worker holds version {version} any more")),

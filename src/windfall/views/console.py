@@ -301,6 +301,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         if not asynchronous:
             alone = generated / max(1e-9, rollout - early)
             out.append(f"                             {alone:,.0f} tok/s while generating")
+        out += _prefill(steps)
         if updates := [e["weights_bytes"] for e in steps if e.get("weights_bytes")]:
             out.append(
                 f"  weights per update         {sum(updates) / len(updates) / 1e6:,.2f} MB to pull for each worker"
@@ -324,6 +325,19 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     model = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
     out.append(f"  try next                   {_command()} generate {model} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {model}")
+    return out
+
+
+def _prefill(steps: list[Event]) -> list[str]:
+    """For the summary: the prefill that the prefix caches of the workers saved, and where the next turns went."""
+    saved, computed = (sum(e.get(key, 0) for e in steps) for key in ("prefill_saved", "prefilled"))
+    if not saved:
+        return []
+    out = [f"  prefill saved              {saved / (saved + computed):.0%}: {saved:,} of {saved + computed:,} tokens"]
+    sessions = [e["sessions"] for e in steps if e.get("sessions")]
+    if routed := sum(s["routed"] for s in sessions):
+        there = sum(s["to_holder"] for s in sessions)
+        out.append(f"  turns                      {there:,} of {routed:,} went to the worker that has their tokens")
     return out
 
 

@@ -88,6 +88,13 @@ class TrainerEngine:
         with self._orders_lock:
             self._engine.cancel(id)
 
+    def forget(self, session: str) -> None:
+        with self._orders_lock:
+            getattr(self._engine, "forget", lambda session: None)(session)
+
+    def take_dropped(self) -> tuple[str, ...]:
+        return getattr(self._engine, "take_dropped", tuple)()
+
     def step(self) -> list[Chunk]:
         self.waiting = True
         if self._stale:

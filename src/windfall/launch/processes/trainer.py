@@ -98,11 +98,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    if agents.is_agent(recipe):
-        prompts = agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
-    else:
-        async with recipe_host(recipe) as env:
-            prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
+    prompts = await _prompts(recipe, tokenizer, model)
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
@@ -164,6 +160,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         await dialer.close()
         await server.close()
         publisher.close()
+
+
+async def _prompts(recipe: Recipe, tokenizer: Any, model: Any) -> list[int]:
+    """Prompt lengths in tokens for which memory is planned."""
+    if agents.is_agent(recipe):
+        return agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
+    async with recipe_host(recipe) as env:
+        return await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
 
 
 def _local_engine(recipe: Recipe, folder: Path, place: RankPlace, part: TrainerPart, device: str) -> LocalEngine | None:
@@ -241,7 +245,8 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     e, o = recipe.engine, recipe.rollout
     return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
-        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
+        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, keep_share=e.keep_share,
+        deterministic=recipe.run.deterministic,
         longest=longest, wanted=o.groups * o.group_size, engine=e.name,
         samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )  # fmt: skip

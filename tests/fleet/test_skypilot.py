@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import COMMAND, DRAINING, TOKEN, SkySource, Workers, running
-from fleet.test_source_contract import RecordedEvents
 
 from windfall.fleet.skypilot import provider
 from windfall.fleet.skypilot.provider import parse_queue, parse_states

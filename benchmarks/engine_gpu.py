@@ -11,7 +11,7 @@
 - decode: ms per step through the engine's interface; share: of the time to read weights and KV at 4.3 TB/s
 - prefill, rollout, group: tokens/s, all requests at once, temperature 1, no stop tokens; share: of 990 TFLOP/s
 - memory: the KV pool freed and allocated again (windfall alone)
-- vLLM: its public API, without log-probs and seeds unless the case says so. vLLM engine: behind windfall's seam, with
+- vLLM: its public API, without log-probs and seeds unless the case says so. vLLM engine: VllmEngine, with
   log-probs and seeds; in the column beside it, its speed relative to vLLM
 - train, publish: the output of benchmarks/train_gpu.py
 
@@ -75,8 +75,8 @@ class Report:
             self._out.write_text(json.dumps({"figures": rows, "training": self._lines}, indent=1))
 
     def table(self) -> str:
-        """One row per figure: windfall's value and how it compares with vLLM's, vLLM's value, and that of vLLM behind
-        windfall's seam and how it compares with vLLM's own."""
+        """One row per figure: windfall's value and how it compares with vLLM's, vLLM's value, and that of
+        VllmEngine and how it compares with vLLM's own."""
         found = {(m, f.what, f.case): {} for m, _, f in self._rows}
         for model, engine, f in self._rows:
             found[model, f.what, f.case][engine] = f

@@ -3,8 +3,9 @@
     PYTHONPATH=FOLDER_WITH_VLLM python benchmarks/gpu_vllm_engine.py JOB       a Job of gpu_job.py as JSON
 
 The engine is built like in a worker with `--engine vllm`, and is driven by `add` and `step` alone, as windfall's own.
-Beside peers/vllm_gpu.py, which uses vLLM's public API without log-probs and without seeds, this is the price of the
-seam: every token has its log-prob and is drawn with the seed of its response. The weights stay as vLLM fills them.
+Compared with peers/vllm_gpu.py, which uses vLLM's public API without log-probs and seeds, this shows what windfall's
+interface costs: every token has its log-prob and is drawn with the seed of its response. The weights stay as vLLM
+fills them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the time of vLLM's log-probs goes: the same requests through vLLM's own interface and through windfall's seam.
+"""Where the time of vLLM's log-probs goes: the same requests through vLLM's own interface and windfall's engine.
 
     python benchmarks/vllm_logprobs.py                            Qwen3-0.6B's shape on a GPU
     python benchmarks/vllm_logprobs.py --device cpu --model tiny  a tiny model: only the cost of the host is visible
@@ -8,7 +8,7 @@ Each way runs `--requests` requests at once, 128 tokens in, `--length` out, with
     LLMEngine              add_request and step, no log-probs
     LLMEngine, log-probs   the same with logprobs=0: the sampled token's alone
     engine core, log-probs requests go to the engine core, which returns lists and arrays; vLLM's own sampler
-    windfall's seam        the same behind VllmEngine, which makes Chunks; where vLLM's sampler is not exact, windfall's
+    VllmEngine             the same behind VllmEngine, which makes Chunks; where vLLM's sampler is not exact, windfall's
 
 The last way also has seeds: every response continues exactly wherever it is resumed.
 """
@@ -110,7 +110,7 @@ def main() -> None:
         return
     native.close()
     own = build(args, own_sampler=True)
-    timed(args, "windfall's seam", lambda asked: through_core(own, asked))
+    timed(args, "VllmEngine", lambda asked: through_core(own, asked))
     own.close()
 
 

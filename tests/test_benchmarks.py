@@ -91,3 +91,13 @@ def test_budget_on_paper_is_shown_for_every_model(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 3 * 2 * 3
     assert any(line.startswith("8B") and line.endswith("fits") for line in lines)
+
+
+def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = load("agents", monkeypatch)
+    monkeypatch.setattr(agents, "VARIANTS", {n: agents.VARIANTS[n] for n in ("affinity, kept", "round robin")})
+    kept, round_robin = agents.simulated(4, groups=1, cache=48_000)
+    assert kept.sampled == round_robin.sampled
+    assert kept.computed < 0.8 * round_robin.computed
+    assert kept.saved > 0.7 > round_robin.saved
+    assert agents.Workload().prefill_share == pytest.approx(0.8, abs=0.03)

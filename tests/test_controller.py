@@ -19,6 +19,7 @@ from windfall.envs.held_out import HeldOut
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog, read
 from windfall.rollout.env_failures import EnvFailures
+from windfall.rollout.grading import Grading
 from windfall.rollout.stream import Stopped
 from windfall.scheduling.admission import Admission
 from windfall.train.base import Report, TrainerLost
@@ -55,8 +56,8 @@ class World:
     def __init__(self, rewards: Callable[[int], Sequence[float | None]], stop_at: int = -1) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.history: dict[str, object] = {}
-        self.sampled_tokens = self.restored_tokens = self.graded_turns = 0
-        self.grading_s = 0.0
+        self.sampled_tokens = self.restored_tokens = 0
+        self.grading = Grading()
         self.failures = EnvFailures("Scripted", EventLog(Path("/dev/null")))
         self.over = asyncio.Event()
         self.writes, self.micro_tokens = 0, 1000

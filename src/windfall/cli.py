@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import __version__, config
+from windfall.commands.gateway import gateway
 from windfall.commands.serve import serve
 from windfall.commands.token_option import token_option
 from windfall.errors import WindfallError, nearest
@@ -29,6 +30,7 @@ bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True
 app.add_typer(bench, name="bench")
 fleet = typer.Typer(help="Workers from Ray, Kubernetes, SkyPilot and Slurm.", no_args_is_help=True)
 app.add_typer(fleet, name="fleet")
+app.command(epilog="Example: windfall gateway runs/demo")(gateway)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="Recipe to run.")]
 Overrides = Annotated[
@@ -199,7 +201,7 @@ def ranks(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     patience: Annotated[
-        float, typer.Option(min=1.0, help="Seconds without the run after which the command exits.")
+        float, typer.Option(min=1.0, help="Seconds without a place in the run after which the command exits.")
     ] = 600.0,
 ) -> None:
     """Run ranks of a trainer on this machine, for a run with train.machines above 1, until that run ends."""
@@ -419,9 +421,7 @@ def bench_engine(
     measure.engine(model, requests=requests, max_tokens=max_tokens, threads=threads)
 
 
-@fleet.command(
-    name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes | kubectl apply -f -"
-)
+@fleet.command(name="preview", epilog="Example: windfall fleet preview recipe.toml --only kubernetes")
 def fleet_preview(
     recipe: RecipeFile, set: Overrides = None,
     only: Annotated[str, typer.Option(help="Print one source: ray, kubernetes, skypilot or slurm.")] = "",

@@ -418,7 +418,7 @@ class Controller:
             drawn=len(drawn),
             skipped=rollout.failures.skipped,
             missing=rollout.failures.missing,
-            reward_s=rollout.grading_s / max(1, rollout.graded_turns),
+            **rollout.grading.describe(),
             made=rollout.sampled_tokens,
             restored=rollout.restored_tokens,
             s=took_s,

@@ -31,12 +31,16 @@ def refusal(tmp_path: Path, toml: str, *overrides: str) -> str:
     ("toml", "expected"),
     [
         ("[trian]\nlr = 1.0", "unknown key 'trian'. Did you mean 'train'?"),
-        ("stps = 3", "unknown key 'stps'. Known: algorithm, checkpoint, "),
+        ("stps = 3", "unknown key 'stps'. Known: algorithm, chat, checkpoint, "),
         ("[train]\nlearning = 1.0", "unknown key 'train.learning'. Known: betas, "),
         ("[rollout]\ntemprature = 1.0", "unknown key 'rollout.temprature'. Did you mean 'temperature'?"),
         ("[env]\nname = 'guess'\nmax_turn = 2", "unknown key 'env.max_turn'. Did you mean 'max_turns'?"),
         ("[env]\nname = 'guesss'", "env.name = 'guesss' is not an environment. Did you mean 'guess'?"),
-        ("[env]\nmax_steps = 3", "'env.name' is missing. Known: arithmetic, custom, frozen_lake, guess, gym, jsonl."),
+        (
+            "[env]\nmax_steps = 3",
+            "'env.name' is missing. "
+            "Known: agent, arithmetic, custom, dataset, frozen_lake, guess, gym, jsonl, verifiers.",
+        ),
         ("[env]\nname = 'gym'", "'env.task' is missing"),
         ("[env]\nname = 'custom'\nfactory = 'mine'", "'env.factory' = 'mine': "),
         ("[algorithm]\nname = 'grpp'", "unknown algorithm 'grpp'. Did you mean 'grpo'?"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import running
-from fleet.test_source_contract import RecordedEvents
 
 from windfall.fleet.base import ignore_event
 from windfall.fleet.job_queue import Job, JobSpawner

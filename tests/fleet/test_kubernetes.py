@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import COMMAND, DRAINING, TOKEN, Workers, running, source_path
 from fleet.stand_ins.kubernetes import Cluster
-from fleet.test_source_contract import RecordedEvents
 
 from windfall import config
 from windfall.errors import WindfallError

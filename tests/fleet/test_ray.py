@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import COMMAND, TOKEN, RaySource, Workers, running, url
-from fleet.test_source_contract import RecordedEvents
 
 from windfall.errors import WindfallError
 from windfall.events.log import read

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import COMMAND, DRAINING, TOKEN, SkySource, Workers, running
-from fleet.test_source_contract import RecordedEvents
 
 from windfall.fleet.skypilot import provider
 from windfall.fleet.skypilot.provider import parse_queue, parse_states
@@ -66,7 +66,7 @@ def test_states() -> None:
         {"job_id": 4, "job_name": "c", "status": "FAILED_NO_RESOURCE"},
         {"job_id": 5, "job_name": "d", "status": "SUCCEEDED"},
     ]
-    jobs = parse_states(parse_queue("Fetching...\n" + json.dumps(rows)))
+    jobs = parse_states(parse_queue("[warning] an old client\nFetching...\n" + json.dumps(rows)))
     assert {name: job.code for name, job in jobs.items()} == {"a": None, "b": 3, "c": -9, "d": 0}
     assert jobs["a"].waiting
     with pytest.raises(OSError, match="did not print JSON"):

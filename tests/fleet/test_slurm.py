@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import COMMAND, DRAINING, SlurmSource, Workers, programs, running, source_path
-from fleet.test_source_contract import RecordedEvents
 
 from windfall.errors import WindfallError
 from windfall.events.log import read
@@ -137,6 +137,7 @@ setup = "export PATH=BIN:$PATH"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
 def test_run_trains_on_slurm_workers_over_tls(tmp_path: Path) -> None:
     """Real workers: they get the token and the certificate from the environment of sbatch, and end with the run."""

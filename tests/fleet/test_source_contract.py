@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleet.recorded_events import RecordedEvents
 from fleet.sources import DRAINING, SOURCES, Workers, kill, running
 
 SLEEP = "import time; time.sleep(60)"
@@ -20,24 +21,6 @@ FAMILY = (
     "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)']); "
     "open(f'{ME}-child.{child.pid}', 'w').close(); time.sleep(60)"
 )
-
-
-class RecordedEvents:
-    def __init__(self) -> None:
-        self.all: list[tuple[str, dict[str, Any]]] = []
-
-    def __call__(self, name: str, /, **fields: Any) -> None:
-        self.all.append((name, fields))
-
-    def of(self, *names: str) -> list[dict[str, Any]]:
-        return [fields for name, fields in self.all if name in names]
-
-    async def until(self, count: int, *names: str) -> list[dict[str, Any]]:
-        for _ in range(600):
-            if len(self.of(*names)) >= count:
-                return self.of(*names)
-            await asyncio.sleep(0.05)
-        raise AssertionError(f"waited 30 s for {count} of {names}: {self.all}")
 
 
 @pytest.fixture(scope="module", autouse=True)

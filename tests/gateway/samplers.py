@@ -50,6 +50,8 @@ class Scripted:
         self.turns.append(turn)
         return turn
 
+    def retract(self, request: TurnRequest) -> None: ...
+
 
 class OnEngine:
     """Samples with an engine, one step at a time. The seed of a turn follows from its session, segment and turn."""
@@ -77,6 +79,8 @@ class OnEngine:
         )  # fmt: skip
         self.turns[request.session, request.segment, request.turn] = (request.prompt, turn)
         return turn
+
+    def retract(self, request: TurnRequest) -> None: ...
 
 
 @asynccontextmanager

@@ -82,7 +82,10 @@ async def talk(gateway: Any, sampler: DispatchSampler, url: str, n: int) -> list
         messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
     await api.chat.completions.create(model="any", messages=messages[-1:], max_tokens=20, stop=["7", "+"])
     segments = await gateway.close(session)
-    responses = sampler.close(id, 1.0)
+    response = sampler.close(id, 1.0)
+    responses = list(response.segments)
+    assert response.id == id
+    assert response.sampled_count == sum(sum(s.sampled) for s in segments)
     assert [r.prompt for r in responses] == [s.prompt for s in segments]
     assert [list(r.tokens) for r in responses] == [s.tokens for s in segments]
     assert [list(r.sampled) for r in responses] == [s.sampled for s in segments]

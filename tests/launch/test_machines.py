@@ -29,6 +29,7 @@ from windfall.fleet.base import EXIT_REFUSED, Handle
 from windfall.launch import machines as machines_module
 from windfall.launch import network
 from windfall.launch.machines import Machines
+from windfall.launch.processes import rank_host
 from windfall.link import auth, handshake
 from windfall.link import messages as m
 from windfall.link.socket import Dialer, SocketLink
@@ -315,6 +316,28 @@ def test_lost_machine_ends_its_ranks_and_another_takes_its_place(tmp_path: Path)
             ending = asyncio.create_task(machines.__aexit__())
             assert await asyncio.wait_for(second.receive(), 10) == m.RunEnded(why="the run has ended")
             await ending
+
+    asyncio.run(main())
+
+
+def test_spare_machine_waits_as_long_as_the_run_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_host, "MAX_RETRY_S", 0.3)
+
+    async def main() -> None:
+        async with listening(tmp_path) as (machines, dialer, _):
+            first = await join(dialer)
+            spare = rank_host.RankHost(
+                dialer.url, SECRET, host="", folder=tmp_path, ca=None, overrides=(), patience_s=1.0
+            )
+            waiting = asyncio.create_task(spare.run())
+            await asyncio.sleep(2.5)
+            assert not waiting.done()
+            await first.close()
+            others = await asyncio.wait_for(machines.wait(), 15)
+            assert len(others) == 1
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
 
     asyncio.run(main())
 

@@ -44,6 +44,8 @@ MODELS = {
     "qwen3 adapters": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "experts adapters": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
+SLOW = ("llama", "llama adapters", "experts adapters")
+"""Where others cover most of it."""
 WITH_KL = ("llama tied", "qwen3 adapters")
 UPDATES = 5
 
@@ -154,7 +156,9 @@ def train(ranks: Ranks, name: str, kl: float) -> Any:
     return reports, gradients, weights
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in MODELS]
+)
 def test_ranks_agree_with_one_rank(name: str) -> None:
     kl = 0.1 if name in WITH_KL else 0.0
     ((reports, gradients, weights),) = run_ranks(1, train, name, kl)

@@ -156,3 +156,18 @@ def test_show_reads_the_folder_of_a_run(tmp_path: Path, capsys: pytest.CaptureFi
     with owned(tmp_path):
         top.show(tmp_path, once=True)
     assert "version 3, running" in capsys.readouterr().out
+
+
+def test_graders_are_shown() -> None:
+    graders = {"processes": 2, "limit": 8, "queued": 5, "grading": 7, "longest_s": 3.0, "reward_s": 0.5, "errors": 1}
+    assert "graders: 2 processes (at most 8), 7 rewards in progress" in shown(snapshot(graders=graders), live=True)
+    assert "graders" not in shown(snapshot(graders=None), live=True)
+
+
+def test_header_shows_what_the_prefix_caches_save() -> None:
+    assert "prefill:" not in shown(snapshot(), live=True)
+    workers = [worker("a", "ready", kept_sessions=3, kept_tokens=4096), worker("b", "gone", kept_sessions=9)]
+    prefill = {"prefilled": 250, "reused": 750, "lookups": 40, "hits": 30}
+    text = shown(snapshot(workers=workers, prefill=prefill), live=True)
+    assert "prefill: 75% of 1,000 tokens saved, 30 of 40 turns found their prefix" in text
+    assert "kept: 3 sessions with 4,096 tokens" in text

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from windfall import devices
-from windfall.config import JsonLinesEnv, Recipe, parse
+from windfall.config import DatasetEnv, JsonLinesEnv, Recipe, parse
 from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import AGENTS, evaluation_data, recipe_host
 from windfall.envs.scoring.gold_answers import check_answers
 from windfall.errors import WindfallError
 from windfall.events.log import EventLog
@@ -23,9 +23,12 @@ from windfall.launch.processes.trainer import derive, prompt_lengths, spec, text
 from windfall.models import load
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
+from windfall.rollout.evaluation import describe_passes
 from windfall.rollout.stream import Rollout, seed_of
 from windfall.train import checkpoint
+from windfall.train.step_batch import Scores, describe_scores
 from windfall.types import Prompt, Request, Sampling
+from windfall.views.rewards import parts, passes
 from windfall.worker.engine_factory import build_engine
 from windfall.worker.in_process import in_process_worker
 
@@ -52,24 +55,34 @@ def _warn(line: str) -> None:
 
 
 def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float | None, show: int) -> None:
-    described = held_out.describe(recipe.env, tasks)
+    if recipe.env.name in AGENTS:
+        fix = "Set eval.every in the recipe: the run evaluates its agent."
+        raise WindfallError(
+            "an agent cannot be evaluated outside of a run", where=f"env.name = {recipe.env.name}", fix=fix
+        )
+    described = held_out.describe(recipe.env, tasks, evaluation_data(recipe))
     tasks = described.tasks
     for warning in described.warnings:
         _warn(warning)
-    if isinstance(recipe.env, JsonLinesEnv):
-        check_answers(recipe.env)
+    if isinstance(recipe.env, JsonLinesEnv | DatasetEnv):
+        check_answers(recipe.env, evaluation_data(recipe))
     out = Console(highlight=False, soft_wrap=True)
-    sampling = recipe.rollout.sampling(temperature)
+    sampling, size = recipe.rollout.sampling(temperature), recipe.eval.samples
+    if sampling.temperature == 0 and size > 1:
+        fix = "Raise it, or set eval.responses = 1 and eval.pass_at = []."
+        raise WindfallError(f"all {size} responses to a task would be the same", where="--temperature 0", fix=fix)
     rewards: list[float] = []
+    by_task: list[tuple[float, ...]] = []
+    scores: list[Scores] = []
     lengths: list[int] = []
     shown: dict[int, str] = {}
 
     async def run() -> Rollout:
         device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
-        async with env_host(recipe.env, recipe.run.seed) as env:
+        async with recipe_host(recipe) as env:
             await env.ready()  # before loading the model, which may take long
             model = load.load(model_path, dtype=dtype, device=device)
-            text = text_for(load.load_tokenizer(model_path), model)
+            text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
             prompts = await prompt_lengths(env, recipe, text, HELD_OUT, min(64, tasks))
             engine, slots = _engine(recipe, model, device, dtype, prompts)
             events = EventLog(Path("/dev/null"))
@@ -84,15 +97,19 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
         async with in_process_worker(dispatch, engine, slots, on_failure=rollout.interrupt):
             dispatch.set_offer(Offer(version=0, digest="as loaded", url=""))
             with out.status("evaluating") as status:
-                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=1, sampling=sampling):
+                async for group in rollout.groups(range(HELD_OUT, HELD_OUT + tasks), size=size, sampling=sampling):
                     rewards.extend(group.rewards)
-                    lengths.append(group.responses[0].sampled_count)
+                    by_task.append(group.rewards)
+                    scores.extend(r.scores for r in group.responses)
+                    lengths.extend(r.sampled_count for r in group.responses)
                     done += 1
                     status.update(f"evaluating {done}/{tasks}, reward so far {_mean(rewards):.3f}")
                     if group.index < HELD_OUT + show:  # the first tasks, not those that finish first, which are short
                         response = escape(text.decode(group.responses[0].tokens))
                         prompt, reward = escape(_plain_text(group.task.prompt)), group.responses[0].reward
-                        shown[group.index] = f"[bold]{prompt}[/]\n{response}\nreward {reward:g}\n"
+                        shown[group.index] = (
+                            f"[bold]{prompt}[/]\n{response}\nreward {'missing' if reward is None else f'{reward:g}'}\n"
+                        )
 
     rollout = asyncio.run(run())
     if not rewards:
@@ -100,8 +117,12 @@ def evaluate(model_path: str, recipe: Recipe, *, tasks: int, temperature: float 
     for _, example in sorted(shown.items()):
         out.print(example)
     mean = _mean(rewards)
-    error = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1) / max(1, len(rewards)))
+    means = [_mean(r) for r in by_task if r]  # responses to the same task are not independent
+    error = math.sqrt(sum((m - mean) ** 2 for m in means) / max(1, len(means) - 1) / max(1, len(means)))
     out.print(f"reward {mean:.3f} ± {error:.3f} (standard error) on {escape(described.description)}")
+    described_more = describe_passes(recipe.eval, [r for r in by_task if r]) | describe_scores(scores)
+    if more := passes(described_more).removeprefix(", ") + parts(described_more):
+        out.print(more.strip())
     failures = rollout.failures
     out.print(
         f"mean length {_mean(lengths):.1f} tokens; temperature {sampling.temperature:g}; "
@@ -117,7 +138,7 @@ def generate(
     recipe = parse({"rollout": {"groups": len(prompts), "group_size": n, "max_tokens": max_tokens}}, where="generate")
     device, dtype = devices.resolve(recipe.run.device, recipe.model.dtype, recipe.run.threads)
     model = load.load(model_path, dtype=dtype, device=device)
-    text = text_for(load.load_tokenizer(model_path), model)
+    text = text_for(load.load_tokenizer(model_path), model, recipe.chat.options())
     ids = [text.prompt(p) for p in prompts]
     try:
         engine, _ = _engine(recipe, model, device, dtype, [max(map(len, ids))])

@@ -27,11 +27,18 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "model.dtype": ("noted", "Log-probs before and after are rounded differently."),
     "env": ("fixed", "Rewards before and after would measure different tasks."),
     "env.path": ("free", "The contents of the file are compared with those at the start of the run."),
+    "env.concurrency": ("free", ""),
+    "env.time_limit_s": ("free", ""),
+    "env.memory_mb": ("free", ""),
+    "env.restart": ("free", ""),
+    "env.port": ("free", ""),
+    "chat": ("noted", "Prompts after this point are rendered differently."),
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),
     "rollout.staleness": ("noted", "Responses after this point may be older or younger than before."),
     "rollout.on_new_weights": ("noted", "Running responses are treated differently when weights are published."),
     "rollout.reward_tries": ("free", ""),
+    "rollout.reward_processes": ("free", ""),
     "rollout.reward_timeout_s": ("free", ""),
     "train": ("noted", "Updates after this point use different settings."),
     "train.lora": ("fixed", "The checkpoints of the run hold adapters of one shape, or all weights."),
@@ -102,7 +109,7 @@ def token_settings(recipe: Recipe) -> dict[str, Any]:
     journal has its version, which is compared with the bound when the response is opened again and when it is used.
     """
     values = recipe.model_dump(mode="json")
-    sections = ("run", "model", "env", "algorithm", "rollout", "train")
+    sections = ("run", "model", "env", "chat", "algorithm", "rollout", "train")
     excluded = {"run.name", "run.folder", "run.steps", "rollout.staleness", "rollout.on_new_weights"}
     return {
         f"{section}.{key}": value

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from windfall.config.section import Count, FilePath, Section
 
+RewardName = Annotated[str, Field(pattern=r"^(math|exact|[^:]+\.py:\w+|[\w.]+:\w+)$")]
+
 
 class ArithmeticEnv(Section):
     name: Literal["arithmetic"]
@@ -52,6 +54,47 @@ class JsonLinesEnv(Section):
         return self
 
 
+class DatasetEnv(Section):
+    name: Literal["dataset"]
+    path: FilePath
+    """Data set: a JSONL or parquet file, a folder that `datasets` saved (save_to_disk), or a folder with the files of a
+    Hugging Face repository. Nothing is downloaded. Parquet and arrow need the extra `windfall[data]`."""
+    split: str | None = None
+    """Split to train on, such as "train", "train[:1000]" or "train[10%:]". If left out, "train" or the only one."""
+    subset: str | None = None
+    """Subset (configuration) of a data set that has several, such as "main"."""
+    filter: str = ""
+    """Condition for the rows to use, such as `level == "hard" and len(question) < 500`: columns, literals, and, or,
+    not, comparisons, in, len, lower, int, float. It is never run as Python. Empty keeps all rows."""
+    columns: dict[Literal["prompt", "answer"], str] = Field(default={})
+    """Names of the columns with the prompt (text, or a list of messages) and the correct answer, such as
+    `{ prompt = "question", answer = "solution" }`. Those that are not named here are "prompt" and "answer"."""
+    system_prompt: str | None = None
+    """System message put before every prompt that does not have one."""
+    instruction: str | None = None
+    """Line appended to the last message of every prompt."""
+    answer_after: str | None = None
+    """Use only what follows the last occurrence of this text in the column with the answer, such as "####"."""
+    rewards: list[RewardName] = Field(default=["math"], min_length=1)
+    """Rewards of a response, which are added up: "math" (mathematically equal to the answer), "exact" (the same text or
+    number), or functions as TRL calls them, "package.module:function" or "file.py:function"."""
+    reward_weights: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default=[])
+    """Weight of each of the `rewards`. Empty: all are 1."""
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the rows that is kept for evaluation and never trained on, chosen by a hash of the prompt. Not together
+    with a data set of its own in [eval]."""
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> DatasetEnv:
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise ValueError(
+                f"reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} rewards; give one each"
+            )
+        if len(set(self.rewards)) < len(self.rewards):
+            raise ValueError("a reward is named twice in rewards; give it a larger weight instead")
+        return self
+
+
 class GuessEnv(Section):
     name: Literal["guess"]
     low: int = 1
@@ -82,10 +125,70 @@ class CustomEnv(Section):
     """Keyword arguments for the factory."""
 
 
+TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]
+"""Environments that can give an agent its tasks, and grade its answer."""
+
+
+class AgentLimits(Section):
+    """Limits of the processes of an agent."""
+
+    concurrency: Count = 32
+    """Upper limit for agents that run at the same time. Others wait; that time counts against no limit."""
+    time_limit_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Upper limit for the time of one agent, in seconds. Time in which it waits for the policy does not count."""
+    memory_mb: int = Field(default=8192, ge=0)
+    """Upper limit for the address space of one agent's process, in MiB. 0 disables it."""
+    restart: bool = True
+    """Start an agent again if its process fails, or after the controller was killed; calls that it repeats get the same
+    answers. If false, its response has no reward then."""
+    failed_reward: Annotated[float, Field(allow_inf_nan=False)] | Literal["missing"] = "missing"
+    """Reward of an agent that fails every try. "missing" gives it no reward: it is counted and not trained on."""
+    context: int = Field(default=0, ge=0)
+    """Upper limit for the tokens of a prompt and its turn together. 0 uses the model's context. `rollout.max_tokens`
+    limits the sampled tokens of all turns of an agent together."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the gateway, on this machine only. 0 chooses a free one."""
+
+
+class AgentEnv(AgentLimits):
+    name: Literal["agent"]
+    command: str | None = None
+    """Command that is started for every response, such as "python my_agent.py". It gets the task as JSON on standard
+    input, and prints its reward as the last line. Either `command` or `function`."""
+    function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """Function that is called for every response in a process of its own, as "package.module:function". It gets the
+    task, and returns its reward. Either `command` or `function`."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments for `function`."""
+    reward: Literal["agent", "grader"] = "agent"
+    """Where the reward comes from. "agent": the agent returns it, prints it, or posts it to /v1/reward. "grader": the
+    environment of `tasks` grades the text that the agent returns or prints last."""
+    tasks: TaskEnv | None = None
+    """Environment that gives the tasks: a section [env.tasks] with the keys of arithmetic, gym, jsonl, dataset or
+    custom. If left out, an agent gets only the number of its task."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> AgentEnv:
+        if (self.command is None) == (self.function is None):
+            raise ValueError("set either command or function")
+        if self.reward == "grader" and self.tasks is None:
+            raise ValueError('reward = "grader" needs a section [env.tasks]')
+        return self
+
+
+class VerifiersEnv(AgentLimits):
+    name: Literal["verifiers"]
+    id: str
+    """Name of an environment of the verifiers package, as `verifiers` knows it."""
+    args: dict[str, Any] = Field(default={})
+    """Arguments of that environment."""
+
+
 Env = Annotated[
-    ArithmeticEnv | GymEnv | JsonLinesEnv | GuessEnv | FrozenLakeEnv | CustomEnv, Field(discriminator="name")
+    ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | GuessEnv | FrozenLakeEnv | CustomEnv | AgentEnv | VerifiersEnv,
+    Field(discriminator="name"),
 ]
 ENVS: dict[str, type[Section]] = {
-    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "guess": GuessEnv,
-    "frozen_lake": FrozenLakeEnv, "custom": CustomEnv,
+    "arithmetic": ArithmeticEnv, "gym": GymEnv, "jsonl": JsonLinesEnv, "dataset": DatasetEnv, "guess": GuessEnv,
+    "frozen_lake": FrozenLakeEnv, "custom": CustomEnv, "agent": AgentEnv, "verifiers": VerifiersEnv,
 }  # fmt: skip

@@ -32,7 +32,7 @@ class Fleet(Section):
     prices; "wait_share" is AstraFlow's rule, which looks only at how long the trainer waits, and needs
     `rollout.staleness` above 0."""
     cooldown_s: float = Field(default=60.0, ge=0)
-    """Least seconds between two changes by autoscaling of the same source of workers."""
+    """Shortest time in seconds between two autoscaling changes of the same source of workers."""
     max_usd_per_h: float = Field(default=0.0, ge=0)
     """Price ceiling for autoscaling: the workers that this run starts, on this machine and elsewhere, cost at most this
     much together in $ per hour. 0 sets no ceiling. Sources elsewhere then need a price in the recipe."""

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from windfall.config.env_sections import ArithmeticEnv, Env
+from windfall.config.chat import ChatSection
+from windfall.config.env_sections import AgentLimits, ArithmeticEnv, DatasetEnv, Env
 from windfall.config.fleet import Fleet
 from windfall.config.lora import Lora
 from windfall.config.section import Beta, Count, Device, FilePath, Section, Share
@@ -90,6 +91,11 @@ class RolloutSection(Section):
     """Upper limit for dynamic sampling: at most `max_draws` * `groups` tasks are drawn in one step."""
     reward_tries: Count = 3
     """Attempts at computing one reward. After that many failures the reward counts as missing."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Upper limit for the processes in which the environment runs; they are started as they are needed. 0 allows one
+    per core for calls that compute, and up to 32 for calls that wait."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Texts that end the policy's turn, such as "</answer>". The turn includes the text that ended it."""
     reward_timeout_s: float = Field(default=30.0, gt=0)
     """Timeout for one call to the environment (`feedback` or `task`), in seconds from when the call starts to run."""
     staleness: int = Field(default=0, ge=0)
@@ -182,6 +188,34 @@ class Eval(Section):
     """Steps between two additional evaluations. 0 evaluates only before the first and after the last step."""
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Sampling temperature for evaluation; 0 is greedy. If left out, `rollout.temperature` is used."""
+    responses: int = Field(default=0, ge=0)
+    """Responses per task. 0 uses as many as the largest number in `pass_at` needs, or 1."""
+    pass_at: list[Count] = Field(default=[])
+    """Report pass@k for each of these k: the probability that at least one of k responses passes, as the unbiased
+    estimate from all responses of a task."""
+    pass_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Smallest reward with which a response passes."""
+    path: FilePath | None = None
+    """Data set for evaluation only, in the same format as `env.path` of a "dataset" environment."""
+    split: str | None = None
+    """Split for evaluation only, such as "test", of `path` or else of `env.path`."""
+    subset: str | None = None
+    """Subset of the data set for evaluation. If left out, that of [env] if `path` is left out, too."""
+    filter: str | None = None
+    """Condition for the rows to evaluate. If left out, that of [env]."""
+
+    @property
+    def samples(self) -> int:
+        """Responses per task."""
+        return self.responses or max(self.pass_at, default=1)
+
+    @model_validator(mode="after")
+    def _enough_responses(self) -> Eval:
+        if self.responses and max(self.pass_at, default=1) > self.responses:
+            raise ValueError(f"pass@{max(self.pass_at)} needs at least as many responses, not {self.responses}")
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError("with temperature 0, all responses to a task are the same; set it above 0")
+        return self
 
 
 class EngineSection(Section):
@@ -197,6 +231,9 @@ class EngineSection(Section):
     """Upper limit for the responses in one engine step. 0 derives it from the device and the responses per step."""
     max_rows: Count = 2048
     """Upper limit for the tokens in one engine step, including prefill."""
+    keep_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the KV cache that responses with several turns may keep while their environment works. 0 keeps nothing:
+    the next turn is prefilled from its first token, unless its pages happen to be in the prefix cache still."""
 
 
 class Techniques(Section):
@@ -210,6 +247,9 @@ class Techniques(Section):
     balancing: bool | Literal["algorithm2"] = True
     """Place responses by measured speed, and move running ones. Off: workers take turns, and nothing moves.
     "algorithm2" is RLBoost's Algorithm 2."""
+    affinity: bool = True
+    """Send the next turn of a response to the worker that has its tokens in the KV cache, and siblings to the worker
+    that has their prompt, if that pays. Off: placement ignores what the workers have in their caches."""
     pipelining: bool = True
     """Train on finished groups while others are still being generated. Off: train when all groups are finished."""
 
@@ -300,6 +340,17 @@ class Sim(Section):
     """Standard deviation of the logarithm of the response length."""
     alike: float = Field(default=0.5, ge=0, le=1)
     """Correlation of the logarithms of the response lengths within a group."""
+    turns: float = Field(default=1.0, ge=1)
+    """Mean number of turns of a response; geometrically distributed. With more than one, `median_tokens`, `sigma` and
+    `lengths_file` are those of a turn."""
+    env_s: float = Field(default=1.0, ge=0)
+    """Median seconds that the environment works between two turns. Times are log-normal."""
+    env_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that time."""
+    observation_tokens: float = Field(default=100.0, gt=0)
+    """Median length of an observation, the environment's answer to a turn, in tokens. Lengths are log-normal."""
+    observation_sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of the logarithm of that length."""
     lengths_file: FilePath | None = None
     """File to draw response lengths from, instead of a log-normal: one number per line, or the event log of a run."""
     reward_mean: float = Field(default=0.5, ge=0, le=1)
@@ -336,6 +387,7 @@ class Recipe(Section):
     run: RunSection = RunSection()
     model: Model = Model()
     env: Env = ArithmeticEnv(name="arithmetic")
+    chat: ChatSection = ChatSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     train: Train = Train()
@@ -347,6 +399,11 @@ class Recipe(Section):
     techniques: Techniques = Techniques()
     sim: Sim = Sim()
     log: Log = Log()
+
+    @property
+    def task_env(self) -> Env:
+        """The environment that gives the tasks: [env], or [env.tasks] if that is an agent with such a section."""
+        return getattr(self.env, "tasks", None) or self.env
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -361,6 +418,17 @@ class Recipe(Section):
                 f"rollout.groups = {self.rollout.groups} cannot be split into train.minibatches = "
                 f"{self.train.minibatches} equal parts. Set rollout.groups to a multiple of train.minibatches."
             )
+        own = [key for key in ("path", "split", "subset", "filter") if getattr(self.eval, key) is not None]
+        if own and not isinstance(self.task_env, DatasetEnv):
+            raise ValueError(
+                f"eval.{own[0]} needs env.name = 'dataset'; set env.eval_path for 'jsonl', and nothing for others"
+            )
+        if own == ["filter"]:
+            raise ValueError("eval.filter selects rows of eval.path, eval.split or eval.subset; set one of them, too")
+        if own and isinstance(self.task_env, DatasetEnv) and self.task_env.held_out:
+            raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
+        if self.rollout.stop and isinstance(self.env, AgentLimits):
+            raise ValueError("rollout.stop has no effect on agents: have the agent send `stop` with its calls")
         if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
             raise ValueError(
                 "fleet.autoscale = 'wait_share' needs rollout.staleness above 0: in synchronous training the trainer's "

@@ -55,7 +55,8 @@ class WorkerSource(Section):
     """Address at which these workers reach the controller, such as "https://train.example.com:8700". If left out: the
     address of this machine."""
     drain_s: float = Field(default=30.0, ge=0)
-    """Seconds that a worker has to send its last tokens and leave when it is stopped."""
+    """Seconds that a worker has to send its last tokens and leave when it is stopped. No effect with SkyPilot, which
+    cannot signal a worker."""
 
     def gpu_counts(self) -> list[float]:
         """GPUs that one worker gets; several numbers if the machines that it may get differ."""
@@ -127,7 +128,7 @@ class Kubernetes(WorkerSource):
     tolerations: list[dict[str, str | int]] = Field(default=[])
     """Taints that workers tolerate, such as `[{ key = "cloud.google.com/gke-spot", operator = "Exists" }]`."""
     priority: int = Field(default=-10, le=1_000_000_000)
-    """Priority of the workers. Below 0, other pods of the cluster take their place."""
+    """Priority of the workers' pods. Below 0, pods with the default priority can preempt them."""
     trainer_gpus: int = Field(default=1, ge=0)
     """GPUs of the pod with controller and trainer."""
     trainer_memory_gib: float = Field(default=64.0, gt=0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from windfall.envs import failures
-from windfall.envs.base import Env
+from windfall.envs.base import Env, HostLoad
 from windfall.envs.failures import EnvFailed
 from windfall.types import Feedback, Task, Turn
 
@@ -19,6 +19,7 @@ class InProcess:
 
     def __init__(self, env: Env) -> None:
         self.env, self.name = env, type(env).__name__
+        self.needs_tokens = bool(getattr(env, "needs_tokens", False))
 
     async def __aenter__(self) -> Self:
         return self
@@ -26,6 +27,9 @@ class InProcess:
     async def __aexit__(self, *_: object) -> None: ...
 
     async def ready(self) -> None: ...
+
+    def load(self) -> HostLoad:
+        return HostLoad()
 
     def task(self, index: int, timeout_s: float) -> asyncio.Future[Task]:
         """If the environment's `task` is a plain function, it has run when this returns."""

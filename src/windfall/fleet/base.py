@@ -2,8 +2,9 @@
 
     provider ── spawn(name, lease) ──▶ Handle: pid, kill(), terminate(grace_s), wait()
 
-- A worker name is used once: `n3.2` is the second worker of node `n3`. A restarted worker is a new worker. Systems that
-  restart a job by themselves append the number of the restart: `slurm3.2-r1`.
+- A worker name is used once: `n3.2` is the second worker of node `n3`. A restarted worker is a new worker. Slurm and
+  SkyPilot restart jobs by themselves; the worker then appends the number of the restart, or the time: `slurm3.2-r1`.
+  Kubernetes restarts a worker under its old name; the controller tells the two apart (`NAME#2`).
 - A handle sends signals only to its own process and process group, and none after the process has ended.
 - Canceling `run()` ends every worker that the provider started and waits for it. Canceling a `spawn` leaves no process.
 """
@@ -60,7 +61,7 @@ class Handle:
         return not self._end.done()
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call this soon after the end of the process, or soon if it has ended."""
+        """Call this function soon after the process has ended, or soon if it has ended already."""
         self._end.add_done_callback(lambda _: call())
 
     def signal(self, number: int) -> None:

@@ -5,9 +5,10 @@
 
 - Workers that are wanted at the same time are submitted together.
 - A waiting job counts as started: the system decides when it runs.
-- A job that is missing from three answers in a row has been lost. An answer that fails changes nothing, whatever the
+- A job that is missing from three answers in a row has been lost. A query that fails changes nothing, whatever the
   error; errors that last are reported.
-- A submission that failed may still have started jobs. They are looked for until the end of the run, and canceled.
+- A submission that failed may still have started jobs. SkyPilot's are looked for and canceled during the run, because
+  each has its worker's name; Slurm's at the end of the run.
 - Jobs that are left at the start or at the end are canceled until the system lists none.
 """
 
@@ -35,7 +36,7 @@ COMMAND_TIMEOUT_S = 120.0
 TRIES = 4
 """Attempts to end a job, 0.5 s, 1 s and 2 s apart. Jobs that are left get the same number of attempts."""
 REPORTED_FAILURES = 5
-"""Number of failed answers in a row that is reported."""
+"""Number of failed queries in a row after which they are reported."""
 KILL_TIMEOUT_S = 90.0
 """Seconds that the system has to end a job. Slurm itself waits 30 s between SIGTERM and SIGKILL."""
 
@@ -120,8 +121,8 @@ class JobSpawner:
         """A submission has failed, so there may be jobs that are not known here."""
 
     def restart_delay(self) -> RestartDelay:
-        """The back-off between two jobs of a slot. Its times follow the time between two queries: that is how exactly
-        the age of a job is known, and how slow the system is."""
+        """The back-off between two jobs of a slot. Its times are multiples of the time between two queries, because the
+        age of a job is not known more exactly."""
         return RestartDelay(first_s=self._poll_s, young_s=15 * self._poll_s, limit_s=30 * self._poll_s)
 
     async def __aenter__(self) -> Self:
@@ -243,7 +244,7 @@ class JobSpawner:
             try:
                 jobs = await self._queue.states([id for id, _ in asked])
                 failures = 0
-            except Exception as e:  # a failed answer, whatever the reason
+            except Exception as e:  # a failed query, whatever the reason
                 failures += 1
                 if failures == REPORTED_FAILURES:
                     self._stuck("jobs", f"{failures} queries of the job queue have failed: {type(e).__name__}: {e}")

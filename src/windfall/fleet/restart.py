@@ -5,10 +5,11 @@
 
 - A node has at most one process: `bring_up` waits for the end of the worker that the last `take_down` ended.
 - A worker that died within 10 s of its start is restarted after 0.2 s, then 0.4 s, ... up to 10 s; sources with slow
-  starts have longer times. An older worker is restarted immediately. Its age counts from when it ran: time in a queue
-  or for the boot of a machine is not part of it.
-- A spawn that fails with OSError counts as such a death. A WindfallError ends the provider before its first worker has
-  started; later it is reported, and the spawn is retried. The provider raises all other errors.
+  starts have longer times. An older worker is restarted immediately. The age counts from when the worker began to run:
+  time in a queue, or until a machine has booted, is not part of it.
+- A spawn that fails with OSError counts as such a death. The provider raises all other errors. A patient provider
+  raises a WindfallError only before its first worker has started; later it reports the error and tries again, because
+  other systems may refuse for a while.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class RestartingNodes:
 
     def __init__(
         self, spawn: Spawn, *, terms: Lease, on_event: OnEvent, grace_s: float,
-        delay: Callable[[], RestartDelay] = RestartDelay,
+        delay: Callable[[], RestartDelay] = RestartDelay, patient: bool = False,
     ) -> None:  # fmt: skip
-        """`delay`: makes the back-off of one node."""
+        """`delay`: makes the back-off of one node. `patient`: see above."""
+        self.patient = patient
         self.spawn, self.terms, self.on_event, self.grace_s = spawn, terms, on_event, grace_s
         self.started, self.lost, self.delay = 0, 0, delay
         self._nodes: dict[str, _Node] = {}
@@ -142,7 +144,7 @@ class _Node:
                 try:
                     handle = await self._nodes.spawn(name, self._nodes.terms)
                 except (OSError, WindfallError) as e:
-                    if isinstance(e, WindfallError) and not self._nodes.started:
+                    if isinstance(e, WindfallError) and not (self._nodes.patient and self._nodes.started):
                         raise
                     self._nodes.on_event("spawn_failed", worker=name, error=f"{type(e).__name__}: {e}")
                 else:

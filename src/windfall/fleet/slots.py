@@ -22,9 +22,9 @@ class SlotProvider(RestartingNodes):
 
     def __init__(
         self, spawn: Spawn, count: int, *, terms: Lease, on_event: OnEvent = ignore_event, grace_s: float = GRACE_S,
-        prefix: str = "w", delay: Callable[[], RestartDelay] = RestartDelay,
+        prefix: str = "w", delay: Callable[[], RestartDelay] = RestartDelay, patient: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s, delay=delay)
+        super().__init__(spawn, terms=terms, on_event=on_event, grace_s=grace_s, delay=delay, patient=patient)
         self.prefix, self._changed = prefix, asyncio.Event()
         self.target(count)
 

@@ -45,3 +45,7 @@ class Sampler(Protocol):
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         """Sample a turn. Raises WindfallError if that is not possible. Canceling it withdraws the turn."""
         ...
+
+    def retract(self, request: TurnRequest) -> None:
+        """The session has ended, and no client has received the answer to this request."""
+        ...

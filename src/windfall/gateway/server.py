@@ -64,8 +64,14 @@ class Gateway:
 
     async def close(self, session: GatewaySession) -> list[Segment]:
         """End a session: its key expires. Returns its segments."""
-        self._sessions.pop(_hash(session.key), None)
+        self.expire(session)
         return await session.end()
+
+    def expire(self, session: GatewaySession, why: str = "the agent ended") -> None:
+        """The key of a session expires, and it accepts no more calls. Those in flight go on until `close`."""
+        session.why_ended = session.why_ended or why
+        self._sessions.pop(_hash(session.key), None)
+        session.ended = True
 
     def _session(self, request: web.Request) -> GatewaySession:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")

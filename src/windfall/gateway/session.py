@@ -45,6 +45,7 @@ class CallInFlight:
         """The text for the client, without a stop string."""
         self.message: dict[str, Any] | None = None
         self.delivered = False
+        self.request: TurnRequest | None = None
         self.changed = asyncio.Event()
         self.work: asyncio.Task[None] | None = None
 
@@ -78,10 +79,12 @@ class GatewaySession:
         self.history = History(chat)
         self.chat, self._sampler, self._decode, self._left = chat, sampler, decode, max_tokens
         self.reward: float | None = None
-        self.ended = False
+        self.ended, self.why_ended = False, ""
         self.ran_out = False
         """A call was refused because the session had no tokens left."""
         self.calls = 0
+        self._sampling, self._waited_s, self._waiting_since_s = 0, 0.0, 0.0
+        """Number of calls that are being sampled; seconds in which there was at least one; since when there is one."""
         self._in_flight: dict[str, CallInFlight] = {}
 
     def chat_call(self, body: Mapping[str, Any], options: protocol.CallOptions) -> CallInFlight:
@@ -98,7 +101,7 @@ class GatewaySession:
         self, body: Mapping[str, Any], options: protocol.CallOptions, tools: frozenset[str], place: Callable[[], Call]
     ) -> CallInFlight:
         if self.ended:
-            raise ApiError(401, "this session has ended", code="invalid_api_key")
+            raise ApiError(401, f"this session has ended: {self.why_ended}", code="invalid_api_key")
         digest = _digest(body)
         if digest in self._in_flight:
             return self._in_flight[digest]
@@ -129,6 +132,8 @@ class GatewaySession:
             session=self.id, segment=call.segment.index, turn=_turns(call.segment), prompt=flight.prompt,
             new=call.new or call.segment.prompt, max_tokens=limit,
         )  # fmt: skip
+        flight.request = request
+        self._count_waiting(1)
         try:
             turn = await self._sampler.sample(request, lambda tokens, logprobs: self._grow(flight, tokens, logprobs))
             self._answer(flight, turn)
@@ -136,10 +141,21 @@ class GatewaySession:
         except WindfallError as e:
             raise ApiError(503, f"the turn could not be sampled: {e.what}") from e
         finally:
+            self._count_waiting(-1)
             self._left += limit - (len(flight.tokens) if answered else 0)
             if not answered:
                 self.history.abandon(call, begun=True)
                 self._in_flight.pop(digest, None)
+
+    def _count_waiting(self, change: int) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._sampling:
+            self._waited_s += now_s - self._waiting_since_s
+        self._sampling, self._waiting_since_s = self._sampling + change, now_s
+
+    def waited_s(self, now_s: float) -> float:
+        """Seconds in which the agent waited for the policy."""
+        return self._waited_s + (now_s - self._waiting_since_s if self._sampling else 0.0)
 
     def _grow(self, flight: CallInFlight, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:
         flight.tokens, flight.logprobs = list(tokens), list(logprobs)
@@ -186,6 +202,8 @@ class GatewaySession:
         for flight in flights:
             if flight.finish and not flight.delivered:
                 self.history.remove_turn(flight.call, len(flight.tokens))
+                assert flight.request is not None
+                self._sampler.retract(flight.request)
         return [s for s in self.history.segments if any(s.sampled)]
 
 

@@ -31,7 +31,7 @@ MAX_KILLS = 16
 """A trainer that is killed this often in a row (SIGKILL), with no new step in between, ends the run: the machine has
 too little memory for it. More than MAX_FAILURES, because a kill can also come from outside."""
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
-"""Signals by which a process ends because of itself. NCCL ends a process that waits too long with SIGABRT."""
+"""Signals that end a process because of its own fault. NCCL ends a process that waits too long with SIGABRT."""
 FROZEN_TRAINER = ".trainer.frozen"
 """File in the run folder by which the controller reports a frozen trainer to the supervisor."""
 

@@ -8,7 +8,9 @@
 
 The processes of this machine end with the supervisor, however it ends (see fleet/parent_death.py). Workers elsewhere
 end when it stops them, or when they find no controller for a while. Kubernetes is the exception: a Deployment restarts
-such workers until a person deletes it (docs/guides/kubernetes.md). It reads what it shows from the log.
+such workers until a person deletes it (docs/guides/kubernetes.md).
+
+The supervisor reads what it shows from the event log.
 
 On the first Ctrl-C or SIGTERM the run stops and saves, and nothing is restarted. On the second, all processes are
 killed at once.

@@ -1,19 +1,20 @@
 """From the sections [fleet.ray], [fleet.kubernetes], [fleet.skypilot] and [fleet.slurm] to providers, and to text.
 
-recipe ──▶ check()      before anything starts: is the system's software here, can its workers reach the controller
+recipe ──▶ check()      before anything starts: is the system's software installed, can workers reach the controller
        ──▶ providers()  what the supervisor runs
        ──▶ preview()    the same objects as text, for `windfall fleet preview`
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import ipaddress
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
@@ -41,6 +42,7 @@ from windfall.launch.autoscale import Autoscaler, ScaledSource
 from windfall.types import Lease
 
 Url = Callable[[], Awaitable[str]]
+Options = TypeVar("Options", RayOptions, KubernetesOptions, SkyPilotOptions, SlurmOptions)
 PROGRAMS = {"skypilot": ("sky", skypilot_provider.FIX), "slurm": ("sbatch", slurm_provider.FIX)}
 """The program that must be installed for a source, and what to do if it is not."""
 
@@ -67,31 +69,27 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_ceiling(recipe: Recipe) -> None:
-    """Refuse a run that would start with more than it may cost, or with workers elsewhere whose price is not known."""
+    """Refuse a run whose first workers cost more than the ceiling, or workers elsewhere whose price is not known."""
     f = recipe.fleet
+    if not f.max_usd_per_h:
+        return
     for name, s in f.sources.items():
-        if f.max_usd_per_h and not _dearest(s) and s.kind != "borrowed":
+        if not _dearest(s) and s.kind != "borrowed":
             what = "the price of these workers is not known, so fleet.max_usd_per_h cannot be kept"
             raise WindfallError(what, where=f"fleet.{name}", fix=f"Set fleet.{name}.price_usd_per_h.")
-        if (
-            f.max_usd_per_h
-            and isinstance(s, SkyPilot)
-            and s.kind == "spot"
-            and s.fallback
-            and not s.on_demand_usd_per_h
-        ):
+        if isinstance(s, SkyPilot) and s.kind == "spot" and s.fallback and not s.on_demand_usd_per_h:
             what = "the price of an on-demand machine is not known, so fleet.max_usd_per_h cannot be kept"
             fix = "Set fleet.skypilot.on_demand_usd_per_h, or fallback = false."
             raise WindfallError(what, where="fleet.skypilot", fix=fix)
     priced = [(f.workers, f.price_usd_per_h), *((s.workers, _dearest(s)) for s in f.sources.values())]
     usd_per_h = sum(count * price for count, price in priced)
-    if f.max_usd_per_h and usd_per_h > f.max_usd_per_h:
+    if usd_per_h > f.max_usd_per_h:
         what = f"the workers that the run starts with cost ${usd_per_h:g} per hour, more than ${f.max_usd_per_h:g}"
         raise WindfallError(what, where="fleet.max_usd_per_h", fix="Start with fewer workers, or raise the ceiling.")
 
 
 def _dearest(section: WorkerSource) -> float:
-    """The most that one worker may cost in $ per hour, as the recipe says; 0: not known."""
+    """Highest price of one worker in $ per hour, from the recipe; 0: not known."""
     if isinstance(section, SkyPilot) and section.kind == "spot" and section.fallback:
         return max(section.price_usd_per_h, section.on_demand_usd_per_h)
     return section.price_usd_per_h
@@ -140,17 +138,21 @@ def _provider(
     workers, grace_s = folder / "workers", section.drain_s
     match section:
         case Ray():
-            client = RayClient(_ray(section), log=folder / "ray_driver.log")
+            client = RayClient(_options(RayOptions, section), log=folder / "ray_driver.log")
             return RayProvider(
                 client, worker, section.workers, url=url, secrets=environment, grace_s=grace_s, on_event=on_event
             )
         case Slurm():
-            queue = SlurmQueue(_slurm(section), worker, label=label, folder=workers, url=url, secrets=environment)
+            queue = SlurmQueue(
+                _options(SlurmOptions, section), worker, label=label, folder=workers, url=url, secrets=environment
+            )
             return SlurmProvider(
                 queue, worker, section.workers, poll_s=section.poll_s, grace_s=grace_s, on_event=on_event
             )
         case SkyPilot():
-            sky = SkyPilotQueue(_skypilot(section), worker, label=label, folder=workers, url=url, secrets=environment)
+            sky = SkyPilotQueue(
+                _options(SkyPilotOptions, section), worker, label=label, folder=workers, url=url, secrets=environment
+            )
             return SkyPilotProvider(sky, worker, section.workers, on_event=on_event)
         case Kubernetes():
             found = credentials.find(section.kubeconfig, section.server, section.token_file)
@@ -162,8 +164,8 @@ def _provider(
 
 
 def autoscaler(recipe: Recipe, *, elsewhere: bool = True) -> Autoscaler:
-    """For all sources of the recipe, or with `elsewhere` = False only for the workers of this machine. If the trainer's
-    own engine does not generate, one worker must stay."""
+    """The autoscaler for all sources of the recipe, or with `elsewhere` = False only for the workers of this machine.
+    If the trainer's own engine does not generate, one worker must stay."""
     f = recipe.fleet
     sources = {
         name: ScaledSource(
@@ -197,35 +199,9 @@ def _url_of(section: WorkerSource, url: Url) -> Url:
     return fixed if section.join_url else url
 
 
-def _ray(s: Ray) -> RayOptions:
-    return RayOptions(
-        address=s.address, cpus=s.cpus, gpus=s.gpus, resources=s.resources, labels=s.labels, runtime_env=s.runtime_env
-    )
-
-
-def _slurm(s: Slurm) -> SlurmOptions:
-    return SlurmOptions(
-        partition=s.partition, account=s.account, qos=s.qos, constraint=s.constraint, cpus=s.cpus, gpus=s.gpus,
-        memory_gib=s.memory_gib, time_limit_min=s.time_limit_min, warning_s=s.warning_s, setup=s.setup,
-        options=s.options,
-    )  # fmt: skip
-
-
-def _skypilot(s: SkyPilot) -> SkyPilotOptions:
-    asked = [s.accelerators] if isinstance(s.accelerators, str) else s.accelerators
-    return SkyPilotOptions(
-        accelerators=asked, infra=s.infra, fallback=s.fallback, cpus=s.cpus, image=s.image, setup=s.setup,
-        max_restarts=s.max_restarts,
-    )  # fmt: skip
-
-
-def _kubernetes(s: Kubernetes) -> KubernetesOptions:
-    return KubernetesOptions(
-        image=s.image, namespace=s.namespace, cpus=s.cpus, memory_gib=s.memory_gib, gpus=s.gpus,
-        gpu_resource=s.gpu_resource, node_selector=s.node_selector, tolerations=s.tolerations, priority=s.priority,
-        drain_s=s.drain_s, trainer_gpus=s.trainer_gpus, trainer_memory_gib=s.trainer_memory_gib,
-        trainer_node_selector=s.trainer_node_selector, storage_gib=s.storage_gib, storage_class=s.storage_class,
-    )  # fmt: skip
+def _options(kind: type[Options], section: WorkerSource) -> Options:
+    """What a source needs to know, from the keys of its section with the same names."""
+    return kind(**{f.name: getattr(section, f.name) for f in dataclasses.fields(kind)})
 
 
 # the preview
@@ -251,15 +227,22 @@ def _preview(recipe: Recipe, name: str, section: WorkerSource) -> str:
     head = f"# {name}: {section.workers} worker{'' if section.workers == 1 else 's'}{at_most}"
     match section:
         case Ray():
-            shown = {"ray.init": {"address": section.address}, "actor": _ray(section).of_actor()}
+            shown = {"ray.init": {"address": section.address}, "actor": _options(RayOptions, section).of_actor()}
             line = " ".join(["windfall", *worker.arguments(url, "ray1.1")])
             return f"{head}; one actor each\n{json.dumps(shown, indent=2)}\n# in each actor:\n# {line}\n"
         case Slurm():
             names = [f"slurm{k + 1}.1" for k in range(section.workers)]
-            text = script(_slurm(section), worker, label=label, url=url, workers=names, log="workers/slurm-%A_%a.log")
+            text = script(
+                _options(SlurmOptions, section),
+                worker,
+                label=label,
+                url=url,
+                workers=names,
+                log="workers/slurm-%A_%a.log",
+            )
             return f"{head}; sbatch with this file\n{text}"
         case SkyPilot():
-            described = task(_skypilot(section), worker, url=url, worker="sky1.1")
+            described = task(_options(SkyPilotOptions, section), worker, url=url, worker="sky1.1")
             line = f"# for each: sky jobs launch --name {label}-sky1-1 --secret WINDFALL_TOKEN sky1.1.yaml"
             return f"{head}\n{line}\n{to_yaml(described)}"
         case Kubernetes():
@@ -283,7 +266,7 @@ def _preview_kubernetes(recipe: Recipe, section: Kubernetes, worker: WorkerComma
     f, names = recipe.fleet, RunNames(run=recipe.run.name)
     certificate = tls.first_certificate(f.tls_cert) if f.tls_cert else ""
     objects = manifests(
-        _kubernetes(section), worker, names=names, url=url, recipe=config.dump(recipe_in_pod(recipe)),
+        _options(KubernetesOptions, section), worker, names=names, url=url, recipe=config.dump(recipe_in_pod(recipe)),
         ports=(f.port, f.weights_port), certificate=certificate,
     )  # fmt: skip
     secret = (

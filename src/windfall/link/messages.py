@@ -1,6 +1,7 @@
 """The messages on a link: typed msgspec structs, encoded as msgpack arrays. Any change to them must change PROTOCOL.
 
-    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Load, Pause, Resume, Drain
+    controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume,
+                              Drain
     worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
@@ -22,7 +23,7 @@ import msgspec
 
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -69,6 +70,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["auto", "windfall", "vllm"] = "auto"  # which engine; a worker's own option comes first
     samplings: tuple[Sampling, ...] = ()  # how the run samples, in training and in evaluations
     checked: tuple[str, ...] = ()  # self-tests of this model that passed on the trainer; see selftest/verdict.py
+    keep_share: float = 0.5  # share of the KV cache that sessions may keep while their environment works
 
 
 class Welcome(Message, frozen=True, tag=3):
@@ -99,6 +101,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_tokens: int  # upper limit for the tokens to generate, from `position` on
     sampling: Sampling
     stop: tuple[int, ...]  # token ids that end the response
+    session: str = ""  # name of the response, the same for all its turns; empty if it has only this turn
+    keep_s: float = 0.0  # predicted seconds from the end of this turn until the next one; 0: keep nothing for it
 
 
 class Assign(Message, frozen=True, tag=5):
@@ -139,6 +143,12 @@ class Release(Message, frozen=True, tag=29):
     """Controller to worker: stop these responses, send the tokens generated so far, then answer with Released."""
 
     handles: tuple[int, ...]
+
+
+class Forget(Message, frozen=True, tag=39):
+    """Controller to worker: these sessions have no further turn here. Drop what is kept for them."""
+
+    sessions: tuple[str, ...]
 
 
 class Released(Message, frozen=True, tag=30):
@@ -221,6 +231,12 @@ class Stats(Message, frozen=True, tag=16):
     waiting: int = 0  # responses among `running` that the engine has no room for at present
     loading: Literal["", "pull", "build", "swap"] = ""  # what a load waits for: bytes, building the engine, the swap
     pulled_bytes: int = 0  # Bytes of weights received. A pull during which this does not grow is stuck.
+    prefilled: int = 0  # tokens that were prefilled
+    lookups: int = 0  # responses and turns that were looked up in the prefix cache
+    hits: int = 0  # those of them that found tokens there
+    kept_sessions: int = 0  # sessions whose pages are kept now, while their environment works
+    kept_tokens: int = 0  # tokens in these pages
+    dropped: tuple[str, ...] = ()  # sessions whose kept pages were dropped since the last Stats
 
 
 class Left(Message, frozen=True, tag=17):
@@ -242,6 +258,7 @@ class SampleMessage(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     lag: bytes | None = None
     engines: tuple[str, ...] = ()  # engines of consecutive stretches of the targets
     engine_tokens: tuple[int, ...] = ()  # number of targets of each stretch
+    whole: int = 0  # sampled tokens of the whole response, if this is one of several segments
 
 
 class TrainerHello(Message, frozen=True, tag=18):
@@ -385,7 +402,7 @@ class RunEnded(Message, frozen=True, tag=38):
 
 
 FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
-ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Load | Pause | Resume | Drain
+ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Forget | Load | Pause | Resume | Drain
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
 ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save
 FromMachine = MachineHello | MachineReady | RanksEnded

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from windfall.config import Techniques
@@ -28,7 +28,9 @@ from windfall.ledger.ledger import Ledger, LedgerEntry, Malformed, room
 from windfall.link import messages as m
 from windfall.link.base import BadFrame, Link, LinkClosed
 from windfall.rollout.assignment import Offer, work_frames
+from windfall.rollout.listener import Listener
 from windfall.rollout.loading import MAX_CHARS, Loading
+from windfall.rollout.notices import Notices
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
 from windfall.scheduling.fixed_versions import FixedVersions
@@ -38,30 +40,16 @@ from windfall.scheduling.room import Room
 from windfall.scheduling.version_window import VersionWindow
 from windfall.types import LOCAL, Capabilities
 
+__all__ = ["Dispatch", "Listener"]
+
 NO_WORKERS_S = 15.0
 """Seconds that work waits without any worker before a `no_workers` event is logged, and between two such events."""
-OPERATOR_SOURCES = ("sigterm", "ctrl-c")
-"""Notices that come from the person who runs the worker, not from the owner of its machine."""
 SMALL_FLEET, PAUSE_PER_WORKER_S = 256, 4e-5
 """Scheduling takes a few microseconds per worker, no matter how much there is to assign. Between two rounds it pauses
 PAUSE_PER_WORKER_S seconds for every worker above SMALL_FLEET. With 10,000 workers, a free slot may wait for 0.4
 seconds, and scheduling takes an eighth of a core."""
 MAX_NAME = 32
 """Characters of an engine's name and version that are kept."""
-DRAIN_LEAD_S = 2.0
-"""Seconds before the announced end at which a warned worker is drained. A drain takes one engine step and a round
-trip."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listener:
-    """Callbacks for a response, given by the caller that opens it. There may be any number of listeners."""
-
-    turn_ended: Callable[[str], None]
-    rejected: Callable[[str, str], None]
-    """Called with the response and the reason if no worker can generate it."""
-    version_gone: Callable[[str], None] = lambda id: None
-    """Called with a response that must have a fixed version, if no worker holds that version any more."""
 
 
 class Dispatch:
@@ -73,8 +61,8 @@ class Dispatch:
         """`staleness` and `on_new_weights`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
-        self.placement, self.accounts = Placement(self.ledger, balancing=t.balancing), Accounts(billed_s)
-        self.journal, self._migration = journal, t.migration
+        self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
+        self.journal, self.accounts, self.turns = journal, Accounts(billed_s), self.placement.turns
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
         self._staleness, self._finish = staleness, on_new_weights == "finish"
@@ -86,8 +74,7 @@ class Dispatch:
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
         self.loading = Loading(self.members, self.accounts, events, self._send, self.drain)
-        self._drain_timers: dict[str, asyncio.TimerHandle] = {}
-        """By worker that got a notice: the timer that drains it."""
+        self.notices = Notices(events, self.drain, self._stop_assigning, migration=t.migration)
         self._releasing: dict[int, str] = {}
         """By handle that a worker was asked to release: the worker. A handle may end in another way before the worker
         sends Released."""
@@ -100,6 +87,7 @@ class Dispatch:
         """Close a response that is finished and part of its group."""
         self.placement.finished(len(self.ledger.entries[id].episode.tokens))
         self.ledger.close(id)
+        self._forget_turns({id: self.turns.over(id)})
         del self._listeners[id]
 
     def open(self, episode: Episode, listener: Listener) -> None:
@@ -108,11 +96,15 @@ class Dispatch:
         self._schedule_soon()
 
     def next_turn(self, id: str) -> None:
+        entry = self.ledger.entries[id]
+        observed = len(entry.episode.tokens) - entry.recorded
         self.ledger.next_turn(id)
+        self.turns.returned(id, observed, asyncio.get_running_loop().time())
         self._schedule_soon()
 
     def withdraw(self, ids: Collection[str]) -> None:
         self._cancel(self.ledger.withdraw(ids))
+        self._forget_turns({id: self.turns.over(id, withdrawn=True) for id in ids})
         for id in ids:
             self._listeners.pop(id, None)
         if self._staleness:
@@ -120,7 +112,21 @@ class Dispatch:
 
     def cut(self, id: str, length: int) -> None:
         """End the turn of a response after its first `length` tokens. Its listener is not called."""
+        worker = self.ledger.entries[id].worker
         self._cancel(self.ledger.cut(id, length))
+        self.turns.queued.pop(id, None)
+        if worker:
+            self._turn_ended(id, worker)
+
+    def _turn_ended(self, id: str, worker: str) -> None:
+        e, now = self.ledger.entries[id].episode, asyncio.get_running_loop().time()
+        self.turns.ended(id, self._listeners[id].environment, worker, context=len(e.prompt) + len(e.tokens),
+                         sampled=len(e.tokens) - e.turn_start, now_s=now)  # fmt: skip
+
+    def _forget_turns(self, holders: Mapping[str, str]) -> None:
+        """Have workers drop the tokens of responses that have no further turn there. An empty name: no worker."""
+        for worker in dict.fromkeys(filter(None, holders.values())):
+            self._send(worker, m.Forget(sessions=tuple(id for id, holder in holders.items() if holder == worker)))
 
     def _cancel(self, handles: Mapping[str, list[int]]) -> None:
         """Cancel assignments that the ledger has ended, by worker."""
@@ -199,8 +205,9 @@ class Dispatch:
             case m.Tokens():
                 self._accept(member, message)
             case m.Stats():
-                pass
+                self.turns.dropped(id, message.dropped)
             case m.Loaded():
+                self.turns.cleared(id)
                 self._set_engine(member, message.engine)
                 if self.loading.done(member, message, now):
                     self.refusals.ready()
@@ -215,7 +222,7 @@ class Dispatch:
             case m.Rejected():
                 self._rejected_by(member, message)
             case m.Notice():
-                self._handle_notice(member, message)
+                self.notices.handle(member, message)
             case m.Left():
                 if message.refused:
                     self.refusals.refused(member, message.why, now)
@@ -249,6 +256,7 @@ class Dispatch:
         if accepted.dropped:
             self._send(member.id, m.Cancel(handles=tuple(accepted.dropped)))
         for id in accepted.ended_turns:
+            self._turn_ended(id, member.id)
             self._listeners[id].turn_ended(id)
         if accepted.ended_turns or accepted.dropped:
             self._schedule_soon()
@@ -289,24 +297,6 @@ class Dispatch:
         """Account the worker as idle if it has no work left."""
         if not self.ledger.running(worker):
             self.accounts.idle(asyncio.get_running_loop().time(), worker)
-
-    def _handle_notice(self, member: Member, notice: m.Notice) -> None:
-        """Drain the worker shortly before its machine is taken. A second notice counts only if its end is earlier."""
-        source, detail = notice.source[:MAX_CHARS], notice.detail[:MAX_CHARS]
-        left_s = 0.0 if notice.left_s is None or not math.isfinite(notice.left_s) else notice.left_s
-        loop = asyncio.get_running_loop()
-        at_s, timer = loop.time() + max(0.0, left_s - DRAIN_LEAD_S), self._drain_timers.get(member.id)
-        if timer is not None:
-            if timer.when() <= at_s:
-                return
-            timer.cancel()
-        elif member.state is WorkerState.DRAINING:
-            return
-        member.preempted, member.why = source not in OPERATOR_SOURCES, f"{source}: {detail}"
-        self._events.instant("worker_warned", worker=member.id, source=source, left_s=notice.left_s, detail=detail)
-        if not self._migration:  # a response that it cannot finish would start again from its first token
-            self._stop_assigning(member.id, member.why)
-        self._drain_timers[member.id] = loop.call_at(at_s, self.drain, member.id, "warned")
 
     def drain(self, id: str, why: str) -> None:
         """Ask a worker to send what it has and leave. Its responses move once it has done so."""
@@ -353,8 +343,7 @@ class Dispatch:
         member.moved += len(entries)
         drained = member.state is WorkerState.DRAINING
         self.members.move(id, WorkerState.GONE, why)
-        if id in self._drain_timers:
-            self._drain_timers.pop(id).cancel()
+        self.notices.gone(id)
         now = asyncio.get_running_loop().time()
         self.placement.forget(id)
         self.refusals.gone(member, now)
@@ -492,7 +481,9 @@ class Dispatch:
             self.accounts.moved_in(now, worker, prefilled_again)
         if self.journal is not None:
             self.journal.write_assigned({e.handle: e.episode.id for e in entries})
-        for work in work_frames(entries, exact=self.members.all[worker].engine.exact):
+        self._forget_turns({e.episode.id: self.turns.assigned(e.episode.id, worker) for e in entries})
+        keep_s = [self.turns.keep_s(self._listeners[e.episode.id].environment) for e in entries]
+        for work in work_frames(entries, keep_s, exact=self.members.all[worker].engine.exact):
             self._send(worker, m.Assign(work=work))
 
     def _request_release(self, worker: str, entries: list[LedgerEntry]) -> None:

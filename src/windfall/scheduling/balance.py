@@ -61,6 +61,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Its speed; None: no worker has been measured yet."""
     waiting: int = 0
     """Assigned responses that its engine does not run yet."""
+    reserved: bool = False
+    """It stays for the whole run."""
+    admits: bool = True
+    """It may get another turn; False for a borrowed worker while its owner's SLO would be at risk."""
+    stalled: bool = False
+    """It has work, but its engine has made no step for a while."""
     prefill_tok_per_s: float = 0.0
     """0: not known. A prefilled token is then assumed to cost as much time as a response adds to a step."""
 

@@ -74,6 +74,27 @@ class Patience:
     """Seconds between two checks."""
 
 
+@dataclass(slots=True)
+class PrefillCounts:
+    """What the workers' prefix caches saved, over a run."""
+
+    prefilled: int = 0
+    """Tokens that were prefilled."""
+    reused: int = 0
+    """Tokens that were not prefilled, because they were in the KV cache."""
+    lookups: int = 0
+    """Responses and turns that were looked up in the prefix cache."""
+    hits: int = 0
+    """Those of them that found tokens there."""
+
+    def add(self, before: Stats, now: Stats) -> None:
+        """Add what a worker counted between two of its messages."""
+        self.prefilled += max(0, now.prefilled - before.prefilled)
+        self.reused += max(0, now.reused_tokens - before.reused_tokens)
+        self.lookups += max(0, now.lookups - before.lookups)
+        self.hits += max(0, now.hits - before.hits)
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     id: str
@@ -156,6 +177,7 @@ class Members:
         self._ticked_s: float | None = None
         self.pull_s = 0.0
         """Seconds that the last pull took."""
+        self.prefill = PrefillCounts()
 
     def here(self) -> Iterator[Member]:
         return iter(self._here.values())
@@ -225,6 +247,8 @@ class Members:
         member.seen_s = now_s
         if stats is not None:
             before, member.stats = member.stats, stats
+            if before is not None:  # a worker sends its first Stats before it has any work from this controller
+                self.prefill.add(before, stats)
             if before is None or (before.pulled_bytes, _part(before)) != (stats.pulled_bytes, _part(stats)):
                 member.progress_s = now_s
             since_s, generated = member._rate_from

@@ -41,7 +41,7 @@ def build_host(spec: EngineSpec, model: Any, device: str, objectives: Objectives
     layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)
     arena = Arena(layout, device)
     kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
-    engine = TorchEngine(model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, kv=kv)
+    engine = TorchEngine(model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, keep_share=0.0, kv=kv)
     return Host(engine, arena, objectives, max_rows=spec.max_rows)
 
 
@@ -62,8 +62,9 @@ def build_rollout(host: Host, spec: EngineSpec, device: str) -> tuple[Any, int]:
             raise WindfallError(what, where="windfall serve --lend", fix="Raise --memory or --kv-tokens.")
         running = min(spec.max_running or spec.wanted, 256, max(1, room // spec.longest))
         engine = TorchEngine(
-            model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, deterministic=spec.deterministic, kv=kv
-        )
+            model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, deterministic=spec.deterministic,
+            keep_share=spec.keep_share, kv=kv,
+        )  # fmt: skip
         engine.limit = min(engine.limit, room)
     except BaseException:  # the blocks must be free whatever happened
         host.call(kv.leave).result()

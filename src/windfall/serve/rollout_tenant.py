@@ -226,6 +226,7 @@ class RolloutTenant(EngineThread):
             engine.cancel(s.request.id)
             self._evicted.append(int(s.request.id))
             self.evicted += 1
+        engine.evict_kept(pages)
 
     def return_evicted(self) -> int:
         """Return the responses that lost their pages to the controller. Returns how many."""

@@ -71,8 +71,8 @@ class TrainerAgent:
     make_room: Callable[[], None] = lambda: None
     """Called with the lock held, before work that needs device memory: the trainer's engine may occupy much of it."""
     give_back: Callable[[], None] = lambda: None
-    """Called with the lock held, after work: engines in other processes need the device memory that is free now, but
-    kept by the trainer's processes."""
+    """Called with the lock held, after work: returns device memory that the trainer's processes no longer use, but
+    still hold. Engines in other processes need it."""
     invalidate: Callable[[], None] = lambda: None
     """Called with the lock held, before the weights change: the trainer's engine must not generate with weights that
     belong to no version, nor label their tokens with the last version."""

@@ -52,7 +52,7 @@ class Learner:
             self.choose_layers(KEEP[checkpoint_activations], say)
 
     def choose_layers(self, keep: str | int, say: Callable[[str], None]) -> None:
-        """Use the own layers if they support the model and compute the same, on all ranks."""
+        """Use windfall's own layers if they support the model and compute the same, on all ranks."""
         trials: tuple[Callable[[], None], ...] = (lambda: self.use_own_layers(keep=keep), lambda: compare(self.policy))
         for trial in trials:
             if why := next(filter(None, self.ranks.prompt.all_gather(self._refusal(trial))), ""):
@@ -60,7 +60,7 @@ class Learner:
                 return
 
     def _refusal(self, trial: Callable[[], None]) -> str:
-        """Why the own layers cannot be used; "" if the trial succeeds."""
+        """Why windfall's own layers cannot be used; "" if the trial succeeds."""
         comparing = self.policy.body is not None
         try:
             trial()

@@ -23,7 +23,6 @@ initialized.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +186,7 @@ class Ranks:
 
 
 class Orders:
-    """Functions that all ranks run together, at the word of rank 0."""
+    """Functions that all ranks run together when rank 0 orders it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -200,38 +199,33 @@ class Orders:
         """Run an action on every rank, with `args`, or with `each[rank]`. Returns the result of this rank's part."""
         size = self.ranks.size
         if size > 1:
-            self._give([(name, each[rank] if each is not None else args) for rank in range(1, size)])
+            self._announce()
+            orders = [(name, each[rank] if each is not None else args) for rank in range(size)]
+            with self.ranks._noticing("to give an order", self.ranks.timeout_s):
+                dist.scatter_object_list([None], orders, src=0, group=self.ranks.quick)
         with self._noticing_losses(name):
             return self._actions[name](*(args if each is None else each[0]))
 
     def follow(self) -> None:
         """Run the orders of rank 0 until it says `stop`."""
         while True:
-            name, args = self._take()
+            box: list[Any] = [None]
+            with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
+                dist.recv(torch.zeros(1), 0, group=self.ranks.orders)
+                dist.scatter_object_list(box, None, src=0, group=self.ranks.quick)
+            name, args = box[0]
             if name == "stop":
                 return
             with self._noticing_losses(name):
                 self._actions[name](*args)
 
-    def _give(self, orders: list[tuple[str, tuple[Any, ...]]]) -> None:
-        """Send an order to each other rank. Not as a collective: those have one limit for both sides."""
-        limit = timedelta(seconds=self.ranks.timeout_s)
-        sent: list[tuple[int, Any, Tensor]] = []
-        for rank, order in enumerate(orders, 1):
-            body = torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
-            for tensor in (torch.tensor([len(body)]), body):
-                sent.append((rank, dist.isend(tensor, rank, group=self.ranks.orders), tensor))
-        for rank, work, _ in sent:  # which keeps the tensors until they are sent
+    def _announce(self) -> None:
+        """Wait until each other rank asks for an order. Not a collective, which has one time limit for both sides."""
+        sent = [(rank, dist.isend(torch.zeros(1), rank, group=self.ranks.orders)) for rank in range(1, self.ranks.size)]
+        for rank, work in sent:
             with self.ranks._noticing(f"to give an order to rank {rank}", self.ranks.timeout_s):
-                work.wait(limit)
-
-    def _take(self) -> tuple[str, tuple[Any, ...]]:
-        with self.ranks._noticing("for an order of rank 0", FOREVER.total_seconds()):
-            length = torch.zeros(1, dtype=torch.int64)
-            dist.recv(length, 0, group=self.ranks.orders)
-            body = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(body, 0, group=self.ranks.orders)
-        return pickle.loads(body.numpy().tobytes())
+                assert work is not None
+                work.wait(timedelta(seconds=self.ranks.timeout_s))
 
     @contextlib.contextmanager
     def _noticing_losses(self, name: str) -> Iterator[None]:

@@ -140,6 +140,7 @@ def pack(sample: Sample) -> m.SampleMessage:
         limit=s.limit, old=None if s.old is None else np.asarray(s.old, np.float64).tobytes(),
         lag=None if s.lag is None else np.asarray(s.lag, np.uint16).tobytes(),
         engines=tuple(name for name, _ in s.engines), engine_tokens=tuple(count for _, count in s.engines),
+        whole=s.whole,
     )  # fmt: skip
 
 
@@ -154,5 +155,5 @@ def unpack(sample: m.SampleMessage) -> Sample:
         ids=s.ids, targets=s.targets, behavior=np.frombuffer(s.behavior), advantage=s.advantage, limit=s.limit,
         old=None if s.old is None else np.frombuffer(s.old),
         lag=None if s.lag is None else np.frombuffer(s.lag, np.uint16),
-        engines=tuple(zip(s.engines, s.engine_tokens, strict=True)),
+        engines=tuple(zip(s.engines, s.engine_tokens, strict=True)), whole=s.whole,
     )  # fmt: skip

@@ -58,7 +58,8 @@ class Totals:
     """Sums over trained tokens, which add up over packs and ranks."""
 
     divisor: float = 0.0
-    responses: int = 0
+    responses: float = 0.0
+    """A segment counts as its share of the response."""
     tokens: int = 0
     entropy: float = 0.0
     clipped: float = 0.0
@@ -223,14 +224,14 @@ class TorchTrainer:
         rows = zip(pack, np.split(logp, sizes), np.split(entropy, sizes), reference, strict=True)
         for s, now, entropies, ref in rows:
             proximal = now if s.old is None else s.old
-            w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage))
+            w = self.algorithm.weights(SampledTokens(logp=now, proximal=proximal, advantage=s.advantage, whole=s.whole))
             clipped = (w == 0) & (s.advantage != 0)
             importance, capped = importance_weights(
                 proximal, s.behavior, mode=self.importance, cap=self.importance_cap,
                 level="token" if s.lag is None else self.algorithm.importance_level,
             )  # fmt: skip
             w = w * importance
-            share = self.algorithm.normalizer(len(now), s.limit)
+            share = self.algorithm.normalizer(s.length, s.limit) * s.share
             if ref is not None:
                 # A mean over tokens that weights a response like the algorithm's own loss does (algorithms/kl.py).
                 w = w + kl_weights(now, ref, self.kl * share / len(now))
@@ -241,7 +242,7 @@ class TorchTrainer:
             )  # fmt: skip
             out.append(w)
             self._totals.divisor += share
-            self._totals.responses += 1
+            self._totals.responses += s.share
         return np.concatenate(out)
 
     def _logprobs(self, learner: Any, pack: Sequence[Sample]) -> list[Floats]:
@@ -264,7 +265,7 @@ class TorchTrainer:
         norm, skipped = self.optimizer.update(t.divisor)
         self._clear_totals()  # the update has already set the gradients to zero
         return Report(
-            tokens=t.tokens, responses=t.responses, grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
+            tokens=t.tokens, responses=round(t.responses), grad_norm=norm, lr=lr, entropy=t.entropy / n, engine_gap=gap,
             engine_gap_max=t.gap_max, engine_gaps=t.engine_gaps(), clipped=t.clipped / n, capped=t.capped / n,
             drift=t.drift / older if older else 0.0, kl=t.kl / n, skipped=skipped, peak_bytes=t.peak_bytes,
             experts=self.experts.describe(t.experts) if self.experts.sizes else None,

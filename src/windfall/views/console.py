@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from windfall.config import KeyChange, Recipe
 from windfall.cost.bill import Totals, reserved_only
 from windfall.events.log import Event, read
-from windfall.views import staleness
+from windfall.views import rewards, staleness
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGE = ("lengths", "replaced", "speeds")
@@ -82,7 +82,10 @@ class Console:
             case "eval":
                 if event["kind"] == "scalar" and event["reward"] is not None:
                     on = f" on {escape(event['on'])}" if event.get("on") else ""
-                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{on}")
+                    more = f"{rewards.passes(event)}{rewards.parts(event)}"
+                    self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
+            case "gateway":
+                self._out.print(f"agents reach the policy at {event['url']}")
             case "eval_warning":
                 self._out.print(f"[yellow]warning[/]: {escape(event['why'])}")
             case "step":
@@ -107,6 +110,10 @@ class Console:
                 self._out.print("stopping and saving; press Ctrl-C again to quit at once")
             case "reward_missing":
                 self._out.print(f"[yellow]reward missing[/] for {event['response']}: {_failure(event)}")
+            case "grading_slow":
+                self._out.print(f"[yellow]rewards are slow[/]: {rewards.graders_of_snapshot(event)}")
+            case "reward_retried":
+                self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":
                 self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
             case "update_skipped":
@@ -242,6 +249,7 @@ class Console:
             extras += f"  experts {e['experts_balance']:.2f} balanced{unused}"
         if len(e.get("engine_gaps") or {}) > 1:
             extras += f"  gap{_by_engine(e['engine_gaps'])}"
+        extras += f"{rewards.parts(e)}{rewards.slow(e)}"
         if e["missing"]:
             extras += f"  rewards missing {e['missing']}"
         if e.get("skipped"):
@@ -272,14 +280,15 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     """A summary in a few lines of rich markup, for a run that finished, was stopped, or died."""
     steps = [e for e in events if e["kind"] == "scalar" and e["name"] == "step"]
     evals = [e for e in events if e["kind"] == "scalar" and e["name"] == "eval" and e["reward"] is not None]
-    rewards = [e["reward"] for e in steps if e["reward"] is not None]
+    trained = [e["reward"] for e in steps if e["reward"] is not None]
     out = ["", "[bold green]finished[/]" if finished else "[bold yellow]stopped; all progress is saved[/]"]
     if len(evals) > 1:
         on = f", on {escape(evals[-1]['on'])}" if evals[-1].get("on") else ""
         before, after = evals[0]["reward"], evals[-1]["reward"]
         out.append(f"  evaluation reward          {before:.3f} before, {after:.3f} after{on}")
-    if rewards:
-        out.append(f"  training reward            {rewards[0]:.3f} first, {rewards[-1]:.3f} last   {spark(rewards)}")
+        out += rewards.passes_of_run(evals[0], evals[-1])
+    if trained:
+        out.append(f"  training reward            {trained[0]:.3f} first, {trained[-1]:.3f} last   {spark(trained)}")
     if steps:
         generated = sum(e["made"] - e.get("restored", 0) for e in steps)
         speed = generated / max(1e-9, sum(e.get("counted_s", e["s"]) for e in steps))
@@ -292,6 +301,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         if not asynchronous:
             alone = generated / max(1e-9, rollout - early)
             out.append(f"                             {alone:,.0f} tok/s while generating")
+        out += _prefill(steps)
         if updates := [e["weights_bytes"] for e in steps if e.get("weights_bytes")]:
             out.append(
                 f"  weights per update         {sum(updates) / len(updates) / 1e6:,.2f} MB to pull for each worker"
@@ -305,6 +315,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         missing = sum(e["missing"] for e in steps)
         if missing:
             out.append(f"  rewards missing            {missing} (not trained on)")
+        out += rewards.graders_of_run(steps)
     out += [f"  {label:<26} {text}" for label, text in staleness.of_run(steps)]
     out += [*_engine_gaps(steps), *_fleet(events, steps), *_dollars(events, steps)]
     out.append(f"  files                      {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
@@ -314,6 +325,19 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
     model = _argument(next((e["path"] for e in reversed(events) if e["name"] == "checkpoint" and "path" in e), folder))
     out.append(f"  try next                   {_command()} generate {model} --prompt '{prompt}'")
     out.append(f"                             {_command()} eval {model}")
+    return out
+
+
+def _prefill(steps: list[Event]) -> list[str]:
+    """For the summary: the prefill that the prefix caches of the workers saved, and where the next turns went."""
+    saved, computed = (sum(e.get(key, 0) for e in steps) for key in ("prefill_saved", "prefilled"))
+    if not saved:
+        return []
+    out = [f"  prefill saved              {saved / (saved + computed):.0%}: {saved:,} of {saved + computed:,} tokens"]
+    sessions = [e["sessions"] for e in steps if e.get("sessions")]
+    if routed := sum(s["routed"] for s in sessions):
+        there = sum(s["to_holder"] for s in sessions)
+        out.append(f"  turns                      {there:,} of {routed:,} went to the worker that has their tokens")
     return out
 
 
@@ -345,12 +369,16 @@ def _engine_gaps(steps: list[Event]) -> list[str]:
 def _tasks(env: Any) -> str:
     """Where the tasks come from, for the header: "arithmetic tasks", "problems.jsonl", ..."""
     match env.name:
-        case "jsonl":
+        case "jsonl" | "dataset":
             return env.path.name
         case "gym":
             return f"{env.task} tasks of reasoning-gym"
         case "custom":
             return f"tasks of {env.factory}"
+        case "agent":
+            return f"the agent {env.function or env.command}"
+        case "verifiers":
+            return f"{env.id} of verifiers"
     return f"{env.name} tasks"
 
 

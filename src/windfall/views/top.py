@@ -15,7 +15,7 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.views import staleness
+from windfall.views import rewards, staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -94,7 +94,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
         out.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
-    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *stale, *advice])), out)
+    graders = [rewards.graders_of_snapshot(snapshot["graders"])] if snapshot.get("graders") else []
+    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *advice])), out)
 
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
@@ -108,6 +109,21 @@ def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:
         f"{s['run']}: step {s['step']}/{s['steps']}, version {s['version']}, {status}\n{resume}"
         f"workers: {present} in the fleet, {s['lost']} lost; responses: {s['open']} open, {s['queued']} queued, "
         f"{c['moved']} moved; tokens: {c['accepted']:,} accepted, {c['repeated'] + c['late']} generated twice"
+        + _prefill(s)
+    )
+
+
+def _prefill(s: dict[str, Any]) -> str:
+    """What the prefix caches of the workers save; empty if they have saved nothing."""
+    p = s.get("prefill") or {}
+    if not p.get("reused"):
+        return ""
+    kept = [w for w in s["workers"] if w["state"] != "gone" and w.get("kept_sessions")]
+    sessions, tokens = (sum(w[k] for w in kept) for k in ("kept_sessions", "kept_tokens"))
+    total = p["reused"] + p["prefilled"]
+    return (
+        f"\nprefill: {p['reused'] / total:.0%} of {total:,} tokens saved, {p['hits']:,} of {p['lookups']:,} turns "
+        f"found their prefix; kept: {sessions} sessions with {tokens:,} tokens"
     )
 
 

@@ -6,8 +6,8 @@
     when all tables are known     write       write this rank's parts of the blob to where they belong
 
 The ranks of one machine write one blob. Its size is known before the first byte is written, from the tables of all
-ranks. The blob is the same for any number of ranks. Only the early decision to give up depends on them a little: blocks
-with rows of several ranks are not sampled.
+ranks. The blob is the same for any number of ranks. Only the early decision to give up depends slightly on that number:
+blocks with rows of several ranks are not sampled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeltaShare:
         self.blocks = Blocks(plan.ranges())
         self._parts: list[Part] = []
         self._sampled: tuple[int, int] | None = None
-        self._own_done = False  # the own blocks are encoded
+        self._own_done = False  # this rank's own blocks are encoded
 
     def on_device(self, encoder: Any, sources: Mapping[Piece, torch.Tensor]) -> None:
         """`encoder`: a DeviceDelta with the previous version."""
@@ -77,7 +77,7 @@ class DeltaShare:
         return out
 
     def update_bytes(self, sizes: Mapping[int, int]) -> int:
-        """The bytes of the update from all machines, of which these have a delta: from the others, all their rows."""
+        """Bytes of an update: the delta of every machine in `sizes`, and all rows of every other machine."""
         leaders = {share.leader for share in self.plan.shares}
         return sum(sizes[leader] if leader in sizes else self._rows_bytes(leader) for leader in leaders)
 

@@ -55,7 +55,7 @@ class LocalCopy:
         self.verified = [known.get(chunk) for chunk in pairwise(self._bounds)]
 
     def hash_all(self, pool: Executor) -> None:
-        """Find out again which chunks the buffer has."""
+        """Compute the checksums of all chunks in the buffer again."""
         chunks = list(pairwise(self._bounds))
         self.verified[:] = pool.map(lambda chunk: xxhash.xxh3_64_intdigest(self.view[chunk[0] : chunk[1]]), chunks)
 

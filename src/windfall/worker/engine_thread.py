@@ -116,6 +116,13 @@ class EngineThread:
         self._emit(Released(handles=handles))
 
     @order
+    def forget(self, sessions: tuple[str, ...]) -> None:
+        """Drop what is kept for the next turns of these sessions."""
+        forget = getattr(self.engine, "forget", lambda session: None)  # not every engine keeps pages
+        for session in sessions:
+            forget(session)
+
+    @order
     def swap(
         self, version: int, weights: Mapping[str, Any] | None, done: Callable[[BaseException | None], None]
     ) -> None:
@@ -155,8 +162,14 @@ class EngineThread:
             running=running, made=self._generated, steps=self._steps,
             idle_s=time.monotonic() - self._stepped_s if step_due else 0.0,
             preemptions=getattr(counters, "preemptions", 0), waiting=getattr(counters, "waiting", 0),
-            reused_tokens=getattr(counters, "reused_tokens", 0),
+            reused_tokens=getattr(counters, "reused_tokens", 0), prefilled=getattr(counters, "prefilled", 0),
+            lookups=getattr(counters, "lookups", 0), hits=getattr(counters, "hits", 0),
+            kept_sessions=getattr(counters, "kept_sessions", 0), kept_tokens=getattr(counters, "kept_tokens", 0),
         )  # fmt: skip
+
+    def take_dropped(self) -> tuple[str, ...]:
+        """Sessions whose kept pages were dropped since the last call. Can be called from any thread."""
+        return getattr(self._engine, "take_dropped", tuple)()
 
     # The methods below run in the thread.
 
@@ -218,7 +231,8 @@ def request_of(work: Work) -> Request:
     """The request of an engine. Its id is the handle of the work."""
     return Request(
         id=str(work.handle), prompt=tuple(array("I", work.prompt)), seed=work.seed, position=work.position,
-        max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop),
+        max_tokens=work.max_tokens, sampling=work.sampling, stop=frozenset(work.stop), session=work.session,
+        keep_s=work.keep_s,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.worker.engine_factory import engine_sizes
 
 GPU_SHARE = 0.92
-"""vLLM refuses to start if it may not count on as much memory as it plans with. It gets this share of what is free, and
+"""vLLM refuses to start if less memory is free than it plans with. It may plan with this share of the free memory, but
 allocates only the weights, the KV cache and its work space."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -74,7 +74,7 @@ def cache_bytes(config: Any, dtype: str, tensor_parallel: int = 1) -> int:
 
 
 def _gpu_share(device: str) -> float:
-    """The share of the GPU's memory that vLLM may count on. Others may use the GPU already."""
+    """The share of the GPU's memory that vLLM may plan with. Other processes may use the GPU already."""
     if not device.startswith("cuda"):
         return GPU_SHARE
     import torch

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-STATE = Path(os.environ["FAKE_SKY"])
+STATE = Path(os.environ.get("FAKE_SKY", "/nonexistent"))
 
 
 def write(job: str, **fields: object) -> None:

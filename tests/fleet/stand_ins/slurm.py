@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-STATE = Path(os.environ["FAKE_SLURM"])
+STATE = Path(os.environ.get("FAKE_SLURM", "/nonexistent"))
 KILL_WAIT_S = 0.5
 
 

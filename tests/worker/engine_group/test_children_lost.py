@@ -21,7 +21,7 @@ from windfall.worker.engine_group import group as groups
 from windfall.worker.engine_group.messages import ChildFailed
 
 
-@pytest.mark.parametrize("whom", ["one", "both", "fork server"])
+@pytest.mark.parametrize("whom", ["one", pytest.param("both", marks=pytest.mark.slow), "fork server"])
 def test_killed_children_lose_no_token(case: Case, models: list[Any], whom: str) -> None:
     e, made, wanted = case.engine(models[0]), Made(), asked()
     for r in wanted:
@@ -83,6 +83,7 @@ def test_response_canceled_while_no_child_is_there(case: Case, models: list[Any]
     check(wanted[1:], made, models)
 
 
+@pytest.mark.slow
 def test_child_that_cannot_be_built_ends_the_group_with_its_error(case: Case, models: list[Any]) -> None:
     case.engine(models[0])
     case._spec = None
@@ -98,6 +99,7 @@ def test_child_that_cannot_be_built_ends_the_group_with_its_error(case: Case, mo
     assert case.engine(models[0]).slots == 32, "it can be built again"
 
 
+@pytest.mark.slow
 def test_child_that_dies_again_and_again_ends_the_group(
     case: Case, models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,9 @@ Without a GPU the same engine runs on the reference kernels in plain torch: slow
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from windfall.engine.cuda.plan import BatchPlanner, DeviceSequence
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.cuda.state import STOPS
 from windfall.engine.pages import Pages
+from windfall.engine.retention import Retention
 from windfall.engine.torch.engine import check_request, copy_weights
 from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Finish, Request
@@ -58,9 +60,12 @@ class GraphEngine:
         burst: int = BURST,
         ops: Any = None,
         sharing: PrefixSharing | None = None,
+        keep_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`longest`: upper limit for the tokens of a response and its prompt. `ops`: kernels to use instead of the
-        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits."""
+        device's. `sharing`: which siblings form prefix groups; by default, groups are as large as fits. `keep_share`:
+        share of the KV pool for sessions whose environment works."""
         if deterministic:
             raise WindfallError("the GPU engine has no deterministic mode", fix="Use TorchEngine on a CPU.")
         pages = -(-kv_tokens // page_size)
@@ -72,14 +77,19 @@ class GraphEngine:
         decoder = Decoder.of(model, ops)
         fit = decoder.sharing()
         sharing = replace(sharing, max_rows=min(sharing.max_rows, fit.max_rows)) if sharing else fit
-        self._plan = BatchPlanner(Pages(pages, page_size), host_state, max_rows=max_rows, burst=burst, sharing=sharing)
+        pool = Pages(pages, page_size)
+        retention = Retention(pool, share=keep_share, clock=clock)
+        self._plan = BatchPlanner(
+            pool, host_state, max_rows=max_rows, burst=burst, sharing=sharing, retention=retention
+        )
+        self.forget, self.take_dropped = retention.forget, retention.take_dropped
         self._device = DeviceRunner(decoder, host_state, pages=pages, page_size=page_size, burst=burst)
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._sequences: dict[str, DeviceSequence] = {}
         self._pending: deque[PendingLaunch] = deque()
         self._ready: deque[list[Chunk]] = deque()  # chunks that the next steps return; each list has one version
         self._ready_finished = 0  # number of responses whose last chunk is in `_ready`
-        self._steps = self._rows = self._generated = 0
+        self._steps = self._rows = self._generated = self._prefilled = 0
 
     def __len__(self) -> int:
         """Number of responses whose last token has not been returned."""
@@ -90,7 +100,9 @@ class GraphEngine:
         p = self._plan
         return Counters(
             steps=self._steps, rows=self._rows, generated=self._generated,
-            reused_tokens=p.reused_tokens, preemptions=p.preemptions, waiting=len(p.waiting),
+            reused_tokens=p.reused_tokens, preemptions=p.preemptions, waiting=len(p.waiting), lookups=p.lookups,
+            hits=p.hits, prefilled=self._prefilled, kept_sessions=len(p.retention),
+            kept_tokens=p.retention.page_count * p.pages.size,
         )  # fmt: skip
 
     @property
@@ -162,7 +174,9 @@ class GraphEngine:
             return False
         self._pending.append(self._device.launch(work, self.version))
         self._steps += work.steps + bool(work.prefill)
-        self._rows += sum(p.stop - p.start for p in work.prefill)
+        prefilled = sum(p.stop - p.start for p in work.prefill)
+        self._rows += prefilled
+        self._prefilled += prefilled
         return True
 
     def _finish_pending(self) -> None:
@@ -212,7 +226,7 @@ class GraphEngine:
             finish = "length"
         if finish:
             del self._sequences[request.id]
-            self._plan.remove(s)
+            self._plan.remove(s, ended=True)
         return Chunk(
             id=request.id, position=position, tokens=tuple(tokens), logprobs=tuple(logprobs), version=version,
             finish=finish,

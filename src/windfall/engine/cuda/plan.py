@@ -13,6 +13,7 @@ has a row in every burst of steps until all tokens that it may generate have bee
 - pages are registered by the tokens they hold. Those of a prefill are registered when it is planned: siblings in the
   same launch may use them, because every layer writes all keys and values before it reads any. Other pages are
   registered when their sequence releases them;
+- the pages of a session whose environment works are kept within a budget (engine/retention.py);
 - rows that share the pages of their prompt are adjacent, and form prefix groups where that pays off (`splits.py`).
 
 Rules (`check()`): a running sequence holds exactly the pages that its planned tokens need; a waiting one holds none; a
@@ -29,6 +30,7 @@ import numpy as np
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.splits import PrefixSharing
 from windfall.engine.pages import ROOT, Key, Pages, key_of
+from windfall.engine.retention import Retention
 from windfall.types import Request
 
 
@@ -75,13 +77,15 @@ class Launch:
 
 class BatchPlanner:
     def __init__(
-        self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing
-    ) -> None:
+        self, pages: Pages, host_state: HostState, *, max_rows: int, burst: int, sharing: PrefixSharing,
+        retention: Retention | None = None,
+    ) -> None:  # fmt: skip
+        self.retention = retention if retention is not None else Retention(pages)
         self.pages, self.host_state, self.sharing = pages, host_state, sharing
         self.max_rows, self.burst = max_rows, burst
         self.running: dict[DeviceSequence, None] = {}  # in order of arrival
         self.waiting: deque[DeviceSequence] = deque()
-        self.preemptions = self.reused_tokens = 0
+        self.preemptions = self.reused_tokens = self.lookups = self.hits = 0
         self._prefilling: dict[DeviceSequence, None] = {}
         slots = host_state.slots
         self._free = list(range(slots - 1, -1, -1))
@@ -97,14 +101,15 @@ class BatchPlanner:
     def add(self, sequence: DeviceSequence) -> None:
         self.waiting.append(sequence)
 
-    def remove(self, sequence: DeviceSequence) -> None:
-        """Remove a finished or canceled sequence: its slot and pages are free at once."""
+    def remove(self, sequence: DeviceSequence, *, ended: bool = False) -> None:
+        """Remove a finished or canceled sequence. Its slot and pages are free at once; if it has ended and asks for it,
+        the full pages are kept for its next turn."""
         sequence.finished = True
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
             del self.running[sequence]
-            self._release(sequence)
+            self._release(sequence, keep=ended and bool(sequence.request.session) and sequence.request.keep_s > 0)
 
     def next(self, *, in_flight: bool) -> Launch | None:
         """The next launch; None if a launch in flight must be collected first, or if there is no work."""
@@ -129,6 +134,7 @@ class BatchPlanner:
             self._release(sequence, register=False)
             self.waiting.appendleft(sequence)
         self.running.clear()
+        self.retention.clear()
         self.pages.clear_cache()
 
     def _plan_prefill(self) -> tuple[list[PrefillChunk], bool]:
@@ -165,12 +171,16 @@ class BatchPlanner:
         left = s.request.max_tokens - s.generated
         end = have + left - 1  # the last generated token needs no KV
         ahead = -(-min(have + self.burst, end) // size)
-        if ahead - len(cached) + len(self.running) * -(-self.burst // size) > self.pages.free:
+        need = ahead - len(cached) + len(self.running) * -(-self.burst // size)
+        if need > self.pages.free and not self._clear_for(s, need):
             self.pages.release(cached)
             return False
         more = [p for _ in range(len(cached), -(-have // size)) if (p := self.pages.allocate()) is not None]
         s.pages, s.prefilled, s.slot = cached + more, len(cached) * size, self._free.pop()
         self.reused_tokens += s.prefilled
+        self.lookups += 1
+        self.hits += s.prefilled > 0
+        self.retention.forget(s.request.session)
         self.running[s] = self._prefilling[s] = None
         self._by_slot[s.slot] = s
         self._planned[s.slot], self._end[s.slot], self._page_count[s.slot] = have, end, len(s.pages)
@@ -183,6 +193,14 @@ class BatchPlanner:
         self.host_state.set_pages(s.slot, 0, s.pages)
         return True
 
+    def _clear_for(self, s: DeviceSequence, need: int) -> bool:
+        """Drop kept pages for a waiting sequence, but only if nothing runs: otherwise room comes without that."""
+        if self.running:
+            return False
+        if not self.retention.make_room(need, spare=s.request.session):
+            self.retention.forget(s.request.session)  # of no use here: the sequence holds those that it has found
+        return need <= self.pages.free
+
     def _plan_burst(self, most: int, *, may_preempt: bool) -> tuple[np.ndarray, int]:
         """Slots and number of steps, after allocating the pages for them. 0 steps: there are no pages or no rows."""
         while True:
@@ -194,7 +212,7 @@ class BatchPlanner:
             while steps:
                 after = np.minimum(planned + steps, end)
                 more = -(-after // self.pages.size) - held
-                if more.sum() <= self.pages.free:
+                if self.retention.make_room(int(more.sum())):
                     self._planned[slots] = after
                     self._extend(slots[more > 0].tolist(), more[more > 0].tolist())
                     return slots[np.argsort(self._prefix_id[slots], kind="stable")], steps
@@ -221,12 +239,17 @@ class BatchPlanner:
             self._page_count[slot] = len(s.pages)
             self.host_state.set_pages(slot, first, s.pages[first:])
 
-    def _release(self, s: DeviceSequence, *, register: bool = True) -> None:
-        """Free slot and pages. `register`: keep full pages in the prefix cache; the newest token is in no page yet."""
+    def _release(self, s: DeviceSequence, *, register: bool = True, keep: bool = False) -> None:
+        """Free slot and pages. `register`: leave full pages in the prefix cache; the newest token is in no page yet.
+        `keep`: keep these pages for the next turn."""
         if register:
             known = min(s.prefilled, len(s.tokens)) if s in self._prefilling else len(s.tokens) - 1
-            for n in range(known // self.pages.size):
+            full = known // self.pages.size
+            for n in range(full):
                 self.pages.register(s.pages[n], s.key(n, self.pages.size))
+            if keep:
+                kept, s.pages = s.pages[:full], s.pages[full:]
+                self.retention.keep(s.request.session, kept, s.request.keep_s)
         self.pages.release(s.pages)
         self._prefilling.pop(s, None)
         self._by_slot[s.slot], self._decoding[s.slot] = None, False
@@ -249,4 +272,4 @@ class BatchPlanner:
         used, slots = [n for n, s in enumerate(self._by_slot) if s], list(range(self.host_state.slots))
         assert len(used) == len(self.running) and sorted(used + self._free) == slots, "slots are inconsistent"
         assert self._prefilling.keys() <= self.running.keys(), "a sequence prefills but is not running"
-        self.pages.check(s.pages for s in self.running)
+        self.pages.check([*(s.pages for s in self.running), *self.retention.held()])

@@ -5,14 +5,16 @@
     engine.cancel(id)          frees its pages at once; no more chunks are returned for it
     engine.swap(version, ...)  sets new weights between two steps; running responses continue with them
     engine.sleep()             frees the memory of the KV cache until the next step that has work
+    engine.forget(session)     drops the pages that are kept for the next turn of this session
 
-The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits, starts no thread
-and reads no clock: that is left to the worker around it.
+The engine owns the page pool and the scheduler; it shares the model with its creator. It never waits and starts no
+thread: that is left to the worker around it. It reads the clock only to decide which kept pages to drop first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from windfall.engine.base import Counters
 from windfall.engine.pages import Pages
+from windfall.engine.retention import Retention
 from windfall.engine.scheduler import Scheduler, Sequence
 from windfall.errors import WindfallError
 from windfall.types import Capabilities, Chunk, Finish, Request
@@ -41,21 +44,28 @@ class TorchEngine:
         max_rows: int = 2048,
         deterministic: bool = False,
         version: int = 0,
+        keep_share: float = 0.5,
         kv: TenantKV | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`kv`: pages in memory that another engine shares. Then `kv_tokens` and `page_size` do not count."""
+        """`keep_share`: share of the KV cache for sessions whose environment works. `kv`: pages in memory that another
+        engine shares; then `kv_tokens` and `page_size` do not count."""
         from windfall.engine.torch.runner import Runner  # imports transformers, which GraphEngine does not use
 
-        count = -(-kv_tokens // page_size) if kv is None else kv.pages.capacity
-        pages = Pages(count, page_size) if kv is None else kv.pages
+        pages = Pages(-(-kv_tokens // page_size), page_size) if kv is None else kv.pages
+        count = pages.capacity
         self.model, self.version, self.kv = model, version, kv
         self.limit = count * pages.size - 1  # the newest token needs no page yet, but the next one would
-        self._scheduler = Scheduler(pages, max_running=max_running, max_rows=max_rows)
+        retention = Retention(pages, share=keep_share, clock=clock)
+        self._scheduler = Scheduler(pages, max_running=max_running, max_rows=max_rows, retention=retention)
         self._runner = Runner(model, pages=count, page_size=pages.size, deterministic=deterministic, kv=kv)
         self._sequences: dict[str, Sequence] = {}
         self.last_step = (0, 0)
         """Rows of the last step, and the tokens that they attended to."""
-        self._steps = self._rows = self._generated = 0
+        self._steps = self._rows = self._generated = self._prefilled = 0
+        self.take_dropped = retention.take_dropped
+        self.forget = retention.forget
+        self.evict_kept = retention.evict
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -65,7 +75,9 @@ class TorchEngine:
         s = self._scheduler
         return Counters(
             steps=self._steps, rows=self._rows, generated=self._generated,
-            reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting),
+            reused_tokens=s.reused_tokens, preemptions=s.preemptions, waiting=len(s.waiting), lookups=s.lookups,
+            hits=s.hits, prefilled=self._prefilled, kept_sessions=len(s.retention),
+            kept_tokens=s.retention.page_count * s.pages.size,
         )  # fmt: skip
 
     def add(self, request: Request) -> None:
@@ -98,6 +110,7 @@ class TorchEngine:
         self._scheduler.complete(rows)
         self._steps += 1
         self._rows += self.last_step[0]
+        self._prefilled += sum(r.stop - r.start for r in rows if r.stop - r.start > 1 or not r.sequence.generated)
         self._generated += len(new)
         sampling = [r.sequence for r in rows if r.samples]
         return [self._append(s, t, lp) for s, (t, lp) in zip(sampling, new, strict=True)]
@@ -111,7 +124,7 @@ class TorchEngine:
             finish = "stop"
         if finish:
             del self._sequences[request.id]
-            self._scheduler.remove(sequence)
+            self._scheduler.remove(sequence, finished=True)
         return Chunk(
             id=request.id, position=position, tokens=(token,), logprobs=(logprob,), version=self.version, finish=finish
         )

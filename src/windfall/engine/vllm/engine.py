@@ -1,4 +1,4 @@
-"""vLLM behind windfall's engine seam: `vllm.LLMEngine` in this process, with a step loop of its own.
+"""vLLM behind windfall's engine interface: `vllm.LLMEngine` in this process, with a step loop of its own.
 
     add ──▶ EngineCoreRequest ──▶ vLLM's engine core ──▶ EngineCoreOutput ──▶ Chunk
                                   scheduler, KV cache, model runner (1 rank: in this process; N ranks: N children)
@@ -9,16 +9,16 @@ each token. `LLMEngine` builds everything; requests then go directly to its engi
 lists and log-probs as arrays (docs/vllm.md has the figures).
 
 Rules:
-- A chunk has the tokens of one step, in order, each with its log-prob under softmax(logits / temperature). How tokens
-  are drawn, and when a response continues exactly (`capabilities.exact`), is in sampling.py.
+- A chunk has the tokens of one step, in order, each with its log-prob under softmax(logits / temperature). sampling.py
+  explains how tokens are drawn, and when a response continues exactly (`capabilities.exact`).
 - `swap` loads the weights between two steps, then empties the prefix cache and sends every running response back to the
   waiting queue: it keeps its tokens and is prefilled again. With asynchronous scheduling a batch may be in flight;
   vLLM drops its tokens, so no token of the old weights comes after the swap.
 - A response ends with a stop token or after `max_tokens` tokens, as in every engine. `limit` keeps requests away from
   vLLM's own limit on the length of a sequence.
-- Cuts by top-p or top-k are refused if vLLM's log-probs would be those after the cut, and temperatures that vLLM would
-  raise. A worker asks for the run's parameters when it has built its engine (vllm_factory.py), so it is refused with
-  the reason; `add` would only reject response after response.
+- The engine refuses top-p and top-k where vLLM's log-probs would be those after the cut, and temperatures that vLLM
+  would raise. A worker checks the run's parameters as soon as it has built its engine (vllm_factory.py) and is refused
+  with the reason; otherwise `add` would reject one response after the other.
 - The ranks are processes that end with this one, however it ends (extension.py).
 """
 
@@ -96,7 +96,7 @@ class VllmEngine:
         self.limit = int(self._vllm.vllm_config.model_config.max_model_len)
         self._seeded = self._own or not found.for_cpu  # see sampling.py
         self._running: dict[str, _Running] = {}
-        """By vLLM's id. A windfall id may come again after a cancel, while vLLM still knows the old one."""
+        """By vLLM's id. An id of windfall's may be added again after a cancel, while vLLM still knows the old one."""
         self._ids: dict[str, str] = {}
         """From windfall's id to vLLM's."""
         self._numbers = itertools.count()

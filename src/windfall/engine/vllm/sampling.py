@@ -4,10 +4,10 @@ vLLM has two model runners, and chooses one by model, version and device:
 
 - V2 draws Gumbel noise by (seed, absolute position, token id). It has no state, so a response continues exactly
   wherever it is resumed with its seed. Its sampler is used as it is.
-- V1 has a random generator for every seeded request: a continued request would begin its stream anew. On a CPU, a
-  seeded request that is prefilled in chunks ends the process (a generator there has no offset to set back). Therefore
-  `WindfallSampler` replaces V1's sampler by windfall's own: a token is a function of (seed, position, logits), the same
-  one as in windfall's engines, so a response may move between those and this one.
+- V1 has a random generator for every seeded request: a continued request would restart its stream. On a CPU, a
+  seeded request that is prefilled in chunks crashes the process (a generator there has no offset to set back).
+  Therefore `WindfallSampler` replaces V1's sampler: a token is a function of (seed, position, logits), the same one as
+  in windfall's engines, so a response may move between those and this one.
 
 `WindfallSampler` also makes log-probs cheaper. vLLM computes the rank of the sampled token and gathers the top k;
 here the log-softmax that sampling needs anyway gives the one number that is wanted. Requests reach V1 with temperature

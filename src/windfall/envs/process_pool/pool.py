@@ -25,11 +25,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Self
 
 from windfall import envs
+from windfall.envs.base import HostLoad
 from windfall.envs.failures import EnvFailed, timeout_failure
 from windfall.envs.process_pool import limits
 from windfall.envs.process_pool.calls import Call, PoolChild, parse_answer
 from windfall.envs.process_pool.child_process import ChildProcess
-from windfall.envs.process_pool.sizing import Sizing
+from windfall.envs.process_pool.sizing import MAX_CHILDREN, Sizing
 from windfall.errors import WindfallError, describe_exit
 from windfall.types import Feedback, Task, Turn, prompt_key
 
@@ -53,11 +54,16 @@ MAX_MOVES = 5
 class EnvPool:
     """An EnvHost. Used as `async with`; `ready` waits until the environment is built."""
 
-    def __init__(self, section: Any, seed: int, *, build_s: float = BUILD_S) -> None:
-        """`section` is an env section of windfall.config."""
-        options = envs.section_dict(section)
+    def __init__(
+        self, section: Any, seed: int, *, build_s: float = BUILD_S, evaluation: dict[str, Any] | None = None,
+        processes: int = 0,
+    ) -> None:  # fmt: skip
+        """`section` is an env section of windfall.config. For `evaluation` and `processes` see hosting.py."""
+        options: dict[str, Any] = envs.section_dict(section) | ({"evaluation": evaluation} if evaluation else {})
         self.name = options.get("factory", options["name"])
-        self._strict = options["name"] != "custom"
+        self._strict = not envs.runs_user_code(options)
+        self.needs_tokens = False
+        """Turns must come with their token ids."""
         self._build_message, self._build_s = (0, "build", options, seed, self._strict), build_s
         self._children: list[PoolChild] = []
         self._pending: deque[Call] = deque()
@@ -66,7 +72,7 @@ class EnvPool:
         self._homes: OrderedDict[tuple[Any, ...], list[PoolChild]] = OrderedDict()
         """By task and turns so far: the children that have a session with them."""
         self._sending_soon = False
-        self._sizing = Sizing(cores=available_cores())
+        self._sizing = Sizing(cores=available_cores(), limit=processes or MAX_CHILDREN)
         self._broken: WindfallError | None = None
         self._built: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -89,6 +95,11 @@ class EnvPool:
         await asyncio.gather(*(child.process.kill() for child in children))
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
 
+    def load(self) -> HostLoad:
+        begun = sum(1 for c in self._children if c.sent and c.queued)
+        queued = len(self._pending) + sum(c.queued for c in self._children) - begun
+        return HostLoad(processes=len(self._children), limit=self._sizing.limit, queued=queued)
+
     async def ready(self) -> None:
         assert self._built is not None, "enter the pool with `async with` first"
         await asyncio.wait([self._built], timeout=QUIET_S)
@@ -101,9 +112,12 @@ class EnvPool:
         return self._call("task", (index,), timeout_s, f"{self.name}.task({index})")
 
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
-        args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [(t.text, t.observation) for t in turns])
+        args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [self._plain(t) for t in turns])
         session = (index, *((t.text, t.observation) for t in turns[:-1])) if self._stateful and len(turns) > 1 else ()
         return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
+
+    def _plain(self, turn: Turn) -> tuple[Any, ...]:
+        return (turn.text, turn.observation, turn.tokens) if self.needs_tokens else (turn.text, turn.observation)
 
     def _call(
         self, what: str, args: tuple[Any, ...], limit_s: float, name: str, session: tuple[Any, ...] = ()
@@ -208,7 +222,7 @@ class EnvPool:
         elif what == "late":
             child.sent[number].late_s, child.sent[number].stack = child.last_message_s, str(rest[0])
         elif what == "verdict":
-            child.sent[number].verdict = Feedback(reward=rest[0])
+            child.sent[number].verdict = Feedback(reward=rest[0], scores=tuple((n, s) for n, s in rest[1]))
         else:
             call, (took_s, slept_s, *fields) = child.sent[number], rest
             value = parse_answer(what, call.what, fields)
@@ -238,8 +252,8 @@ class EnvPool:
         self._children.append(child)
         child.process.send([self._build_message])
 
-    def _child_ready(self, child: PoolChild, name: str, stateful: bool) -> None:
-        self._stateful = stateful is True
+    def _child_ready(self, child: PoolChild, name: str, stateful: bool, needs_tokens: bool) -> None:
+        self._stateful, self.needs_tokens = stateful is True, needs_tokens is True
         child.ready, self._sizing.start_s = True, time.monotonic() - child.born_s
         self.name = name
         assert self._built is not None

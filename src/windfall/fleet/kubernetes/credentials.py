@@ -99,7 +99,7 @@ def _context(server: str, cluster: Any = None, user: Any = None, folder: Path = 
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         certificate, key = (_contents(user, name, folder) for name in ("client-certificate", "client-key"))
         if certificate and key:
-            # Python reads a certificate of its own only from a file.
+            # Python loads a client certificate only from a file.
             with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # readable by its owner only
                 file.write(certificate + b"\n" + key)
                 file.flush()

@@ -6,8 +6,8 @@
 - Kubernetes keeps the pods running, and restarts a worker in its pod under its old name. The provider only sets the
   number of pods, and sets it again if something else changed it.
 - A pod that vanishes without a smaller target counts as lost.
-- If a worker exits with status 3 (refused), all of them would be: they have the same image. The Deployment is scaled
-  to 0 and stays there until the next `target`.
+- If a worker exits with status 3 (refused), the others would be refused, too: they have the same image. The Deployment
+  is scaled to 0 and stays there until the next `target`.
 - A refusal of the API server (401, 403, 404) ends the provider only before its first answer. Later it is reported, and
   the request is repeated: the workers that run go on.
 - Canceling `run()` scales to 0 and waits until the pods are gone, but not longer than their grace period.
@@ -30,7 +30,7 @@ from windfall.fleet.kubernetes.manifests import GRACE_MARGIN_S, RunNames
 
 POLL_S = 5.0
 PREFIX = "kubernetes-"
-"""The name of a worker is this and the name of its pod."""
+"""A worker's name is this prefix and the name of its pod."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class KubernetesProvider:
         self._poll_s, self._leave_s = poll_s, drain_s + GRACE_MARGIN_S
         self._seen: dict[str, Pod] = {}
         self._surplus = 0
-        """Number of pods that a smaller target makes superfluous and that are still here."""
+        """Number of pods beyond a smaller target that are not gone yet."""
         self._refused = False
         self._changed = asyncio.Event()
         self._count = 0
@@ -101,7 +101,7 @@ class KubernetesProvider:
                         await self._set_replicas(0 if self._refused else self._count)
                         self._update(parse_pods(await self._pods()))
                         reached = True
-                    except (OSError, WindfallError) as e:  # the API server is away; the workers go on
+                    except (OSError, WindfallError) as e:  # no answer, or a refusal; the workers go on
                         if isinstance(e, WindfallError) and not reached:
                             raise
                         self._on_event("spawn_failed", worker=self._names.workers, error=str(e))
@@ -152,7 +152,7 @@ class KubernetesProvider:
         self._on_event("exited", worker=PREFIX + name, **fields)
 
     async def _stop(self) -> None:
-        """Scale to 0 and wait for the pods. If the API server is away, say that workers are left."""
+        """Scale to 0 and wait until the pods are gone. If that fails, report that workers are left."""
         self.target(0)
         deadline = time.monotonic() + self._leave_s
         try:

@@ -1,7 +1,7 @@
 """The Ray actor of one worker. It runs on a node of the cluster and starts the worker as a child process.
 
-- The worker is a process of its own, not a part of the actor: it can be drained by SIGTERM, it has the memory of one
-  process, and it exits as it does everywhere else.
+- The worker is a process of its own, not a part of the actor: it can be drained by SIGTERM, its memory is its own,
+  and it exits as it does everywhere else.
 - The worker dies with the actor's process (fleet/parent_death.py), so nothing is left when Ray kills the actor, when
   the node's daemon dies, or when the run ends.
 - Ray sets CUDA_VISIBLE_DEVICES for the actor, and the worker inherits it. The worker's output goes to the actor's log.

@@ -1,7 +1,7 @@
 """The process that talks to Ray for the supervisor: `python -m windfall.fleet.ray_cluster.driver`.
 
 It is a process of its own because Ray ends a driver whose cluster is gone, and brings threads and signal handlers. The
-supervisor must survive that; RayClient in provider.py is its side.
+supervisor must survive that. RayClient in provider.py is the supervisor's side of the connection.
 
     in    one line of JSON per request: {"connect": {...}} once; {"spawn", "arguments", "env", "options"} starts a
           worker; {"signal", "worker"} sends a signal; {"forget"} gives up a worker that is not started yet

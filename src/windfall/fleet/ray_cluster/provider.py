@@ -104,7 +104,7 @@ class _Link:
         ours, theirs = socket.socketpair()
         try:
             argv = [sys.executable, "-m", "windfall.fleet.ray_cluster.driver"]
-            # Ray's own usage report asks the network at start; it is off unless the user wants it.
+            # Ray's usage report uses the network at the start; it is off unless the user enables it.
             env = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
             driver = process.launch(
                 name="ray-driver", argv=argv, env=env, log=log, channel=theirs.fileno(), death=signal.SIGTERM
@@ -213,6 +213,7 @@ class RayProvider(SlotProvider):
             grace_s=grace_s,
             prefix="ray",
             delay=restart_delay,
+            patient=True,
         )
 
     async def _spawn(self, name: str, lease: Lease) -> Handle:

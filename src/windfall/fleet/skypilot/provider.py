@@ -5,8 +5,8 @@
 - A launch that failed, or took too long, may still have started its job. If the queue lists the job, it is used.
   Otherwise it is canceled as soon as the queue lists it.
 - SkyPilot recovers preempted machines. A job whose worker failed too often (FAILED, FAILED_SETUP) is not started
-  again: each start costs the boot of a machine, and SkyPilot has tried before. A job for which SkyPilot found no
-  machine or lost its controller, and a job that succeeded (its worker has drained), is replaced.
+  again: each start costs the boot of a machine, and SkyPilot has tried before. A job is replaced if SkyPilot found no
+  machine for it or lost its controller, or if it succeeded (its worker has drained).
 - SkyPilot cannot send a signal to a worker, so a worker that is no longer needed is canceled. Its responses continue
   elsewhere.
 """
@@ -123,9 +123,10 @@ def _live(rows: Iterable[dict[str, Any]], name: str) -> list[int]:
 
 def parse_queue(text: str) -> list[dict[str, Any]]:
     """The jobs in the output of `sky jobs queue --output json`."""
-    start = text.find("[")
+    lines = text.splitlines(keepends=True)
+    start = next((n for n, line in enumerate(lines) if line.startswith(("[{", "[]", "[\n", "[ "))), 0)  # after warnings
     try:
-        return json.loads(text[start:] if start >= 0 else text)
+        return json.loads("".join(lines[start:]))
     except ValueError as e:
         raise OSError(f"sky jobs queue did not print JSON: {e}") from e
 
@@ -170,7 +171,7 @@ class SkyPilotProvider(SlotProvider):
         self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
         super().__init__(
             self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="sky",
-            delay=self._jobs.restart_delay,
+            delay=self._jobs.restart_delay, patient=True,
         )  # fmt: skip
 
     async def run(self) -> None:

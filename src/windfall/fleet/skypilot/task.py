@@ -1,9 +1,9 @@
 """The SkyPilot task of a worker: one managed job per worker, on a spot machine with an on-demand one as fallback.
 
 - One job per worker, not one job with many nodes: after a preemption SkyPilot replaces all machines of a job.
-- SkyPilot replaces preempted machines by itself, also in other regions. It restarts a worker that fails at most
-  `max_restarts` times; a worker that was refused would be refused again. A worker that finds no controller ends its job
-  as if it had succeeded: SkyPilot would otherwise start machines for a run that is dead.
+- SkyPilot replaces preempted machines by itself, also in other regions. It restarts a failed worker at most
+  `max_restarts` times, because a worker that was refused would be refused again. A worker that finds no
+  controller ends its job as if it had succeeded: SkyPilot would otherwise start machines for a run that is dead.
 - The token is a SkyPilot secret, given by `sky jobs launch --secret`; it is not in the file.
 """
 
@@ -20,7 +20,7 @@ from windfall.fleet.worker_command import TLS_PIN, WorkerCommand
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkyPilotOptions:
-    accelerators: Sequence[str] = ()
+    accelerators: str | Sequence[str] = ()
     infra: str = ""
     fallback: bool = True
     cpus: str = ""
@@ -37,7 +37,8 @@ def task(
     given = {"infra": options.infra, "cpus": options.cpus, "image_id": options.image}
     resources: dict[str, Any] = {key: value for key, value in given.items() if value}
     # SkyPilot does not take a list of accelerators beside any_of, so every combination is an alternative.
-    gpus = [{"accelerators": gpu} for gpu in options.accelerators] or [{}]
+    asked = [options.accelerators] if isinstance(options.accelerators, str) else options.accelerators
+    gpus = [{"accelerators": gpu} for gpu in asked if gpu] or [{}]
     terms = [True, False] if spot and options.fallback else [spot]
     resources["any_of"] = [{**gpu, "use_spot": use_spot} for use_spot in terms for gpu in gpus]
     resources["job_recovery"] = {"max_restarts_on_errors": options.max_restarts}

@@ -114,7 +114,7 @@ class SlurmProvider(SlotProvider):
         self._jobs = JobSpawner(queue, poll_s=poll_s, on_event=on_event)
         super().__init__(
             self._jobs.spawn, count, terms=worker.lease, on_event=on_event, grace_s=grace_s, prefix="slurm",
-            delay=self._jobs.restart_delay,
+            delay=self._jobs.restart_delay, patient=True,
         )  # fmt: skip
 
     async def run(self) -> None:

@@ -1,10 +1,10 @@
-"""`windfall ranks`: the ranks of a trainer on a machine that is not the one of `windfall train`.
+"""`windfall ranks`: the ranks of a trainer on a machine other than that of `windfall train`.
 
     dial ──▶ MachineHello ──▶ MachineWelcome(recipe) ──▶ MachineReady(ranks) ──▶ [ StartRanks ──▶ ... RanksEnded ]*
 
 - It starts one process per GPU whenever the supervisor says so, and reports when they have ended. It never restarts
   them on its own: all ranks of all machines must start together.
-- When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without the run.
+- When the link ends, it kills its ranks and dials again. It gives up after `patience_s` without a place in the run.
 - It exits with status 0 when the run has ended, or after Ctrl-C or SIGTERM; with EXIT_REFUSED if the run does not
   accept it; and with EXIT_NO_CONTROLLER if it did not find the run.
 - Its folder holds the recipe as the run sent it, and the logs of the ranks. A temporary folder is removed at the end,
@@ -132,9 +132,11 @@ class RankHost:
                 finally:
                     await link.close()
             except LinkClosed as e:
-                if isinstance(e, handshake.JoinRefused) and not e.again:
-                    self._say(f"refused: {e}")
-                    return EXIT_REFUSED
+                if isinstance(e, handshake.JoinRefused):
+                    if not e.again:
+                        self._say(f"refused: {e}")
+                        return EXIT_REFUSED
+                    last_s = time.monotonic()  # the run lives: a spare machine waits as long as it does
                 if str(e) != said:  # do not repeat the same line
                     said = str(e)
                     self._say(f"no link to the run: {e}; trying again for {self._patience_s:g} s")

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ import xxhash
 from windfall import config, devices, errors
 from windfall import run_folder as folders
 from windfall.config import Recipe
-from windfall.envs.hosting import env_host
+from windfall.envs.hosting import recipe_host
 from windfall.errors import WindfallError
 from windfall.fleet import process
 from windfall.free_memory import free_bytes
-from windfall.launch import tls, trained_weights
+from windfall.launch import agents, tls, trained_weights
 from windfall.launch.processes import local_engine, rank
 from windfall.launch.processes.local_engine import LocalEngine, ModuleEngine, RankEngines
 from windfall.launch.processes.rank import RankPlace, Setup, TrainerPart, crashed
@@ -98,8 +98,7 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         devices.choose_matmul_library(model, deterministic=recipe.run.deterministic)
     tokenizer = load.load_tokenizer(source)
     _write_tokenizer(tokenizer, model, folder / "tokenizer")
-    async with env_host(recipe.env, recipe.run.seed) as env:
-        prompts = await prompt_lengths(env, recipe, text_for(tokenizer, model))
+    prompts = await _prompts(recipe, tokenizer, model)
     derived = derive(recipe, model, device, dtype, prompts, ranks=place.size, sharded=sharded)
     engine = checked(spec(recipe, model.config, dtype, derived.longest), device, model)
     loaded = trained_weights.prepare(model, recipe, found, dtype=dtype)
@@ -161,6 +160,14 @@ async def _main(recipe: Recipe, folder: Path, place: RankPlace) -> int:
         await dialer.close()
         await server.close()
         publisher.close()
+
+
+async def _prompts(recipe: Recipe, tokenizer: Any, model: Any) -> list[int]:
+    """Prompt lengths in tokens for which memory is planned."""
+    if agents.is_agent(recipe):
+        return agents.prompts(recipe, getattr(model.config, "max_position_embeddings", None))
+    async with recipe_host(recipe) as env:
+        return await prompt_lengths(env, recipe, text_for(tokenizer, model, recipe.chat.options()))
 
 
 def _local_engine(recipe: Recipe, folder: Path, place: RankPlace, part: TrainerPart, device: str) -> LocalEngine | None:
@@ -227,9 +234,10 @@ def _write_tokenizer(tokenizer: Any, model: Any, out: Path) -> None:
     model.generation_config.save_pretrained(out)
 
 
-def text_for(tokenizer: Any, model: Any) -> Text:
+def text_for(tokenizer: Any, model: Any, chat: Mapping[str, Any]) -> Text:
+    """`chat`: options of Text, from the recipe's [chat] section."""
     stops = getattr(model.generation_config, "eos_token_id", None)
-    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops])
+    return Text(tokenizer, stops if isinstance(stops, list) else [] if stops is None else [stops], **chat)
 
 
 def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.EngineSpec:
@@ -237,7 +245,8 @@ def spec(recipe: Recipe, model_config: Any, dtype: str, longest: int) -> m.Engin
     e, o = recipe.engine, recipe.rollout
     return m.EngineSpec(
         model_config=model_config.to_json_string(use_diff=False), dtype=dtype, kv_tokens=e.kv_tokens,
-        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, deterministic=recipe.run.deterministic,
+        page_size=e.page_size, max_running=e.max_running, max_rows=e.max_rows, keep_share=e.keep_share,
+        deterministic=recipe.run.deterministic,
         longest=longest, wanted=o.groups * o.group_size, engine=e.name,
         samplings=tuple(dict.fromkeys((o.sampling(), o.sampling(recipe.eval.temperature)))),
     )  # fmt: skip

@@ -18,6 +18,7 @@ from windfall.fleet import trace
 from windfall.fleet.trace_formats import Change
 from windfall.sim.calibrate import event_log
 from windfall.sim.core.service import LogNormalLengths, MeasuredLengths, Service
+from windfall.sim.core.sessions import SessionShape
 from windfall.sim.core.token_schedule import LengthDistribution
 from windfall.sim.machines import market
 from windfall.sim.machines.decode import simulated
@@ -29,6 +30,7 @@ TRACE_S = 30 * 86400.0
 """Longest trace, in seconds."""
 GENERATED_STAYS = 10_000
 """Number of machine stays in a generated trace if the simulation has no time limit."""
+ONE_TURN = SessionShape()
 MICRO_TOKENS = 16384
 """Micro-batch size in tokens if the recipe lets the trainer choose."""
 
@@ -64,6 +66,7 @@ class Scenario:
     trace_s: float
     """Length of the generated trace in seconds; the simulation must not run longer. inf for a trace from a file:
     machines that are up at its end stay up."""
+    sessions: SessionShape = ONE_TURN
 
 
 def build(recipe: Recipe) -> Scenario:
@@ -86,8 +89,15 @@ def build(recipe: Recipe) -> Scenario:
         recipe=scaled(recipe, granule), real=recipe, granule=granule,
         quantum_s=min(_quantum_s(recipe, k) for k in kinds) * granule if granule > 1 else 0.0,
         trainer=service(s.trainer, "sim.trainer"), worker=worker, kinds=kinds,
-        lengths=_lengths(s), changes=tuple(changes(recipe)),
+        lengths=_lengths(s), changes=tuple(changes(recipe)), sessions=sessions(s),
         trace_s=math.inf if t.file or not t.nodes or s.seconds else _trace_length_s(recipe) / t.speedup,
+    )  # fmt: skip
+
+
+def sessions(s: Sim) -> SessionShape:
+    return SessionShape(
+        turns=s.turns, env_s=s.env_s, env_sigma=s.env_sigma, observation_tokens=s.observation_tokens,
+        observation_sigma=s.observation_sigma,
     )  # fmt: skip
 
 

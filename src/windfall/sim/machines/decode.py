@@ -4,6 +4,7 @@ It counts real tokens exactly, for any granule.
     generated  real tokens of a response so far, including those that other workers generated
     length     real tokens at which it ends
     sent       simulated tokens reported to the controller: one per `granule` real tokens, and one at the end
+    base       simulated tokens of earlier turns and observations; all of the above counts from there
     early      real tokens, less than a granule, by which its reports are early. Without this, responses that started
                together would all report at the same moments, and short intervals could not be measured.
 
@@ -34,11 +35,13 @@ from windfall.types import Finish
 
 N = TypeVar("N", int, NDArray[np.int64])
 STOP, FILLER = 0, 1
+OBSERVED = (1 << 32) - 2
+"""The token that all observations consist of."""
 LOGPROB = array("f", [-1.0]).tobytes()
 DISTINCT_TOKENS = 1 << 20
 CLOSE_S = 1e-9
 """Times that differ by less than this are treated as equal."""
-HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN = range(6)
+HANDLE, GENERATED, SENT, END, LAST, ID_TOKEN, BASE = range(7)
 """Columns. GENERATED (including `early`) and END count steps since the engine started. LAST is the final `sent`."""
 
 
@@ -76,6 +79,9 @@ class DecodeRow:
     """It ends at the length limit, not with a stop token."""
     sent: int
     early: int = 0
+    base: int = 0
+    last: int = 0
+    """Simulated tokens of the whole turn; 0: as many as follow from its length."""
 
 
 class Decode:
@@ -97,7 +103,7 @@ class Decode:
         """(step at which it ends, its context minus the step count, handle) of each running response, sorted."""
         self._context_base = 0
         """Sum of the second entries of `_ends`."""
-        self._columns = np.empty((6, 0), dtype=np.int64)
+        self._columns = np.empty((7, 0), dtype=np.int64)
         self._new_rows: list[DecodeRow] = []
         """Rows that are not in the columns yet."""
 
@@ -225,7 +231,7 @@ class Decode:
         if self._new_rows:
             more = [
                 (r.handle, r.generated + r.early - (admitted := self._admitted[r.handle]), r.sent,
-                 admitted + r.length - r.generated, simulated(r.length, self.granule), r.id_token)
+                 admitted + r.length - r.generated, r.last or simulated(r.length, self.granule), r.id_token, r.base)
                 for r in self._new_rows
             ]  # fmt: skip
             self._columns = np.concatenate([self._columns, np.array(more, dtype=np.int64).T], axis=1)
@@ -245,7 +251,7 @@ class Decode:
             if self._kv_tokens:
                 self._fit_cache()
             return None, []
-        counts, sent = new[rows], c[SENT][rows]
+        counts, sent = new[rows], c[SENT][rows] + c[BASE][rows]
         ends = counts.cumsum()
         tokens = np.full(int(ends[-1]), FILLER, dtype=np.uint32)
         if self._distinct:

@@ -64,7 +64,7 @@ class Load(Message, frozen=True, tag=6):
 
 class Sleep(Message, frozen=True, tag=7):
     """Free the memory of the KV cache and of the weights. Responses stay, and are prefilled again. Weights with an
-    adapter are kept if they are small beside the free memory, because most of them are the base, which stays."""
+    adapter are kept if they are small compared with the free memory, because most of them are the base, which stays."""
 
     order: int
 

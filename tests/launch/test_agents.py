@@ -1,0 +1,151 @@
+"""Recipes with agents: what is refused before anything starts, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from windfall import config, run_folder
+from windfall.envs import held_out
+from windfall.envs.base import HELD_OUT
+from windfall.envs.hosting import evaluation_data, recipe_host
+from windfall.errors import WindfallError
+from windfall.launch import agents, recipe_check
+from windfall.models import tokenizer
+from windfall.models.load import TINY
+from windfall.run_folder import with_absolute_paths
+from windfall.types import Turn
+
+
+def recipe(**env: Any) -> config.Recipe:
+    return config.parse({"env": {"name": "agent", **env}}, "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, "set either command or function"),
+        ({"command": "a", "function": "b:c"}, "set either command or function"),
+        ({"command": "a", "reward": "grader"}, "needs a section [env.tasks]"),
+        ({"function": "no colon"}, "env.function"),
+    ],
+)
+def test_invalid_sections(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(WindfallError) as e:
+        recipe(**env)
+    assert said in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"command": "no-such-program --fast"}, "there is no program 'no-such-program'"),
+        ({"function": "no_such_module:run"}, "there is no module 'no_such_module'"),
+        ({"function": "agent_programs:tlak"}, "there is no 'tlak' in agent_programs"),
+    ],
+)
+def test_agent_that_cannot_be_started(env: dict[str, Any], said: str) -> None:
+    with pytest.raises(WindfallError) as e:
+        agents.check(recipe(**env))
+    assert said in str(e.value)
+    assert e.value.fix
+
+
+def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = recipe(command="python x.py", context=300, tasks={"name": "jsonl", "path": "rows.jsonl"})
+    assert agents.context_of(r, 512) == 300
+    assert agents.context_of(recipe(command="x"), 512) == 512
+    assert agents.prompts(r, 512) == [300 - r.rollout.max_tokens]
+    absolute = with_absolute_paths(r).env
+    assert isinstance(absolute, config.AgentEnv)
+    assert absolute.tasks is not None
+    assert absolute.tasks.path == tmp_path / "rows.jsonl"  # type: ignore[union-attr]
+    assert agents.program(absolute).command == ["python", "x.py"]
+
+
+REWARDS = """
+def brevity(completions, **columns):
+    return [1.0 / (1 + len(text)) for text in completions]
+
+
+def of_tokens(completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def rows(path: Path, *prompts: str) -> str:
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "1"}) + "\n" for p in prompts))
+    return str(path)
+
+
+def with_dataset(folder: Path, *rewards: str) -> config.Recipe:
+    (folder / "rewards.py").write_text(REWARDS)
+    tasks = {"name": "dataset", "path": rows(folder / "train.jsonl", "a", "b"), "rewards": list(rewards)}
+    env = {"name": "agent", "command": "python x.py", "reward": "grader", "tasks": tasks}
+    return config.parse({"env": env, "eval": {"path": rows(folder / "test.jsonl", "c"), "tasks": 9}}, "recipe.toml")
+
+
+def test_data_set_gives_tasks_and_grades(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_absolute_paths(with_dataset(tmp_path, "exact", "rewards.py:brevity"))
+    assert r.task_env.rewards == ["exact", f"{tmp_path / 'rewards.py'}:brevity"]  # type: ignore[union-attr]
+
+    async def ask() -> tuple[str, str, tuple[tuple[str, float], ...]]:
+        async with recipe_host(r) as host:
+            await host.ready()
+            task, other = await host.task(0, 30.0), await host.task(HELD_OUT, 30.0)
+            feedback = await host.feedback(0, task, [Turn(text="1")], 30.0)
+            return str(task.prompt), str(other.prompt), feedback.scores
+
+    trained, evaluated, scores = asyncio.run(ask())
+    assert (trained in ("a", "b"), evaluated) == (True, "c")
+    assert [score for _, score in scores] == [1.0, 0.5]
+    described = held_out.describe(r.env, r.eval.tasks, evaluation_data(r))
+    assert (described.tasks, described.description) == (1, "1 rows of test.jsonl")
+    assert recipe_check.check(r).startswith("agent: python x.py; environment Dataset: built task")
+
+
+def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_dataset(tmp_path, "exact")
+    folder = run_folder.new_folder(r)
+    run_folder.check_data(r, folder)
+    rows(tmp_path / "train.jsonl", "a", "b", "d")
+    with pytest.raises(WindfallError, match="the data has changed"):
+        run_folder.check_data(r, folder)
+
+
+def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WindfallError, match="completion_ids") as e:
+        recipe_check.check(with_dataset(tmp_path, "rewards.py:of_tokens"))
+    assert e.value.where == "env.tasks.rewards"
+
+
+def test_chat_section_holds_for_agents() -> None:
+    given, stop = tokenizer.load(TINY), frozenset[int]()
+    messages = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
+
+    def shown(**section: Any) -> str:
+        r = config.parse({"env": {"name": "agent", "command": "x"}, "chat": section}, "recipe.toml")
+        return given.decode(list(agents.chat(r, given, stop).prompt(messages)), skip_special_tokens=True)
+
+    assert shown() == "1+2="  # the tiny model has no template
+    template = "{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}"
+    assert shown(template=template, arguments={"mark": "3"}) == "1+32=3"
+    assert shown(template=template, enabled=False) == "1+2="
+
+
+def test_stop_strings_are_those_of_the_agent() -> None:
+    with pytest.raises(WindfallError, match=r"rollout\.stop"):
+        config.parse({"env": {"name": "agent", "command": "x"}, "rollout": {"stop": ["."]}}, "recipe.toml")
+
+
+def test_run_without_a_gateway(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="no gateway"):
+        agents.address(tmp_path)

@@ -90,3 +90,14 @@ def test_holder_is_forgotten_with_its_pages() -> None:
     assert t.over("2/0") == t.over("never heard of") == ""
     assert not t._held
     assert (t.counts.routed, t.counts.to_holder, t.counts.sessions, t.counts.turns) == (1, 0, 1, 1)
+
+
+def test_borrowed_worker_within_its_slo_comes_before_spot_and_the_least_used_first() -> None:
+    spot, busy, idle = load("spot", 2), load("busy", 2, borrowed=True, use=0.5), load("idle", 2, borrowed=True, use=0.1)
+    lost = turn(holder="", kept=0)
+    assert route([lost], [spot, busy, idle], typical=100).placed == [("1/0", "idle")]
+    assert route([lost], [spot, busy], typical=100).placed == [("1/0", "busy")]
+    frozen = load("idle", 2, borrowed=True, slots=0, admits=False)
+    assert route([lost], [spot, frozen], typical=100).placed == [("1/0", "spot")]
+    assert route([lost], [idle, load("own", 2, reserved=True)], typical=100).placed == [("1/0", "own")]
+    assert route([turn(holder="spot")], [spot, idle], typical=100).placed == [("1/0", "spot")], "it has the tokens"

@@ -104,7 +104,7 @@ def test_pressure_returns_responses_with_all_their_tokens(tmp_path: Path) -> Non
 
     async def main() -> None:
         async with lending(tmp_path, new_host(kv_tokens=1280)) as s:
-            episodes = await roll_out(s, 4, max_tokens=100)
+            episodes = await roll_out(s, 8, max_tokens=100)  # more than fit at once
             budget = s.host.policy.budget
             assert s.host.policy.state is MemoryState.NORMAL
             options = {"max_tokens": 100, "ignore_eos": True}
@@ -115,7 +115,13 @@ def test_pressure_returns_responses_with_all_their_tokens(tmp_path: Path) -> Non
             assert s.host.metrics.responses_returned["memory"] > 0
             assert s.host.arena.blocks.moves > 0
             assert s.host.engine.counters.preemptions == 0, "serving had all the memory that it needed"
-            await until(lambda: s.site.dispatch.members.all["lender"].moved > 0, "the controller has them back")
+            member = s.site.dispatch.members.all["lender"]
+            await until(lambda: member.moved > 0, "the controller has them back")
+            capacity: Any = member.capacity
+            tokens = s.host.policy.budget * s.tenant.pages.per_block * s.tenant.pages.size
+            assert (capacity.state, capacity.slots) == ("frozen", min(member.slots, tokens // rollout_spec().longest))
+            assert capacity.use > 0
+            assert s.site.dispatch.ledger.running("lender") <= max(1, capacity.slots), "it does not get them at once again"
             s.host.call(s.host.begin_step).result()  # as the next version of the weights does
             await finished(s, episodes)
             assert [e.tokens.tolist() for e in episodes] == [expected(e) for e in episodes]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
 from windfall.serve.slo import CHUNK, FIRST_ROWS, Objectives, RolloutLoad, ServingLoad, rows_allowed, slack_s
 from windfall.serve.step_time import StepShape, StepTime
@@ -172,3 +173,30 @@ def test_an_idle_server_lends_steps_of_a_limited_length() -> None:
     glacial = learned(1.0, 0.1)
     assert rows_allowed(math.inf, SLO, glacial, LOAD) == 1, "without requests it still makes progress"
     assert rows_allowed(0.4, SLO, glacial, LOAD) == 0
+
+
+def test_capacity_is_the_lower_of_memory_and_compute() -> None:
+    meter = CapacityMeter(0.0, slots=16, response_tokens=100)
+    assert meter.slots(10_000) == 16
+    assert meter.slots(450) == 4
+    for n in range(1, 41):
+        meter.stepped(0.1)
+        meter.observe(n * 0.25, rows=3, use=0.5)
+    assert meter.slots(10_000) == 3
+    report = meter.report(budget_tokens=199, state=MemoryState.FROZEN, slack_s=math.inf)
+    assert (report.slots, report.state, report.slack_s) == (1, "frozen", None)
+    assert report.use == pytest.approx(0.5)
+    assert report.lent == pytest.approx(0.4)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 2000), st.floats(0.0, 1.0), st.floats(0.0, 9.0))))
+def test_any_history_gives_a_capacity(history: list[tuple[float, int, float, float]]) -> None:
+    meter, now_s = CapacityMeter(0.0, slots=8, response_tokens=10), 0.0
+    for passed_s, rows, use, step_s in history:
+        now_s += passed_s
+        meter.stepped(step_s)
+        meter.observe(now_s, rows=rows, use=use)
+        assert 0 <= meter.slots(10**9) <= 8
+        assert meter.slots(0) == 0
+        assert 0.0 <= meter.use <= 1.0
+        assert 0.0 <= meter.lent <= 1.0

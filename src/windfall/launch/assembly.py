@@ -70,6 +70,7 @@ class ControllerLife:
         self.dispatch = Dispatch(
             events=events, journal=journal, patience=patience, techniques=t, billed_s=history.billed_s,
             staleness=recipe.rollout.staleness, on_new_weights=recipe.rollout.on_new_weights,
+            borrowed_max=f.borrowed_max,
         )  # fmt: skip
         self.trainer = RemoteTrainer()
         self.dispatch.loading.served = lambda: self.trainer.hello is not None

@@ -2,7 +2,7 @@
 
     controller ──▶ worker     Challenge, Welcome or Refused;  Assign, Cancel, Release, Forget, Load, Pause, Resume,
                               Drain
-    worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Left
+    worker ──▶ controller     Hello;  Tokens, Released, Loaded, LoadFailed, Rejected, Notice, Stats, Capacity, Left
     controller ──▶ trainer    Challenge, TrainerWelcome or Refused;  Prepare, Accumulate, Update, Save
     trainer ──▶ controller    TrainerHello;  Prepared, Done, Updated, Saved, Failed
     supervisor ──▶ machine    Challenge, MachineWelcome or Refused;  StartRanks, StopRanks, RunEnded
@@ -23,7 +23,7 @@ import msgspec
 
 from windfall.types import Capabilities, Finish, Lease, Sampling
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_FRAME_BYTES = 8 << 20  # size limit of a worker's frames: far above an engine step of thousands of responses
 MAX_TRAINER_FRAME_BYTES = 256 << 20
 
@@ -239,6 +239,17 @@ class Stats(Message, frozen=True, tag=16):
     dropped: tuple[str, ...] = ()  # sessions whose kept pages were dropped since the last Stats
 
 
+class Capacity(Message, frozen=True, tag=40):
+    """Lender to controller, about once per second, and before a Released that the controller did not ask for: what it
+    can take beside its service now."""
+
+    slots: int  # responses that it can run now
+    state: Literal["normal", "pressure", "frozen"]  # its memory state (serve/memory_policy.py)
+    use: float  # share of its KV memory that serving has held over about the last minute
+    lent: float  # share of about the last minute in which steps of the run were computed
+    slack_s: float | None = None  # slack of its tightest request in seconds; None: it has no request
+
+
 class Left(Message, frozen=True, tag=17):
     """Worker to controller, last message on a link: the worker exits."""
 
@@ -401,7 +412,7 @@ class RunEnded(Message, frozen=True, tag=38):
     why: str
 
 
-FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Left
+FromWorker = Hello | Tokens | Released | Loaded | LoadFailed | Rejected | Notice | Stats | Capacity | Left
 ToWorker = Challenge | Welcome | Refused | Assign | Cancel | Release | Forget | Load | Pause | Resume | Drain
 FromTrainer = TrainerHello | Prepared | Done | Updated | Saved | Failed
 ToTrainer = Challenge | TrainerWelcome | Refused | Prepare | Accumulate | Update | Save

@@ -33,6 +33,7 @@ from windfall.rollout.loading import MAX_CHARS, Loading
 from windfall.rollout.notices import Notices
 from windfall.rollout.outbox import Outbox
 from windfall.rollout.refusals import Refusals
+from windfall.scheduling.borrowing import Borrowing
 from windfall.scheduling.fixed_versions import FixedVersions
 from windfall.scheduling.members import Member, Members, Patience, WorkerState
 from windfall.scheduling.placement import Placement
@@ -56,16 +57,16 @@ class Dispatch:
     def __init__(
         self, *, events: EventLog, journal: Journal | None = None, patience: Patience | None = None,
         vocabulary: int = 1 << 32, techniques: Techniques | None = None, billed_s: float = -math.inf,
-        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt",
+        staleness: int = 0, on_new_weights: Literal["interrupt", "finish"] = "interrupt", borrowed_max: int = 64,
     ) -> None:  # fmt: skip
-        """`staleness` and `on_new_weights`: as in the recipe."""
+        """`staleness`, `on_new_weights` and `borrowed_max`: as in the recipe."""
         t = techniques or Techniques()
         self.ledger, self.members = Ledger(vocabulary, migrate=t.migration), Members(patience)
         self.placement = Placement(self.ledger, balancing=t.balancing, affinity=t.affinity)
         self.journal, self.accounts, self.turns = journal, Accounts(billed_s), self.placement.turns
         self.room, self.refusals = Room(self.ledger), Refusals()
         self._events = events
-        self._staleness, self._finish = staleness, on_new_weights == "finish"
+        self._staleness = staleness
         self.window, self.fixed = VersionWindow(), FixedVersions(self.members)
         self._listeners: dict[str, Listener] = {}
         """The listener of each open response."""
@@ -73,7 +74,9 @@ class Dispatch:
         """Called on every tick while no worker will ever be able to do the queued work."""
         self._outbox = Outbox(self._lose)
         self._send = self._outbox.send
-        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain)
+        finish = on_new_weights == "finish"
+        self.loading = Loading(self.members, self.accounts, events, self._send, self.drain, finish=finish)
+        self.borrowing = Borrowing(borrowed_max)
         self.notices = Notices(events, self.drain, self._stop_assigning, migration=t.migration)
         self._releasing: dict[int, str] = {}
         """By handle that a worker was asked to release: the worker. A handle may end in another way before the worker
@@ -157,7 +160,7 @@ class Dispatch:
     def has_free_slots(self) -> bool:
         """Whether a worker could take more work, but no work is queued."""
         return not self.ledger.queue and any(
-            self.ledger.running(w.id) < w.slots for w in self.members.routable(self.window)
+            self.ledger.running(w.id) < w.open_slots for w in self.members.routable(self.window)
         )
 
     # Workers join, send messages and leave.
@@ -206,6 +209,8 @@ class Dispatch:
                 self._accept(member, message)
             case m.Stats():
                 self.turns.dropped(id, message.dropped)
+            case m.Capacity():
+                self._set_capacity(member, message)
             case m.Loaded():
                 self.turns.cleared(id)
                 self._set_engine(member, message.engine)
@@ -229,6 +234,13 @@ class Dispatch:
                 self._lose(id, f"left: {'refused: ' if message.refused else ''}{message.why}")
             case _:
                 raise Malformed(f"unexpected message {type(message).__name__}")
+
+    def _set_capacity(self, member: Member, message: m.Capacity) -> None:
+        if message.slots < 0 or not 0 <= message.use <= 1 or not 0 <= message.lent <= 1:
+            raise Malformed(f"a capacity of {message.slots} slots, {message.use} in use and {message.lent} lent")
+        before, member.capacity = member.open_slots, message
+        if member.open_slots > before:
+            self._schedule_soon()
 
     def _set_engine(self, member: Member, engine: Capabilities) -> None:
         if not engine.name:
@@ -416,13 +428,15 @@ class Dispatch:
         if offer is None:
             return
         self.fixed.choose()
-        self._request_loads()
+        self.loading.request_all(self.ledger, self.fixed, needed=bool(self._staleness or self.ledger.queue))
         # A response that starts on older weights would be older than admission assumes (scheduling/admission.py).
         ready = [w for w in self.members.routable(self.window) if w.version == self.window.newest and self._open(w)]
         for version in list(self.ledger.fixed_versions):
             self._assign_fixed(version)
+        queued, profile = len(self.ledger.queue), self.placement.speeds.profile
+        self.borrowing.update(ready, queued, self.ledger.running, profile, self._last_schedule_s)
         loads, longest = self.placement.loads(ready), {w.id: w.longest for w in ready}
-        if self.ledger.queue:
+        if queued:
             coming = len(self.members.nearly_ready(asyncio.get_running_loop().time()))
             versions = {w.id: w.version for w in ready}
             for worker, entries in self.placement.assign(loads, versions, coming=coming, longest=longest).items():
@@ -450,25 +464,6 @@ class Dispatch:
         placed = self.placement.assign(loads, versions, coming=0, longest=longest, fixed=version)
         for worker, entries in placed.items():
             self._assign(worker, entries)
-
-    def _request_loads(self) -> None:
-        """Have workers load the newest version. New workers load it at once. With staleness 0, others load it when
-        there is work for them; above 0, at once if running responses are interrupted, otherwise when idle. The
-        trainer's engine always has the newest weights."""
-        now = asyncio.get_running_loop().time()
-        for member in self.members.outdated(self.window, needed=bool(self._staleness or self.ledger.queue)):
-            if self.fixed.keeps(member.id):
-                continue
-            busy = self.ledger.running(member.id) > 0
-            if self._finish and busy and member.state is WorkerState.READY and member.name != LOCAL:
-                continue
-            if busy and self.window.allows(member.version, member.digest):
-                member.progress_s = now  # it goes on generating while it pulls
-            elif member.state is not WorkerState.PULLING:  # else it abandons the pull of an older version
-                self.members.pull(member.id, now)
-                self.accounts.pulling(now, member.id)
-            wanted = self.fixed.wanted(self.window.newest) if member.name != LOCAL else None
-            self.loading.request(member, wanted)
 
     def _assign(self, worker: str, entries: list[LedgerEntry]) -> None:
         """Send a worker the responses that the ledger has just assigned to it."""

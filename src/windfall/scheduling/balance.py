@@ -63,6 +63,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Assigned responses that its engine does not run yet."""
     reserved: bool = False
     """It stays for the whole run."""
+    borrowed: bool = False
+    """It serves other requests first, and takes what it can beside them."""
+    use: float = 0.0
+    """Share of a borrowed worker's memory that its owner has used recently."""
     admits: bool = True
     """It may get another turn; False for a borrowed worker while its owner's SLO would be at risk."""
     stalled: bool = False

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from windfall.link.messages import Stats
+from windfall.link.messages import Capacity, Stats
 from windfall.scheduling.version_window import VersionWindow
 from windfall.types import LOCAL, Capabilities, Lease
 
@@ -115,6 +115,10 @@ class Member:
     """Responses that it can run at once; 0 until it has been ready."""
     stats: Stats | None = None
     """Its last Stats message."""
+    capacity: Capacity | None = None
+    """What a lender last reported that it can take; None for other workers."""
+    in_use: bool = True
+    """False for a lender from which the run does not borrow at the moment (scheduling/borrowing.py)."""
     requested: tuple[int, str] = (-1, "")
     """Version and digest that it was last asked to load."""
     failed: int = 0
@@ -147,6 +151,16 @@ class Member:
     def booted(self) -> bool:
         """Whether it has ever been ready."""
         return self.slots > 0
+
+    @property
+    def lendable(self) -> int:
+        """Responses that it can run at once now: a lender takes fewer while its service needs the machine."""
+        return self.slots if self.capacity is None else min(self.slots, self.capacity.slots)
+
+    @property
+    def open_slots(self) -> int:
+        """Responses that the run may have there at once."""
+        return self.lendable if self.in_use else 0
 
     @property
     def loading(self) -> bool:

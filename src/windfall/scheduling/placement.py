@@ -82,7 +82,7 @@ class Placement:
     def rate(self, member: Member, responses: int, sharing: int) -> float:
         """Expected tokens per second of a worker that gets an equal share of `responses` among `sharing` workers; 0:
         not known."""
-        batch = min(member.slots, -(-responses // max(1, sharing)))
+        batch = min(member.lendable, -(-responses // max(1, sharing)))
         return self.speeds.tok_per_s(member.id, batch) if batch else 0.0
 
     def fleet_speed(self, members: Iterable[Member]) -> FleetSpeed | None:
@@ -92,7 +92,8 @@ class Placement:
             profile = self.speeds.profile(member.id)
             if profile is None:
                 return None
-            out += FleetSpeed.of(profile, member.slots)
+            if member.lendable:
+                out += FleetSpeed.of(profile, member.lendable)
         return out if out.workers else None
 
     def observe(self, worker: str, batch: int, tokens: int, seconds: float, context: int) -> None:
@@ -120,10 +121,12 @@ class Placement:
         running = self._ledger.running
         return [
             WorkerLoad(
-                worker=w.id, running=(count := running(w.id)), slots=w.slots, profile=speed(w.id),
+                worker=w.id, running=(count := running(w.id)), slots=w.open_slots, profile=speed(w.id),
                 waiting=min(w.stats.waiting, count) if w.stats and w.stats.waiting else 0,
                 prefill_tok_per_s=self.speeds.prefill_tok_per_s(w.id), reserved=w.lease.kind == "reserved",
                 stalled=w.stats is not None and w.stats.idle_s >= STALLED_S,
+                borrowed=w.lease.kind == "borrowed", use=w.capacity.use if w.capacity else 0.0,
+                admits=w.capacity is None or w.capacity.slots > 0,
             )
             for w in ready
         ]  # fmt: skip

@@ -9,8 +9,9 @@ is in seconds, summed over the turn and the responses that it delays (as in reba
 
 In this order:
 1. the worker that has the tokens, if no other is cheaper; if it has no free slot and is still cheapest, the turn waits;
-2. a reserved worker with a free slot whose cost is within NEAR of the cheapest: a spot worker may be lost, with all
-   that it keeps;
+2. a reserved worker, or a borrowed one within the SLO of its owner, with a free slot, whose cost is within NEAR of the
+   cheapest: a spot worker may be lost, with all that it keeps. Of several, the one whose owner has used it least
+   recently, and reserved ones before borrowed ones;
 3. the cheapest worker with a free slot;
 4. otherwise the turn stays in the queue.
 A borrowed worker counts only while it `admits` turns: while the SLO of its owner holds. A stalled worker gets no turn,
@@ -103,7 +104,8 @@ class _Fleet:
         rates = [load.prefill_tok_per_s if measured else 0.0 for load in loads]
         self._prefill = np.array([1 / r if r else p.each_s for r, p in zip(rates, profiles, strict=True)])
         self._slots = np.array([load.slots for load in loads])
-        self._reserved = np.array([load.reserved for load in loads])
+        self._preferred = np.array([load.reserved or load.borrowed for load in loads])
+        self._use = np.array([load.use if load.borrowed else -1.0 for load in loads])
         self._longest = np.array([longest.get(load.worker, math.inf) for load in loads])
         self.running = np.array([load.running for load in loads])
         self.queued: Counter[int] = Counter()
@@ -128,6 +130,7 @@ class _Fleet:
             return holder, not free[holder]
         if not free[best]:
             return -1, False
-        reserved_s = np.where(self._reserved, open_s, math.inf)
-        near = int(np.argmin(reserved_s))
-        return (near if reserved_s[near] <= (1 + NEAR) * open_s[best] else best), False
+        near = np.flatnonzero(self._preferred & (open_s <= (1 + NEAR) * open_s[best]))
+        if not len(near):
+            return best, False
+        return int(near[np.lexsort((open_s[near], self._use[near]))[0]]), False

@@ -236,9 +236,10 @@ class Host:
         if not tenant.run_orders():
             return
         self._limit_memory(tenant)
+        tenant.report(self._clock())
         if tenant.runnable:
             now_s = self._clock()
-            self.slack_s = slack_s(self._serving_load(), self.objectives, self.serving_time, now_s)
+            self.slack_s = self.slack_now(now_s)
             rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, tenant.load())
             if rows:
                 made = tenant.advance(rows)
@@ -249,6 +250,14 @@ class Host:
                 self.metrics.rollout_waits += 1
         self.metrics.returned("memory", tenant.return_evicted())
         self.metrics.returned("compute", tenant.return_starved(self._clock()))
+
+    def slack_now(self, now_s: float) -> float:
+        return slack_s(self._serving_load(), self.objectives, self.serving_time, now_s)
+
+    @property
+    def serving_use(self) -> float:
+        """Share of the KV memory that serving holds."""
+        return self.engine.kv.pages.held_blocks / self.arena.blocks.layout.count
 
     def _limit_memory(self, tenant: RolloutTenant) -> None:
         serving, pages = self.engine.kv.pages, tenant.pages

@@ -42,6 +42,7 @@ class Lender:
         self._puller, self._ssl, self._retry_s, self._say = puller, ssl, retry_s, say
         self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
         self._agent: Agent | None = None
+        self._tenant: RolloutTenant | None = None
         self._leaving = False
         self.tenants = 0
         """Number of rollout tenants that were made."""
@@ -74,7 +75,10 @@ class Lender:
 
     def _make_tenant(self, make: Callable[[], tuple[Any, int]]) -> RolloutTenant:
         self.tenants += 1
-        return RolloutTenant(self._host, make=make)
+        self._tenant = RolloutTenant(self._host, make=make)
+        return self._tenant
 
     def _build(self, spec: m.EngineSpec) -> tuple[Any, int]:
+        if self._tenant is not None:
+            self._tenant.response_tokens = spec.longest
         return build_rollout(self._host, spec, self._device)

@@ -5,6 +5,7 @@
 Rules:
 - the engine is built, and weights are copied, in other threads: the host never waits for them;
 - frames are forwarded in a thread of their own. While too many are unsent, the tenant is not runnable;
+- what the tenant can take is reported about once per second, and before a response is returned (capacity.py);
 - a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
   every one if the tenant had no step, for `STARVED_S`.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import queue
 import threading
 import time
@@ -25,8 +27,9 @@ from windfall.engine.tenant_pages import TenantPages
 from windfall.engine.torch.engine import copy_weights
 from windfall.errors import WindfallError
 from windfall.link.messages import Released, Stats
+from windfall.serve.capacity import CapacityMeter
 from windfall.serve.host import Host, rollout_load
-from windfall.serve.slo import RolloutLoad
+from windfall.serve.slo import RolloutLoad, rows_allowed
 from windfall.types import Chunk
 from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
@@ -34,7 +37,8 @@ STARVED_S = 2.0
 MAX_UNSENT = 64
 """Frames that may wait to be forwarded before the tenant pauses."""
 LOOK_S = 0.25
-"""Seconds between two looks for starved responses."""
+"""Seconds between two looks for starved responses, and between two measurements of the capacity."""
+REPORT_S = 1.0
 
 
 class _WakingQueue(queue.SimpleQueue[Any]):
@@ -89,6 +93,10 @@ class RolloutTenant(EngineThread):
         self._without_pages_s: dict[str, float] = {}
         """Since when each response has been without pages."""
         self._looked_s = 0.0
+        self.response_tokens = 0
+        """Tokens of the longest possible response; 0: not known, and the slots divide the memory."""
+        self._meter: CapacityMeter | None = None
+        self._measured_s = self._reported_s = -math.inf
 
     # For other threads.
 
@@ -119,6 +127,7 @@ class RolloutTenant(EngineThread):
         self._drop_all()
         self._forwarder = _Forwarder(emit)
         self._emit, self._paused = self._forwarder.put, False
+        self._reported_s = -math.inf
         self._host.begin_step()
 
     @order
@@ -215,10 +224,35 @@ class RolloutTenant(EngineThread):
     def advance(self, rows: int) -> int:
         """One step of at most this many rows. Returns the number of new tokens."""
         engine: Any = self.engine
-        before = self._generated
+        before, began_s = self._generated, time.monotonic()
         chunks: list[Chunk] = engine.step(rows)
+        if self._meter is not None:
+            self._meter.stepped(time.monotonic() - began_s)
         self._stepped(chunks)
         return self._generated - before
+
+    def report(self, now_s: float, *, at_once: bool = False) -> None:
+        """Measure the capacity every `LOOK_S`, and report it every `REPORT_S`."""
+        if not at_once and now_s < self._measured_s + LOOK_S:
+            return
+        self._measured_s = now_s
+        host, engine = self._host, self.engine
+        if self._meter is None:
+            tokens = self.response_tokens or self.longest // max(1, self.slots)
+            self._meter = CapacityMeter(now_s, slots=self.slots, response_tokens=tokens)
+        slack_s, load = host.slack_now(now_s), rollout_load(engine)
+        each = load.context // max(1, load.running)
+        full = RolloutLoad(running=self.slots, waiting=0, context=each * self.slots)
+        rows = self.slots
+        if host.rollout_time.known:
+            rows = rows_allowed(slack_s, host.objectives, host.rollout_time, full)
+        self._meter.observe(now_s, rows=rows, use=host.serving_use)
+        if self._forwarder is None or self._forwarder.unsent >= MAX_UNSENT:
+            return
+        if at_once or now_s >= self._reported_s + REPORT_S:
+            self._reported_s = now_s
+            budget = host.policy.budget * self.pages.per_block * self.pages.size
+            self._emit(self._meter.report(budget_tokens=budget, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
         engine: Any = self.engine
@@ -257,6 +291,7 @@ class RolloutTenant(EngineThread):
         given = tuple(h for h in handles if h in self._running)
         self._running.difference_update(given)
         if given:
+            self.report(time.monotonic(), at_once=True)  # otherwise the controller might assign them here again
             self._emit(Released(handles=given))
         return len(given)
 

@@ -105,10 +105,10 @@ class Session:
             self._stuck.cancel()
             self._give_up.set()
             self.host.detach()
-            for task in [reading, *background, *([self._loading] if self._loading else [])]:
+            tasks = [reading, *background, *([self._loading] if self._loading else [])]
+            for task in tasks:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, LinkClosed):
-                    await task
+            await asyncio.gather(*tasks, return_exceptions=True)  # a cancellation of this task itself is not lost
 
     def say(self, message: object) -> None:
         """Send a message. Call this from the event loop's thread."""
@@ -128,7 +128,7 @@ class Session:
             try:
                 await self.link.send(message)
             finally:
-                if isinstance(message, m.Tokens | m.Released | m.Rejected):
+                if isinstance(message, m.Tokens | m.Released | m.Rejected | m.Capacity):
                     self._room.release()
             if isinstance(message, m.Left):
                 self._left_sent.set()

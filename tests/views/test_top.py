@@ -171,3 +171,11 @@ def test_header_shows_what_the_prefix_caches_save() -> None:
     text = shown(snapshot(workers=workers, prefill=prefill), live=True)
     assert "prefill: 75% of 1,000 tokens saved, 30 of 40 turns found their prefix" in text
     assert "kept: 3 sessions with 4,096 tokens" in text
+
+
+def test_lenders_show_their_state_slack_and_share(tmp_path: Path) -> None:
+    lender = {"in_use": True, "slots": 3, "state": "frozen", "use": 0.4, "lent": 0.25, "slack_s": None}
+    out = shown(snapshot(workers=[worker("[l]", "ready", kind="borrowed", lender=lender)]), live=True)
+    assert "lenders: 1 of 1 in use, 3 of 8 slots open, 25% of their time lent" in out
+    assert "[l]: frozen, 5 running, 3 of 8 slots open, no requests, 40% of its memory serves, 25% lent" in out
+    assert "lenders" not in shown(snapshot(), live=True)

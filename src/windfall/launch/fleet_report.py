@@ -172,7 +172,7 @@ class FleetReport:
                 "price_usd_per_h": prices.of(w.lease).usd_per_h, "state": "suspect" if w.suspect else str(w.state),
                 "version": w.version, "running": ledger.running(w.id), "slots": w.slots,
                 "tok_per_s": w.tok_per_s, "made": w.generated, "moved": w.moved, "age_s": now_s - w.joined_s,
-                "why": w.why, **_cache(w),
+                "why": w.why, **_cache(w), **_lender(w),
             }
             for w in members
             if w.state is not WorkerState.GONE or w.id in gone_shown
@@ -188,6 +188,15 @@ class FleetReport:
                 for kind, a in self._advisor.advice.items()
             ],
         }  # fmt: skip
+
+
+def _lender(member: Member) -> dict[str, Any]:
+    """What a lender last reported."""
+    c = member.capacity
+    if c is None:
+        return {}
+    return {"lender": {"in_use": member.in_use, "slots": member.lendable, "state": c.state, "use": c.use,
+                       "lent": c.lent, "slack_s": c.slack_s}}  # fmt: skip
 
 
 def _cache(member: Member) -> dict[str, int]:

@@ -90,6 +90,7 @@ class Borrowing:
         self.most = most
         self._wanted: deque[tuple[float, int]] = deque()
         """(time, number of lenders wanted) of the last `HOLD_S`, the number falling."""
+        self._used: set[str] = set()
 
     def update(
         self, ready: Collection[Member], queued: int, running: Callable[[str], int],
@@ -117,3 +118,9 @@ class Borrowing:
         chosen = set(choose(need, views, most=self.most, least=min(self.most, self._wanted[0][1])))
         for w in lenders:
             w.in_use = w.id in chosen
+        self._used |= chosen
+
+    def take_used(self) -> set[str]:
+        """The lenders that were in use at any time since the last call."""
+        used, self._used = self._used, set()
+        return used

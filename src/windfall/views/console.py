@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from windfall.config import KeyChange, Recipe
-from windfall.cost.bill import Totals, reserved_only
+from windfall.cost.bill import Totals, borrowed_value, reserved_only
 from windfall.events.log import Event, read
-from windfall.views import rewards, staleness
+from windfall.views import lenders, rewards, staleness
 
 BARS = "▁▂▃▄▅▆▇█"
 LARGE = ("lengths", "replaced", "speeds")
@@ -318,6 +318,7 @@ def summarize(events: list[Event], folder: Path, *, finished: bool, prompt: str 
         out += rewards.graders_of_run(steps)
     out += [f"  {label:<26} {text}" for label, text in staleness.of_run(steps)]
     out += [*_engine_gaps(steps), *_fleet(events, steps), *_dollars(events, steps)]
+    out += lenders.of_run(borrowed_value(_total(events)))
     out.append(f"  files                      {escape(str(folder))}  (events.jsonl, recipe.toml, checkpoints/)")
     if not finished:
         out.append(f"  resume with                {_command()} resume {_argument(folder)}")
@@ -391,9 +392,13 @@ def _bill(step: Event) -> Totals | None:
     return msgspec.convert(step["bill"], Totals) if step.get("bill") else None
 
 
+def _total(events: list[Event]) -> Totals:
+    return sum((b for b in map(_bill, events) if b), Totals())
+
+
 def _dollars(events: list[Event], steps: list[Event]) -> list[str]:
     """What the run cost and for what, compared with the same run on the trainer's machine alone."""
-    total = sum((b for b in map(_bill, events) if b), Totals())
+    total = _total(events)
     trained, bought = sum(e["trained"] for e in steps), total.all
     per_million = total.usd_per_million(trained)
     if per_million is None or bought.total_usd == 0:

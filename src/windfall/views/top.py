@@ -15,7 +15,7 @@ from rich.text import Text
 
 from windfall import run_folder as folders
 from windfall.errors import WindfallError
-from windfall.views import rewards, staleness
+from windfall.views import lenders, rewards, staleness
 
 STYLES = {"ready": "green", "suspect": "yellow", "draining": "yellow", "gone": "dim", "pulling": "cyan"}
 WIDE = 160
@@ -95,7 +95,8 @@ def table(snapshot: dict[str, Any], *, live: bool, run: Path, width: int = WIDE)
     advice = [f"advice: {a['count']} workers ({a['lease']}): {a['why']}" for a in snapshot.get("advice", [])]
     stale = staleness.of_snapshot(snapshot["staleness"], width) if snapshot.get("staleness") else []
     graders = [rewards.graders_of_snapshot(snapshot["graders"])] if snapshot.get("graders") else []
-    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *advice])), out)
+    lent = lenders.of_snapshot(snapshot["workers"])
+    return Group(Text("\n".join([_header(snapshot, len(present), live, run), *graders, *stale, *lent, *advice])), out)
 
 
 def _header(s: dict[str, Any], present: int, live: bool, run: Path) -> str:

@@ -4,9 +4,9 @@ from windfall.config.changes import RULES, KeyChange, changes, token_settings
 from windfall.config.env_sections import AgentEnv, DatasetEnv, JsonLinesEnv
 from windfall.config.file import dump, load, parse
 from windfall.config.lora import Lora
-from windfall.config.sections import Fleet, Recipe, RolloutSection, RunSection, SimKind, Techniques, Train
+from windfall.config.sections import Fleet, Recipe, RolloutSection, RunSection, SimKind, SimLenders, Techniques, Train
 
 __all__ = [
     "RULES", "AgentEnv", "DatasetEnv", "Fleet", "JsonLinesEnv", "KeyChange", "Lora", "Recipe", "RolloutSection",
-    "RunSection", "SimKind", "Techniques", "Train", "changes", "dump", "load", "parse", "token_settings",
+    "RunSection", "SimKind", "SimLenders", "Techniques", "Train", "changes", "dump", "load", "parse", "token_settings",
 ]  # fmt: skip

@@ -166,7 +166,8 @@ class _Fleet:
         """Delayed dispatch: takes responses back from the slowest workers if full, faster workers would finish them
         sooner. `count`: responses in the whole queue."""
         now_s = self.step_s()
-        full = np.flatnonzero(self.running + self.new >= self.slots)
+        batch = self.running + self.new
+        full = np.flatnonzero((batch >= self.slots) & (batch > 0))  # a lender may have no slots at all
         if not self.measured or not len(full):
             return
         full = full[np.argsort(now_s[full], kind="stable")]

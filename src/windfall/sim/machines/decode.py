@@ -88,7 +88,7 @@ class Decode:
     def __init__(self, service: Service, granule: int, *, kv_tokens: int = 0, distinct_tokens: bool = False) -> None:
         """`kv_tokens`: size of the KV cache in real tokens; 0: unlimited. `distinct_tokens`: every token depends on its
         response and position, which is slower."""
-        self.service, self.granule, self._kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
+        self.service, self.granule, self.kv_tokens, self._distinct = service, granule, kv_tokens, distinct_tokens
         self.rows: dict[int, DecodeRow] = {}
         """Running and waiting responses by handle."""
         self.waiting: deque[tuple[DecodeRow, int]] = deque()
@@ -118,7 +118,7 @@ class Decode:
     def add(self, row: DecodeRow, prefill: int) -> None:
         assert row.handle not in self.rows, f"handle {row.handle} is already in the batch"
         self.rows[row.handle] = row
-        if self._kv_tokens:
+        if self.kv_tokens:
             self.waiting.append((row, prefill))
             self._fit_cache()
         else:
@@ -134,7 +134,7 @@ class Decode:
 
     def _fit_cache(self) -> None:
         """Preempt or admit responses, so that every running response has room for its next token."""
-        while len(self._ends) > 1 and self.context + len(self._ends) > self._kv_tokens:
+        while len(self._ends) > 1 and self.context + len(self._ends) > self.kv_tokens:
             self._fill_columns()
             row = self.rows[int(self._columns[HANDLE, -1])]
             row.sent, self._columns = int(self._columns[SENT, -1]), self._columns[:, :-1]
@@ -143,10 +143,21 @@ class Decode:
             self.preemptions += 1
         while self.waiting:
             row, prefill = self.waiting[0]
-            if self._ends and self.context + row.prompt + row.generated + len(self._ends) + 1 > self._kv_tokens:
+            if self._ends and self.context + row.prompt + row.generated + len(self._ends) + 1 > self.kv_tokens:
                 return
             self.waiting.popleft()
             self._admit(row, prefill)
+
+    def youngest_above(self, tokens: int) -> tuple[int, ...]:
+        """Handles of the youngest running responses, so that the others have at most `tokens` tokens of context."""
+        out, context = [], self.context
+        for handle in reversed(self._admitted):
+            if context <= tokens:
+                break
+            out.append(handle)
+            _, base, _ = self._end(self.rows[handle])
+            context -= base + self._steps
+        return tuple(out)
 
     def _end(self, row: DecodeRow) -> tuple[int, int, int]:
         admitted = self._admitted[row.handle]
@@ -161,7 +172,7 @@ class Decode:
         for row in dropped:
             if row.handle in self._admitted:
                 self._stop(row)
-        if self._kv_tokens and dropped:
+        if self.kv_tokens and dropped:
             self.waiting = deque(w for w in self.waiting if w[0].handle in self.rows)
             self._fit_cache()
         return dropped
@@ -182,9 +193,9 @@ class Decode:
     def horizon(self) -> int:
         """Steps until all responses have ended, or until one may have to be preempted or admitted."""
         most = self._ends[-1][0] - self._steps
-        if self._kv_tokens:
+        if self.kv_tokens:
             if len(self._ends) > 1:
-                most = min(most, (self._kv_tokens - self.context) // len(self._ends))
+                most = min(most, (self.kv_tokens - self.context) // len(self._ends))
             if self.waiting:
                 most = min(most, self._ends[0][0] - self._steps)
         return most
@@ -248,7 +259,7 @@ class Decode:
         new = upto - c[SENT]
         rows = np.flatnonzero(new > 0)
         if not len(rows):
-            if self._kv_tokens:
+            if self.kv_tokens:
                 self._fit_cache()
             return None, []
         counts, sent = new[rows], c[SENT][rows] + c[BASE][rows]
@@ -273,7 +284,7 @@ class Decode:
                 self._stop(self.rows.pop(row.handle))
             self._columns, upto = c[:, ~over], upto[~over]
         self._columns[SENT] = np.maximum(self._columns[SENT], upto)
-        if self._kv_tokens:
+        if self.kv_tokens:
             self._fit_cache()
         return Tokens(
             version=version, handles=tuple(handles), positions=tuple(sent.tolist()),

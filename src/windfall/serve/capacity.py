@@ -1,6 +1,7 @@
 """How many responses a lender can take now, by its memory and its slack. Pure: the caller gives the time.
 
-    by memory    responses of the longest possible length that fit into the rollout's budget
+    by memory    the responses that run, and as many more as fit beside them, each with GROWTH times the tokens that the
+                 running ones have on average; without any, with the share FIRST of the longest possible response
     by compute   rows that a rollout step may have beside the requests of this moment, averaged over about `ROWS_S`
 
 The lower of the two counts, and never more than the engine's own number of slots. The other figures of the report are
@@ -14,6 +15,7 @@ import math
 from windfall.link.messages import Capacity
 from windfall.serve.memory_policy import MemoryState
 
+GROWTH, FIRST = 2.0, 0.25
 ROWS_S = 1.0
 RECENT_S = 60.0
 
@@ -46,12 +48,19 @@ class CapacityMeter:
         self._stepped_s = 0.0
         self._rows += (min(rows, self._slots) - self._rows) * (1.0 - math.exp(-passed_s / ROWS_S))
 
-    def slots(self, budget_tokens: int) -> int:
-        """Responses that can run now, if the rollout may hold this many tokens."""
-        return max(0, min(self._slots, budget_tokens // self._response_tokens, round(self._rows)))
+    def slots(self, budget_tokens: int, *, running: int = 0, held_tokens: int = 0) -> int:
+        """Responses that can run now, if the rollout may hold this many tokens. `running` responses hold some."""
+        each = held_tokens / running if running else 0.0
+        if held_tokens > budget_tokens:
+            by_memory = int(budget_tokens / each) if running else 0
+        else:
+            more = min(self._response_tokens, max(GROWTH * each, FIRST * self._response_tokens, 1.0))
+            by_memory = running + int((budget_tokens - held_tokens) / more)
+        return max(0, min(self._slots, by_memory, round(self._rows)))
 
-    def report(self, *, budget_tokens: int, state: MemoryState, slack_s: float) -> Capacity:
+    def report(self, *, slots: int, state: MemoryState, slack_s: float) -> Capacity:
+        """`slots`: as above."""
         return Capacity(
-            slots=self.slots(budget_tokens), state=state.value, use=round(self.use, 4), lent=round(self.lent, 4),
+            slots=slots, state=state.value, use=round(self.use, 4), lent=round(self.lent, 4),
             slack_s=slack_s if math.isfinite(slack_s) else None,
         )  # fmt: skip

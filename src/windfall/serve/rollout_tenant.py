@@ -166,6 +166,7 @@ class RolloutTenant(EngineThread):
             self.engine.swap(version)
             self._mixed = False
             self._host.begin_step()
+            self.report(time.monotonic(), at_once=True)
         elif not isinstance(error, WindfallError):  # else nothing has changed
             self._mixed = True
         done(error)
@@ -252,7 +253,8 @@ class RolloutTenant(EngineThread):
         if at_once or now_s >= self._reported_s + REPORT_S:
             self._reported_s = now_s
             budget = host.policy.budget * self.pages.per_block * self.pages.size
-            self._emit(self._meter.report(budget_tokens=budget, state=host.policy.state, slack_s=slack_s))
+            slots = self._meter.slots(budget, running=load.running, held_tokens=load.context)
+            self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
         engine: Any = self.engine

@@ -62,7 +62,7 @@ class SimLender(SimWorker):
         self._lending = lending
         self._serving_time, self._rollout_time = learned(lending.serving), learned(spec.service)
         self._policy = MemoryPolicy(BLOCKS)
-        self._meter = CapacityMeter(self._loop.time(), slots=spec.slots, response_tokens=lending.response_tokens)
+        self.meter = CapacityMeter(self._loop.time(), slots=spec.slots, response_tokens=lending.response_tokens)
         self._requests: list[_Request] = []
         self._looked_s = self._loop.time()
         self._stopped_s: float | None = None
@@ -87,7 +87,7 @@ class SimLender(SimWorker):
             self._serve(now)
             self._limit_memory()
             self._share(now)
-            self._report(now)
+            self._report()
             self._resume_steps()
         self._loop.call_later(TICK_S, self._look)
 
@@ -130,16 +130,16 @@ class SimLender(SimWorker):
         self._turn_s = max(serving_s + self._rollout_s, 1e-9)
         if count:
             self.turns_s.append(self._turn_s)
-        self._meter.observe(now, rows=most, use=self._use)
+        self.meter.observe(now, rows=most, use=self._use)
         if rows:
-            self._meter.stepped(TICK_S * (1.0 - self._prefill_share) * self._rollout_s / self._turn_s)
+            self.meter.stepped(TICK_S * (1.0 - self._prefill_share) * self._rollout_s / self._turn_s)
             alone_s = base.step_s(batch, 0, self._decode.context)
             slower = batch / rows * self._turn_s / alone_s / (1.0 - self._prefill_share)
             self._decode.service, self._stopped_s = base.slower(slower), None
         elif batch and self._stopped_s is None:
             self._stopped_s = now
         elif batch and self._stopped_s is not None and now - self._stopped_s > STARVED_S:
-            self._return(tuple(self._decode.rows), now)
+            self._return(tuple(self._decode.rows))
 
     # memory
 
@@ -149,7 +149,7 @@ class SimLender(SimWorker):
         excess = self._policy.observe(serving, math.ceil(held / self.spec.kv_tokens * BLOCKS))
         self._apply_budget()
         if excess:
-            self._return(self._decode.youngest_above(self._budget_tokens), self._loop.time())
+            self._return(self._decode.youngest_above(self._budget_tokens))
             self._policy.observe(serving, math.ceil(self._decode.context / self.spec.kv_tokens * BLOCKS))
 
     def _apply_budget(self) -> None:
@@ -158,11 +158,11 @@ class SimLender(SimWorker):
         self._kept.limit(tokens, share=self.spec.keep_share)
         self._kept.fit(self._decode.context, self._loop.time())
 
-    def _return(self, handles: tuple[int, ...], now: float) -> None:
+    def _return(self, handles: tuple[int, ...]) -> None:
         if handles:
             self.returned += len(handles)
             self._drop(handles)
-            self._report(now)
+            self._report()
             self._send(m.Released(handles=handles))
 
     def _swap(self, order: Any) -> None:
@@ -170,17 +170,17 @@ class SimLender(SimWorker):
         self._apply_budget()
         super()._swap(order)
 
-    def _report(self, now: float) -> None:
-        self._send(
-            self._meter.report(budget_tokens=self._budget_tokens, state=self._policy.state, slack_s=self._slack_s)
-        )
+    def _report(self) -> None:
+        running, held = len(self._decode) - len(self._decode.waiting), self._decode.context
+        slots = self.meter.slots(self._budget_tokens, running=running, held_tokens=held)
+        self._send(self.meter.report(slots=slots, state=self._policy.state, slack_s=self._slack_s))
 
     # steps
 
     def dial(self) -> None:
         super().dial()
         if isinstance(self.link, SimLink) and self._held[0] >= 0:
-            self._report(self._loop.time())
+            self._report()
 
     def _start_steps(self, from_now: bool = True) -> None:
         if self._stopped_s is None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windfall.link.messages import Capacity, encode
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
 from windfall.serve.slo import CHUNK, FIRST_ROWS, Objectives, RolloutLoad, ServingLoad, rows_allowed, slack_s
 from windfall.serve.step_time import StepShape, StepTime
 
+decode = msgspec.msgpack.Decoder(Capacity).decode
 SLO = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0)
 LOAD = RolloutLoad(running=4, waiting=0, context=400)
 
@@ -186,6 +190,8 @@ def test_capacity_is_the_lower_of_memory_and_compute() -> None:
         meter.stepped(0.1)
         meter.observe(n * 0.25, rows=3, use=0.5)
     assert meter.slots(10_000) == 3
+    learned_s = np.float64(0.25)
+    assert decode(encode(meter.report(slots=1, state=MemoryState.NORMAL, slack_s=learned_s))).slack_s == 0.25
     report = meter.report(slots=1, state=MemoryState.FROZEN, slack_s=math.inf)
     assert (report.slots, report.state, report.slack_s) == (1, "frozen", None)
     assert report.use == pytest.approx(0.5)

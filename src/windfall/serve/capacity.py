@@ -61,6 +61,6 @@ class CapacityMeter:
     def report(self, *, slots: int, state: MemoryState, slack_s: float) -> Capacity:
         """`slots`: as above."""
         return Capacity(
-            slots=slots, state=state.value, use=round(self.use, 4), lent=round(self.lent, 4),
-            slack_s=slack_s if math.isfinite(slack_s) else None,
+            slots=slots, state=state.value, use=round(float(self.use), 4), lent=round(float(self.lent), 4),
+            slack_s=float(slack_s) if math.isfinite(slack_s) else None,  # numpy has floats of its own
         )  # fmt: skip

@@ -59,6 +59,8 @@ class Lender:
             except Exception as e:  # fault boundary: serving goes on whatever happens to the lender
                 self._say(f"{type(e).__name__}: {e}")
                 code = 1
+                if self._tenant is not None:  # its memory must be free before the next one is made
+                    self._tenant.close(0.0)
             finally:
                 self._agent = None
             if code == REFUSED:

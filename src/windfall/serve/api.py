@@ -72,6 +72,10 @@ class _CallSampler:
             raise ApiError(404, f"there is no model {body['model']!r}; this is {self.model!r}", code="model_not_found")
         self.options = sampling_options.read(body)
 
+    def retract(self, request: TurnRequest) -> None:
+        """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
+        del request
+
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         assert self.options is not None
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Chunk | WindfallError]()

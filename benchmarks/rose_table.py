@@ -175,7 +175,8 @@ def main() -> None:
 
 def report(bench: Bench, names: list[str]) -> None:
     fitted_s = fitted_tokens = 0.0
-    rows: list[str] = []
+    head = ("", "rollout without", "with lenders", "training", "simulated", "ROSE", "lenders: TPOT P99, use, lent")
+    print(f"\n{head[0]:<16}{head[1]:>17}{head[2]:>14}{head[3]:>11}{head[4]:>12}{head[5]:>8}  {head[6]}", flush=True)
     for name in names:
         s, n = SETTINGS[name], bench.scale
         s = replace(s, dedicated=s.dedicated // n, borrowed=s.borrowed // n, groups=s.groups // n)
@@ -188,23 +189,21 @@ def report(bench: Bench, names: list[str]) -> None:
             scale = s.model.parameters / s.dedicated / (MODELS["8B"].parameters / (16 // n)) * tokens / fitted_tokens
             train_s = fitted_s * scale
             ratio = (fixed_s + train_s) / (lent_s + train_s)
-            rows.append(row(name, algorithm, fixed_s, lent_s, train_s, ratio, service(lenders)))
+            print_row(name, algorithm, fixed_s, lent_s, train_s, ratio, service(lenders))
             if algorithm == "GRPO":
                 spot_s, _, _ = bench.rollout_s(s, algorithm, "spot")
-                rows.append(row(name, "over spot", spot_s, lent_s, 0.0, spot_s / lent_s, ""))
-    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
-    head = ("", "rollout without", "with lenders", "training", "simulated", "ROSE", "lenders: TPOT P99, use, lent")
-    print(f"\n{head[0]:<16}{head[1]:>17}{head[2]:>14}{head[3]:>11}{head[4]:>12}{head[5]:>8}  {head[6]}")
-    print("\n".join(rows))
+                print_row(name, "over spot", spot_s, lent_s, 0.0, spot_s / lent_s, "")
     print(f"fitted: training of 8B takes {fitted_s:.0f} s in a step, so that {' '.join(FITTED)} is {PAPER[FITTED]}x")
 
 
-def row(name: str, what: str, base_s: float, lent_s: float, train_s: float, ratio: float, more: str) -> str:
+def print_row(name: str, what: str, base_s: float, lent_s: float, train_s: float, ratio: float, more: str) -> None:
     train = f"{train_s:,.0f} s" if train_s else "-"
     mark = " (fitted)" if (name, what) == FITTED else ""
-    return (
+    print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
+    print(
         f"{name + ' ' + what:<16}{base_s:>15,.0f} s{lent_s:>12,.0f} s{train:>11}{ratio:>11.2f}x"
-        f"{PAPER[name, what]:>7.2f}x  {more}{mark}"
+        f"{PAPER[name, what]:>7.2f}x  {more}{mark}",
+        flush=True,
     )
 
 

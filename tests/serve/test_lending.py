@@ -193,7 +193,11 @@ def test_a_link_that_does_not_move_does_not_stop_serving() -> None:
             stuck = threading.Event()
             tenant = RolloutTenant(s.host, make=lambda: build_rollout(s.host, rollout_spec(), "cpu"))
             tenant.start()
-            tenant.attach(lambda message: None if stuck.wait() else None)
+
+            def hold(message: object) -> None:
+                stuck.wait()
+
+            tenant.attach(hold)
             await until(lambda: tenant.built and s.host.rollout is tenant, "the tenant is there")
             tenant.swap(0, Weights().tensors(), lambda error: None)
             tenant.add([work(n) for n in range(4)])

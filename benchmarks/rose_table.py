@@ -43,7 +43,7 @@ ASSUMED = (
     "DAPO: half of the groups have equal rewards and are replaced (reward 1 with probability 0.042)",
     "serving: Qwen2.5-7B and 32B; as many requests as keep 18.9 % of the FLOP/s busy; peak 4.2 times the mean",
     "10 % of a GPU's memory is not for KV; weights of both models stay there; both clusters have H100 data sheets",
-    "training has as many GPUs as the dedicated rollout; spot: as many machines as lenders, up 46 % of the time",
+    "training has as many GPUs as the dedicated rollout; spot: as many machines as lenders, those up first",
 )
 SERVED = {
     "8B": Model(name="7B", parameters=7.6e9, layers=28, heads=28, kv_heads=4, trainer_gpus=0),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,45 @@ def test_stop_strings_are_those_of_the_agent() -> None:
 def test_run_without_a_gateway(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no gateway"):
         agents.address(tmp_path)
+
+
+EVALUATED = """
+[run]
+threads = 1
+[env]
+name = "agent"
+function = "agent_programs:sums"
+[chat]
+template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+[rollout]
+max_tokens = 32
+[eval]
+pass_at = [1, 2]
+"""
+
+
+def test_evaluation_without_a_run(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    with socket.socket() as taken:  # by the gateway of a run, which eval must not need
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"env.port={taken.getsockname()[1]}"
+        command = ("eval", "tiny", "--recipe", "agent.toml", "--tasks", "3", "--show", "1", "--set", port)
+        code, out, errors = windfall(*command)
+    assert (code, errors) == (0, "")
+    assert "reward 0." in out
+    assert "on 3 held-out tasks of agent" in out
+    assert "pass@1" in out
+    assert "pass@2" in out
+    assert "rewards missing 0" in out
+    assert "=" in out.splitlines()[1], "the agent's prompts are shown with what the policy said"
+    assert windfall(*command)[1] == out, "the seeds are those of the recipe"
+
+
+def test_evaluation_of_a_failing_agent(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    program = ("--set", "env.function=agent_programs:fails", "--set", 'env.options={ how = "raise" }')
+    code, _, errors = windfall("eval", "tiny", "--recipe", "agent.toml", "--tasks", "1", *program)
+    assert code == 2
+    assert "no response of 1 held-out tasks got a reward" in errors
+    assert "no such tool" in errors

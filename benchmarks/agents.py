@@ -158,6 +158,8 @@ def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens:
         from windfall.models import load
 
         fields = json.loads((Path(load.fetch(args.model)) / "config.json").read_text())
+    # vLLM refuses sequences beyond the model's context. Only times count here.
+    fields = {**fields, "max_position_embeddings": max(work.longest, fields.get("max_position_embeddings", 0))}
     return EngineSpec(
         model_config=json.dumps(fields), dtype="float32" if args.device == "cpu" else "bfloat16", kv_tokens=kv_tokens,
         page_size=16, max_running=slots, max_rows=2048, deterministic=False, longest=work.longest,

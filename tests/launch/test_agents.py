@@ -16,7 +16,7 @@ from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
-from windfall.launch import agents, recipe_check
+from windfall.launch import agents, recipe_check, resume_check
 from windfall.models import tokenizer
 from windfall.models.load import TINY
 from windfall.run_folder import with_absolute_paths
@@ -120,6 +120,24 @@ def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch:
     rows(tmp_path / "train.jsonl", "a", "b", "d")
     with pytest.raises(WindfallError, match="the data has changed"):
         run_folder.check_data(r, folder)
+
+
+def test_data_set_of_an_agent_may_move_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_dataset(tmp_path, "exact")
+    folder = run_folder.new_folder(r)
+    moved = (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    elsewhere = config.load(folder / "recipe.toml", [f"env.tasks.path='{moved}'"])
+    (found,) = resume_check.check_changes(elsewhere, folder)
+    assert (found.key, found.verdict) == ("env.tasks.path", "free")
+    assert config.token_settings(elsewhere) == config.token_settings(config.load(folder / "recipe.toml"))
+    rows(moved, "a", "b", "d")
+    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*train\.jsonl"):
+        resume_check.check_changes(elsewhere, folder)
+    other = config.load(folder / "recipe.toml", ["env.tasks.system_prompt='Be brief.'"])
+    with pytest.raises(WindfallError, match=r"env\.tasks\.system_prompt"):
+        resume_check.check_changes(other, folder)
+    assert config.token_settings(other) != config.token_settings(elsewhere)
 
 
 def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

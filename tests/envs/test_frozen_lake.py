@@ -91,8 +91,12 @@ def test_moves_and_view_for_a_model_without_language() -> None:
     turns, feedback = asyncio.run(play(env, task, ["0", *(digits[word] for word in best_walk(rows))]))
     assert feedback == Feedback(reward=1.0)
     assert str(turns[0].observation).strip() == prompt.strip(), "no move was named"
+    letters = str(lake(moves=["1", "2", "3", "4"], fields="00=9+", view="neighbors", rules=False).task(0).prompt)
+    assert letters == prompt.translate(str.maketrans("SFHG-", "00=9+"))
     explained = str(lake(moves=["1", "2", "3", "4"]).task(0).prompt)
     assert "1, 2, 3 or 4 (for left, down, right or up)" in explained
+    assert "over the ice (i)" in str(lake(fields="siogx").task(0).prompt)
+    assert "H" not in str(lake(fields="siogx").task(0).prompt).splitlines()[-1]
 
 
 def test_moves_must_differ() -> None:

@@ -119,6 +119,8 @@ class FrozenLakeEnv(Section):
         default=["left", "down", "right", "up"], min_length=4, max_length=4
     )
     """Words for left, down, right and up, in this order. A model without language may need single characters."""
+    fields: str = Field(default="SFHG-", min_length=5, max_length=5)
+    """Letters for start, ice, hole, goal and shore, in this order."""
     view: Literal["map", "neighbors"] = "map"
     """What the policy sees: the whole map, or only the four fields next to it."""
     rules: bool = True

@@ -19,21 +19,23 @@ MOVES = ("left", "down", "right", "up")
 """In the order of gymnasium's actions."""
 OFFSETS = ((0, -1), (1, 0), (0, 1), (-1, 0))
 """What each move adds to row and column."""
+FIELDS = "SFHG-"
+"""The letters for start, ice, hole, goal and shore. The first four are gymnasium's."""
 RULES = {
-    "map": "You are P on a frozen lake. Walk over the ice (F) to the goal (G) and avoid the holes (H).",
-    "neighbors": "You are on a frozen lake. You see what is next to you: ice (F), a hole (H), the shore (-), the start "
-    "(S) or the goal (G). Walk to the goal and avoid the holes.",
+    "map": "You are P on a frozen lake. Walk over the ice ({1}) to the goal ({3}) and avoid the holes ({2}).",
+    "neighbors": "You are on a frozen lake. You see what is next to you: ice ({1}), a hole ({2}), the shore ({4}), the "
+    "start ({0}) or the goal ({3}). Walk to the goal and avoid the holes.",
 }
 
 
 class FrozenLake:
     """An environment with sessions. `frozen` is the chance that a field of the map is ice, not a hole. `moves` are the
-    words for left, down, right and up. `view` is what the policy sees: the "map", or only the "neighbors" of its
-    field. `rules`: explain the game in the prompt."""
+    words for left, down, right and up. `fields` are the letters for start, ice, hole, goal and shore. `view` is what
+    the policy sees: the "map", or only the "neighbors" of its field. `rules`: explain the game in the prompt."""
 
     def __init__(
         self, size: int = 4, slippery: bool = False, max_turns: int = 12, frozen: float = 0.8, *, seed: int = 0,
-        moves: Sequence[str] = MOVES, view: str = "map", rules: bool = True,
+        moves: Sequence[str] = MOVES, fields: str = FIELDS, view: str = "map", rules: bool = True,
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("gymnasium") is None:
             fix = "Install it: pip install 'windfall[gymnasium]'"
@@ -43,13 +45,15 @@ class FrozenLake:
             raise WindfallError(f"the moves are {', '.join(moves)}", where="env.moves", fix=fix)
         self._size, self._slippery, self._max_turns, self._frozen, self._seed = size, slippery, max_turns, frozen, seed
         self._moves, self._view, self._rules = [move.lower() for move in moves], view, rules
+        self._fields = fields
 
     def task(self, index: int) -> Task:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map  # pyright: ignore[reportMissingImports]
 
         seed = int.from_bytes(hashlib.blake2b(f"{self._seed}/{index}".encode(), digest_size=4).digest(), "big")
         rows = generate_random_map(size=self._size, p=self._frozen, seed=seed)
-        rules = f"{RULES[self._view]} In every turn, say one word: {_listed(self._moves)}{self._meaning()}. "
+        rules = RULES[self._view].format(*self._fields)
+        rules += f" In every turn, say one word: {_listed(self._moves)}{self._meaning()}. "
         rules += f"You have {self._max_turns} turns.\n"
         prompt = f"{rules if self._rules else ''}{self.draw(rows, 0)}\n"
         return Task(id=f"frozen_lake/{self._seed}/{index}", prompt=prompt, answer={"map": rows, "seed": seed})
@@ -59,7 +63,11 @@ class FrozenLake:
 
     def draw(self, rows: list[str], at: int) -> str:
         """What the policy sees at field number `at`."""
-        return _drawing(rows, at) if self._view == "map" else _neighbors(rows, at, self._moves)
+        letters = str.maketrans(FIELDS, self._fields)
+        if self._view == "map":
+            return _drawing([row.translate(letters) for row in rows], at)
+        there = [field.translate(letters) for field in _neighbors(rows, at)]
+        return " ".join(f"{move}:{field}" for move, field in zip(self._moves, there, strict=True))
 
     def move(self, text: str) -> int | None:
         """The number of the last move that the text names."""
@@ -118,13 +126,12 @@ def _drawing(rows: list[str], at: int) -> str:
     return text[:position] + "P" + text[position + 1 :]
 
 
-def _neighbors(rows: list[str], at: int, moves: Sequence[str]) -> str:
+def _neighbors(rows: list[str], at: int) -> list[str]:
     """The field that each move leads to; "-" is the shore.
 
-    >>> _neighbors(["SF", "HG"], 1, MOVES)
-    'left:S down:G right:- up:-'
+    >>> _neighbors(["SF", "HG"], 1)
+    ['S', 'G', '-', '-']
     """
     y, x = divmod(at, len(rows[0]))
     there = [(y + dy, x + dx) for dy, dx in OFFSETS]
-    fields = [rows[a][b] if 0 <= a < len(rows) and 0 <= b < len(rows[0]) else "-" for a, b in there]
-    return " ".join(f"{move}:{field}" for move, field in zip(moves, fields, strict=True))
+    return [rows[a][b] if 0 <= a < len(rows) and 0 <= b < len(rows[0]) else "-" for a, b in there]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
-from windfall.launch import agents, recipe_check
+from windfall.launch import agents, recipe_check, resume_check
 from windfall.models import tokenizer
 from windfall.models.load import TINY
 from windfall.run_folder import with_absolute_paths
@@ -120,6 +122,24 @@ def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch:
         run_folder.check_data(r, folder)
 
 
+def test_data_set_of_an_agent_may_move_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_dataset(tmp_path, "exact")
+    folder = run_folder.new_folder(r)
+    moved = (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    elsewhere = config.load(folder / "recipe.toml", [f"env.tasks.path='{moved}'"])
+    (found,) = resume_check.check_changes(elsewhere, folder)
+    assert (found.key, found.verdict) == ("env.tasks.path", "free")
+    assert config.token_settings(elsewhere) == config.token_settings(config.load(folder / "recipe.toml"))
+    rows(moved, "a", "b", "d")
+    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*train\.jsonl"):
+        resume_check.check_changes(elsewhere, folder)
+    other = config.load(folder / "recipe.toml", ["env.tasks.system_prompt='Be brief.'"])
+    with pytest.raises(WindfallError, match=r"env\.tasks\.system_prompt"):
+        resume_check.check_changes(other, folder)
+    assert config.token_settings(other) != config.token_settings(elsewhere)
+
+
 def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WindfallError, match="completion_ids") as e:
@@ -149,3 +169,45 @@ def test_stop_strings_are_those_of_the_agent() -> None:
 def test_run_without_a_gateway(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no gateway"):
         agents.address(tmp_path)
+
+
+EVALUATED = """
+[run]
+threads = 1
+[env]
+name = "agent"
+function = "agent_programs:sums"
+[chat]
+template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+[rollout]
+max_tokens = 32
+[eval]
+pass_at = [1, 2]
+"""
+
+
+def test_evaluation_without_a_run(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    with socket.socket() as taken:  # by the gateway of a run, which eval must not need
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"env.port={taken.getsockname()[1]}"
+        command = ("eval", "tiny", "--recipe", "agent.toml", "--tasks", "3", "--show", "1", "--set", port)
+        code, out, errors = windfall(*command)
+    assert (code, errors) == (0, "")
+    assert "reward 0." in out
+    assert "on 3 held-out tasks of agent" in out
+    assert "pass@1" in out
+    assert "pass@2" in out
+    assert "rewards missing 0" in out
+    assert "=" in out.splitlines()[1], "the agent's prompts are shown with what the policy said"
+    assert windfall(*command)[1] == out, "the seeds are those of the recipe"
+
+
+def test_evaluation_of_a_failing_agent(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    program = ("--set", "env.function=agent_programs:fails", "--set", 'env.options={ how = "raise" }')
+    code, _, errors = windfall("eval", "tiny", "--recipe", "agent.toml", "--tasks", "1", *program)
+    assert code == 2
+    assert "no response of 1 held-out tasks got a reward" in errors
+    assert "no such tool" in errors

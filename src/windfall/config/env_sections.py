@@ -115,6 +115,16 @@ class FrozenLakeEnv(Section):
     """Number of moves allowed per task."""
     frozen: float = Field(default=0.8, gt=0, le=1)
     """Chance that a field of the map is ice and not a hole."""
+    moves: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["left", "down", "right", "up"], min_length=4, max_length=4
+    )
+    """Words for left, down, right and up, in this order. A model without language may need single characters."""
+    fields: str = Field(default="SFHG-", min_length=5, max_length=5)
+    """Letters for start, ice, hole, goal and shore, in this order."""
+    view: Literal["map", "neighbors"] = "map"
+    """What the policy sees: the whole map, or only the four fields next to it."""
+    rules: bool = True
+    """Explain the game in the prompt."""
 
 
 class CustomEnv(Section):
@@ -182,6 +192,9 @@ class VerifiersEnv(AgentLimits):
     """Name of an environment of the verifiers package, as `verifiers` knows it."""
     args: dict[str, Any] = Field(default={})
     """Arguments of that environment."""
+    sampling_args: dict[str, Any] = Field(default={})
+    """Arguments of every call to the policy, such as `{ max_tokens = 64, stop = ["\n"] }`. They replace those that the
+    environment sets itself."""
 
 
 Env = Annotated[

@@ -47,8 +47,8 @@ PLAIN = (
 def program(env: AgentEnv | VerifiersEnv) -> AgentProgram:
     if isinstance(env, VerifiersEnv):
         return AgentProgram(
-            function="windfall.envs.agents.verifiers_agent:run", options={"id": env.id, "args": env.args},
-            memory_mb=env.memory_mb,
+            function="windfall.envs.agents.verifiers_agent:run", memory_mb=env.memory_mb,
+            options={"id": env.id, "args": env.args, "sampling_args": env.sampling_args},
         )  # fmt: skip
     return AgentProgram(
         command=shlex.split(env.command or ""), function=env.function or "", options=env.options,

@@ -336,6 +336,7 @@ class Stream:
         episode = Episode(
             id=id, prompt=prompt, seed=self._seed(id), max_tokens=self._rollout.options.max_tokens,
             sampling=self._sampling, stop=self._rollout.text.stop, version=self._version,
+            max_turn=self._rollout.options.turn_tokens,
         )  # fmt: skip
         self._live[id] = (episode, group)
         self._open_episode(episode, group)
@@ -460,8 +461,7 @@ class Stream:
         if feedback.observation is None:
             return replace(episode.close(feedback.reward), scores=feedback.scores)
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
-        cut = episode.finish == "length"
-        if not cut and episode.observe(self._observation(episode, feedback.observation)):
+        if episode.observe(self._observation(episode, feedback.observation)):
             return None
         worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))

@@ -1,7 +1,9 @@
 """Cuts the answer of one call into the chunks of a stream: text as OpenAI streams it, or token ids as vLLM does.
 
-    first()        once, before the first token       grown(count)   for the first `count` tokens, whenever there are more
-    last()         once, when the turn has ended      sent           how many tokens the client has after these chunks
+    first()         chunks before the first token
+    grown(count)    chunks for the first `count` tokens, whenever there are more of them
+    last()          chunks at the end of the turn
+    sent            number of tokens that a client has received with the chunks so far
 
 Rules: text that may be the start of a stop string, or that ends in the middle of a character, is held back. Only new
 tokens are decoded.

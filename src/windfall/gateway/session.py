@@ -13,7 +13,7 @@ Rules:
   in the middle, that is the turn up to the last token whose text was sent. An answer that was not sent has no effect on
   the reward, and is removed.
 - A turn ends after the first stop string. The client gets the text before it; the ids include it.
-- Prompts are rendered and tokenized in a thread, one call of a session at a time, so a long one delays no other session.
+- Prompts are rendered and tokenized in a thread, one after the other: a long one does not hold up the event loop.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class Limits(Protocol):
 
     concurrency: int
     time_limit_s: float
+    turn_tokens: int
     restart: bool
     failed_reward: Any
 
@@ -169,7 +170,9 @@ class AgentRun:
     async def _try(self) -> float:
         """Start the agent once. Returns its reward. Raises EnvFailed."""
         runs = self._runs
-        session = self.session = runs.gateway.open(self._order.id, max_tokens=runs.options.max_tokens)
+        session = self.session = runs.gateway.open(
+            self._order.id, max_tokens=runs.options.max_tokens, turn_tokens=runs.limits.turn_tokens
+        )
         runs.started += 1
         try:
             exit = await self._start(session)

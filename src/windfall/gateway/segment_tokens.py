@@ -164,9 +164,13 @@ def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Respo
     by_number = {segment.number: segment for segment in segments}
     for number, used in ends[-1].segments:
         segment = by_number.get(number)
-        if segment is None or used not in {turn.end for turn in segment.turns}:
+        if segment is None or not any(turn.start < used <= turn.end for turn in segment.turns):
             return None
-        segment.received = [turn for turn in segment.turns if turn.end <= used]
+        segment.received = [
+            turn if turn.end <= used else TurnSpan(turn.start, used, "stop")  # its stream was closed in the middle
+            for turn in segment.turns
+            if turn.start < used
+        ]
     chosen = [by_number[number] for number, _ in ends[-1].segments]
     return joined(id, chosen, ends[-1].reward)
 

@@ -7,11 +7,8 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from scripted import Asks, Scripted, rolling, run
 
-from windfall import config
-from windfall.errors import WindfallError
 from windfall.ledger.journal_format import TurnGraded
 from windfall.ledger.journal_reader import TokenRun
 from windfall.types import Feedback, Sampling, Task, Turn
@@ -65,9 +62,3 @@ def test_a_restored_response_continues_after_a_turn_that_reached_its_limit(tmp_p
             assert len(engine.requests) == 2
 
     asyncio.run(main())
-
-
-def test_agents_have_limits_of_their_own() -> None:
-    env = {"name": "agent", "command": "x"}
-    with pytest.raises(WindfallError, match=r"rollout\.turn_tokens has no effect on agents"):
-        config.parse({"env": env, "rollout": {"turn_tokens": 4}}, "recipe.toml")

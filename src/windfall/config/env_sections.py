@@ -156,9 +156,6 @@ class AgentLimits(Section):
     context: int = Field(default=0, ge=0)
     """Upper limit for the tokens of a prompt and its turn together. 0 uses the model's context. `rollout.max_tokens`
     limits the sampled tokens of all turns of an agent together."""
-    turn_tokens: int = Field(default=0, ge=0)
-    """Upper limit for the sampled tokens of one turn. A call may ask for fewer (`max_tokens`). 0 sets no limit of its
-    own; calls of one agent that name no limit are then answered one after the other."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the gateway, on this machine only. 0 chooses a free one."""
 

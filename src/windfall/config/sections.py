@@ -80,7 +80,8 @@ class RolloutSection(Section):
     """Upper limit for the tokens of one response, including those that the environment adds to it."""
     turn_tokens: int = Field(default=0, ge=0)
     """Upper limit for the tokens that the policy samples in one turn. A turn that reaches it ends there, and the
-    environment answers. 0: only `max_tokens` limits a turn. Agents send `max_tokens` with their calls instead."""
+    environment answers. 0: only `max_tokens` limits a turn. An agent's call may ask for fewer; its calls that have no
+    limit of either kind are answered one after the other."""
     out_of_tokens: Annotated[float, Field(allow_inf_nan=False)] | Literal["missing"] = 0.0
     """Reward of a response that has no tokens left while its environment asks for another turn, if the environment does
     not say what it is worth. "missing" gives it no reward: it is counted and not trained on."""
@@ -432,10 +433,6 @@ class Recipe(Section):
             raise ValueError(f"set eval.{own[0]} or env.held_out, not both")
         if self.rollout.stop and isinstance(self.env, AgentLimits):
             raise ValueError("rollout.stop has no effect on agents: have the agent send `stop` with its calls")
-        if self.rollout.turn_tokens and isinstance(self.env, AgentLimits):
-            raise ValueError(
-                "rollout.turn_tokens has no effect on agents: have them send `max_tokens` with their calls"
-            )
         if self.fleet.autoscale == "wait_share" and self.rollout.staleness == 0:
             raise ValueError(
                 "fleet.autoscale = 'wait_share' needs rollout.staleness above 0: in synchronous training the trainer's "

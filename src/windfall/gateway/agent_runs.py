@@ -51,7 +51,6 @@ class Limits(Protocol):
 
     concurrency: int
     time_limit_s: float
-    turn_tokens: int
     restart: bool
     failed_reward: Any
 
@@ -171,7 +170,7 @@ class AgentRun:
         """Start the agent once. Returns its reward. Raises EnvFailed."""
         runs = self._runs
         session = self.session = runs.gateway.open(
-            self._order.id, max_tokens=runs.options.max_tokens, turn_tokens=runs.limits.turn_tokens
+            self._order.id, max_tokens=runs.options.max_tokens, turn_tokens=runs.options.turn_tokens
         )
         runs.started += 1
         try:

@@ -245,7 +245,7 @@ async def _errors(
     """Answer every error in OpenAI's format."""
     try:
         return await handler(request)
-    except (Exception, asyncio.CancelledError) as e:
+    except (Exception, asyncio.CancelledError) as e:  # fault boundary: _api_error logs what is unexpected
         error = _api_error(request, e)
     return web.json_response(error.body, status=error.status)
 

@@ -2,8 +2,8 @@
 
 A call reserves as many tokens as it may sample, and gives back those that it did not use. If too few are left while
 other calls hold reservations, it waits, first come, first served: a call is never cut short or refused because of
-tokens that another call gives back later. So calls that name a limit (`max_tokens`, `env.turn_tokens`) run at the same
-time as long as their limits fit together; calls without one run one after the other.
+tokens that another call gives back later. So calls that name a limit (`max_tokens`, `rollout.turn_tokens`) run at the
+same time as long as their limits fit together; calls without one run one after the other.
 """
 
 from __future__ import annotations

@@ -148,7 +148,8 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
     from windfall.worker.engine_factory import build_engine
 
     spec = engine_spec(args, work, slots, kv_tokens, keep_share)
-    return [build_engine(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)], slots
+    engines = [build_engine(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)]
+    return one_at_a_time(engines) if args.device == "cuda" else engines, slots
 
 
 def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens: int, keep_share: float) -> Any:
@@ -178,13 +179,18 @@ def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]
     kv_tokens = int(args.cache * slots * work.longest) + work.longest
     spec = engine_spec(args, work, slots, kv_tokens, 0.0)
     engines = [vllm_factory.build(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)]
+    return one_at_a_time(engines), slots
+
+
+def one_at_a_time(engines: Sequence[Any]) -> list[Any]:
     lock = threading.Lock()
-    return [OneAtATime(engine, lock) for engine in engines], slots
+    return [OneAtATime(engine, lock) for engine in engines]
 
 
 class OneAtATime:
-    """An engine of vLLM beside others in this process. vLLM keeps the state of a forward pass in variables of the
-    process, so two engines must not make a step at the same time: each hangs or computes nonsense."""
+    """An engine beside others in this process, whose steps take turns. vLLM keeps the state of a forward pass in
+    variables of the process: two engines that step at the same time hang or compute nonsense. On a GPU, no other thread
+    may use the device while a graph is captured."""
 
     def __init__(self, engine: Any, lock: threading.Lock) -> None:
         self._engine, self._lock = engine, lock

@@ -213,3 +213,35 @@ def test_limits_and_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert response.sampled_count <= 40
     assert len(response.segments) > 1
     assert rambling.runs.started == 1
+
+
+def test_call_with_ids_that_the_model_does_not_have_is_refused_and_harms_nothing_else(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, program=function("wrong_ids"), tasks=(0,))
+    assert {r.reward for r in scene.roll().values()} == {1.0}
+    assert not any(e["name"] == "work_rejected" for e in read(tmp_path / "events.jsonl"))
+
+
+@pytest.mark.parametrize("turn_tokens", [0, 3])
+def test_parallel_calls_share_the_tokens_of_their_session(tmp_path: Path, turn_tokens: int) -> None:
+    options, limits = {"max_tokens": 40}, {"turn_tokens": turn_tokens}
+    scene = Scene(folder=tmp_path, program=function("parallel"), tasks=(0,), options=options, limits=limits)
+    for response in scene.roll().values():
+        assert response.reward == 1.0
+        lengths = [sum(s.sampled) for s in response.segments]
+        assert len(lengths) == 3
+        assert max(lengths) <= 3 if turn_tokens else max(lengths) > 3
+    scene.check_tokens()
+
+
+def test_stream_that_is_closed_in_the_middle_is_trained_up_to_there(tmp_path: Path) -> None:
+    """Also after a restart: the journal has the end of the session, so nothing is sampled again."""
+    scene = Scene(folder=tmp_path, program=function("stops_reading"), tasks=(0,))
+    scene.roll()
+    for response in scene.responses.values():
+        assert response.reward == 0.5
+        assert response.finish == "stop"
+        assert 3 <= response.sampled_count < 100
+    scene.check_tokens()
+    again = Scene(folder=tmp_path, program=function("stops_reading"), tasks=(0,))
+    assert content(again.roll()) == content(scene.responses)
+    assert (again.runs.started, again.made) == (0, {})

@@ -203,7 +203,7 @@ class Gateway:
             if response is None:
                 response = await _begin_stream(request, chunks.first())
             await _send(response, chunks.last())
-        except (Exception, asyncio.CancelledError) as e:
+        except (Exception, asyncio.CancelledError) as e:  # whatever it is, the stream must say that it failed
             if response is None:
                 raise
             await _send(response, [_api_error(request, e).body])
@@ -245,7 +245,7 @@ async def _errors(
     """Answer every error in OpenAI's format."""
     try:
         return await handler(request)
-    except (Exception, asyncio.CancelledError) as e:  # fault boundary: _api_error logs what is unexpected
+    except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
         error = _api_error(request, e)
     return web.json_response(error.body, status=error.status)
 

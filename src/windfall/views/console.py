@@ -86,7 +86,7 @@ class Console:
                     self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
             case "gateway":
                 self._out.print(f"agents reach the policy at {event['url']}")
-            case "eval_warning":
+            case "eval_warning" | "agents_not_isolated":
                 self._out.print(f"[yellow]warning[/]: {escape(event['why'])}")
             case "step":
                 self._out.print(self._line(event))

@@ -7,6 +7,7 @@ from windfall.config.lora import Lora
 from windfall.config.sections import Fleet, Recipe, RolloutSection, RunSection, SimKind, Techniques, Train
 
 __all__ = [
-    "RULES", "AgentEnv", "AgentLimits", "DatasetEnv", "Fleet", "JsonLinesEnv", "KeyChange", "Lora", "Recipe", "RolloutSection",
-    "RunSection", "SimKind", "Techniques", "Train", "changes", "dump", "load", "parse", "token_settings",
+    "RULES", "AgentEnv", "AgentLimits", "DatasetEnv", "Fleet", "JsonLinesEnv", "KeyChange", "Lora", "Recipe",
+    "RolloutSection", "RunSection", "SimKind", "Techniques", "Train", "changes", "dump", "load", "parse",
+    "token_settings",
 ]  # fmt: skip

@@ -124,6 +124,9 @@ class CustomEnv(Section):
     """Function that returns an Env, as "package.module:function". It is called with `seed` and the options."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments for the factory."""
+    memory_mb: int = Field(default=0, ge=0)
+    """Upper limit for the address space of each process of this environment, in MiB. 0: no limit. The number of
+    processes is limited by rollout.reward_processes."""
 
 
 TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]

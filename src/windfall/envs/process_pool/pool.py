@@ -43,6 +43,8 @@ CHECK_S = 0.1
 SILENT_S = 5.0
 """A child is killed this many seconds after the limit of a call if it neither runs a call nor answers, or if the call
 continues after it was canceled."""
+CLOSE_S = 5.0
+"""Seconds that the sessions of an environment may take to close when the run ends."""
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
 MAX_HOMES = 1 << 16
@@ -92,6 +94,8 @@ class EnvPool:
             call.future.cancel()
         self._pending.clear()
         children, self._children = self._children, []
+        if self._stateful:
+            await asyncio.gather(*(child.process.end(CLOSE_S) for child in children if child.ready))
         await asyncio.gather(*(child.process.kill() for child in children))
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
 

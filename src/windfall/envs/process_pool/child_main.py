@@ -81,6 +81,7 @@ class ChildProgram:
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ending: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         limits.announce = self._announce
@@ -96,6 +97,9 @@ class ChildProgram:
             number, what, *args = json.loads(line)
             if what == "build":
                 self._build(*args)
+            elif what == "end session":
+                history = tuple((text, seen) for text, seen in args[1])
+                self._closing = asyncio.get_running_loop().create_task(self._env.end_session(args[0], history))
             elif what == "end":
                 self._ending = asyncio.get_running_loop().create_task(self._end())
             elif what == "cancel" and number in self._running:

@@ -120,6 +120,12 @@ class EnvPool:
         session = (index, *((t.text, t.observation) for t in turns[:-1])) if self._stateful and len(turns) > 1 else ()
         return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
 
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        """No further turn follows these: close the session that waits for one."""
+        history = [(t.text, t.observation) for t in turns]
+        if self._stateful and (child := self._pop_home((index, *history))) is not None:
+            child.process.send([(0, "end session", task.id, history)])
+
     def _plain(self, turn: Turn) -> tuple[Any, ...]:
         return (turn.text, turn.observation, turn.tokens) if self.needs_tokens else (turn.text, turn.observation)
 
@@ -179,10 +185,13 @@ class EnvPool:
 
     def _home(self, call: Call) -> PoolChild | None:
         """The child that has the session of this call, as far as it is known and still there."""
-        homes = self._homes.get(call.session, [])
+        return self._pop_home(call.session)
+
+    def _pop_home(self, session: tuple[Any, ...]) -> PoolChild | None:
+        homes = self._homes.get(session, [])
         child = homes.pop() if homes else None
         if not homes:
-            self._homes.pop(call.session, None)
+            self._homes.pop(session, None)
         return child if child in self._children else None
 
     def _remember_home(self, child: PoolChild, call: Call, value: object) -> None:

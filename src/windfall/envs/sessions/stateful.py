@@ -13,6 +13,7 @@ So a session is a cache: any session can be lost or closed early, and is restore
 - At most `max_idle` sessions wait for their next turn. Beyond that, and after `idle_s`, the one that has waited longest
   is closed. Sessions of an environment that is not replayable are only closed after `idle_s`. A timer sees to it, so a
   session of a response that ran out of tokens or was withdrawn is closed although its next turn never comes.
+- `end_session` closes the session of a response that ran out of tokens or was dropped.
 - `close` closes all sessions that wait. The pool of processes calls it when the run ends.
 """
 
@@ -122,6 +123,11 @@ class Stateful:
         self._closing.add_done_callback(
             lambda task: None if task.cancelled() else (task.exception(), self._set_timer())
         )
+
+    async def end_session(self, task_id: str, history: History) -> None:
+        """No further turn follows these: close their session, if it is here."""
+        if (session := self._take((task_id, history))) is not None:
+            await _call(session.close)
 
     async def close(self) -> None:
         """Close all sessions that wait for their next turn. One that raises does not keep the others open."""

@@ -469,7 +469,7 @@ class Stream:
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
 
     def _end_sessions(self, *ids: str) -> None:  # no further turn follows
-        end = getattr(self._rollout.env, "end_session", None)
+        end: Any = getattr(self._rollout.env, "end_session", None)
         for episode, group in (self._live[id] for id in ids if end is not None):
             end(group.index, group.task, episode.turns)
 

@@ -34,6 +34,7 @@ def recipe(**env: Any) -> config.Recipe:
         ({"command": "a", "function": "b:c"}, "set either command or function"),
         ({"command": "a", "reward": "grader"}, "needs a section [env.tasks]"),
         ({"function": "no colon"}, "env.function"),
+        ({"command": "a", "memory_mb": 20}, "at least 128"),
     ],
 )
 def test_invalid_sections(env: dict[str, Any], said: str) -> None:
@@ -47,6 +48,7 @@ def test_invalid_sections(env: dict[str, Any], said: str) -> None:
     [
         ({"command": "no-such-program --fast"}, "there is no program 'no-such-program'"),
         ({"function": "no_such_module:run"}, "there is no module 'no_such_module'"),
+        ({"command": "x", "concurrency": 10**9}, "agents at once need"),
         ({"function": "agent_programs:tlak"}, "there is no 'tlak' in agent_programs"),
     ],
 )
@@ -62,12 +64,18 @@ def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     r = recipe(command="python x.py", context=300, tasks={"name": "jsonl", "path": "rows.jsonl"})
     assert agents.context_of(r, 512) == 300
     assert agents.context_of(recipe(command="x"), 512) == 512
+    with pytest.raises(WindfallError, match=r"env\.context: context = 300 tokens, but the model's context is 256"):
+        agents.context_of(r, 256)
     assert agents.prompts(r, 512) == [300 - r.rollout.max_tokens]
     absolute = with_absolute_paths(r).env
     assert isinstance(absolute, config.AgentEnv)
     assert absolute.tasks is not None
     assert absolute.tasks.path == tmp_path / "rows.jsonl"  # type: ignore[union-attr]
-    assert agents.program(absolute).command == ["python", "x.py"]
+    program = agents.program(absolute, tmp_path / "runs")
+    assert program.command == ["python", "x.py"]
+    assert (program.directory, program.hidden) == (str(tmp_path), [str(tmp_path / "runs")])
+    monkeypatch.chdir("/")
+    assert with_absolute_paths(with_absolute_paths(r).model_copy(update={"env": absolute})).env == absolute
 
 
 REWARDS = """
@@ -145,6 +153,10 @@ def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(WindfallError, match="completion_ids") as e:
         recipe_check.check(with_dataset(tmp_path, "rewards.py:of_tokens"))
     assert e.value.where == "env.tasks.rewards"
+
+
+def test_errors_name_the_agent() -> None:
+    assert recipe_host(recipe(command="x")).name == "agent"
 
 
 def test_chat_section_holds_for_agents() -> None:

@@ -33,6 +33,8 @@ RULES: dict[str, tuple[ChangeRule, str]] = {
     "env.memory_mb": ("free", ""),
     "env.restart": ("free", ""),
     "env.port": ("free", ""),
+    "env.directory": ("free", ""),
+    "env.isolation": ("free", ""),
     "chat": ("noted", "Prompts after this point are rendered differently."),
     "algorithm": ("noted", "The steps after this point optimize a different objective."),
     "rollout": ("noted", "Responses after this point are generated with different settings."),

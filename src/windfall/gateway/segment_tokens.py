@@ -96,13 +96,15 @@ class SegmentTokens:
 
 
 def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
-    """One response with all its segments, in order. Segments without a sampled token are left out."""
+    """One response with all its segments, in order. Segments without a sampled token are left out. Its turns are those
+    of all segments, and it ended as the last segment did."""
     parts = [r for s in sorted(segments, key=lambda s: s.number) if (r := s.response(reward)).sampled_count]
     if not parts:
         return Response(
             id=id, prompt=(), tokens=(), logprobs=(), sampled=(), versions=(), finish="stop", reward=reward, agent=True
         )
-    return replace(parts[0], id=id, more=tuple(parts[1:]))
+    turns = sum(part.turns for part in parts)
+    return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
 
 
 def new_episode(

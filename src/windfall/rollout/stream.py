@@ -252,6 +252,7 @@ class Stream:
         return bool(episode.tokens) or self._dispatch.ledger.entries[id].state != "queued"
 
     def _withdraw(self, ids: Sequence[str]) -> None:
+        self._end_sessions(*ids)
         self._dispatch.withdraw(ids)
 
     def not_begun(self) -> list[int]:
@@ -463,8 +464,14 @@ class Stream:
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
         if episode.observe(self._observation(episode, feedback.observation)):
             return None
+        self._end_sessions(episode.id)
         worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
+
+    def _end_sessions(self, *ids: str) -> None:  # no further turn follows
+        end: Any = getattr(self._rollout.env, "end_session", lambda *_: None)
+        for episode, group in (self._live[id] for id in ids):
+            end(group.index, group.task, episode.turns)
 
     def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
         codec = self._rollout.text

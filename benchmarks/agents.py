@@ -148,7 +148,10 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
     from windfall.worker.engine_factory import build_engine
 
     spec = engine_spec(args, work, slots, kv_tokens, keep_share)
-    engines = [build_engine(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)]
+    engines = [
+        build_engine(spec, args.device, model=random_model(spec, args.device), share=0.8 / args.workers)[0]
+        for _ in range(args.workers)
+    ]
     return one_at_a_time(engines) if args.device == "cuda" else engines, slots
 
 
@@ -170,6 +173,18 @@ def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens:
         page_size=16, max_running=slots, max_rows=2048, deterministic=False, longest=work.longest,
         wanted=work.sessions, keep_share=keep_share,
     )  # fmt: skip
+
+
+def random_model(spec: Any, device: str) -> Any:
+    import torch
+
+    from windfall.worker.engine_factory import build_model
+
+    model = build_model(spec, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
+    return model
 
 
 def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]:

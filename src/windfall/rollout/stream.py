@@ -476,7 +476,7 @@ class Stream:
     def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
         codec = self._rollout.text
         ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
-        return codec.observation(text) if ended else codec.observation(text, ended=False)
+        return codec.observation(text, ended=ended)
 
     def _missing(self, episode: Episode, e: EnvFailed) -> Response:
         """Finish a response without a reward."""

@@ -252,8 +252,8 @@ def test_call_with_ids_that_the_model_does_not_have_is_refused_and_harms_nothing
 
 @pytest.mark.parametrize("turn_tokens", [0, 3])
 def test_parallel_calls_share_the_tokens_of_their_session(tmp_path: Path, turn_tokens: int) -> None:
-    options, limits = {"max_tokens": 40}, {"turn_tokens": turn_tokens}
-    scene = Scene(folder=tmp_path, program=function("parallel"), tasks=(0,), options=options, limits=limits)
+    options = {"max_tokens": 40, "turn_tokens": turn_tokens}
+    scene = Scene(folder=tmp_path, program=function("parallel"), tasks=(0,), options=options)
     for response in scene.roll().values():
         assert response.reward == 1.0
         lengths = [sum(s.sampled) for s in response.segments]

@@ -3,7 +3,7 @@
     python benchmarks/agents.py                              the tiny model on this CPU, real engines, 2 workers
     python benchmarks/agents.py --simulated                  64 simulated workers (an 8B model on H200-class GPUs)
     python benchmarks/agents.py --device cuda --model 0.6b   on a GPU, with the weights of no model: only times count
-    python benchmarks/agents.py --vllm --workers 1 ...       also a row for vLLM with its own prefix cache
+    python benchmarks/agents.py --vllm                       also a row for vLLM with its own prefix cache
 
 A session has a prompt, then turns of sampled tokens, each answered by an observation after some time. About 80 % of all
 tokens are prompts and observations, as in agentic RL. Every variant has the same sessions, seeds and times:
@@ -15,19 +15,22 @@ tokens are prompts and observations, as in agentic RL. Every variant has the sam
 
 `computed`: tokens in prefill and decode. `saved`: share of all prefill that was found in the cache. The time of a turn
 is from the observation to its last token; that of the environment is not part of it. Real engines run in threads of one
-process behind windfall's own dispatch, so their times include each other's on a machine with few cores.
+process behind windfall's own dispatch, so their times include each other's on a machine with few cores. Engines of vLLM
+in one process make their steps one at a time: compare times with --workers 1, and tokens with more.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +44,11 @@ from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch, Listener
 from windfall.scheduling.members import WorkerState
 from windfall.scheduling.turns import Turns
-from windfall.types import Sampling
+from windfall.types import Chunk, Request, Sampling
 
 VOCABULARY = 90
-"""Token ids below this are used: every model has them."""
+"""Prompts and observations have token ids below this: every model has them. What is sampled may be any id of the
+model."""
 VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
     "affinity, kept": ({}, 0.5),
     "affinity": ({}, 0.0),
@@ -144,7 +148,11 @@ def make_engines(args: argparse.Namespace, work: Workload, keep_share: float) ->
     from windfall.worker.engine_factory import build_engine
 
     spec = engine_spec(args, work, slots, kv_tokens, keep_share)
-    return [build_engine(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)], slots
+    engines = [
+        build_engine(spec, args.device, model=random_model(spec, args.device), share=0.8 / args.workers)[0]
+        for _ in range(args.workers)
+    ]
+    return one_at_a_time(engines) if args.device == "cuda" else engines, slots
 
 
 def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens: int, keep_share: float) -> Any:
@@ -158,11 +166,25 @@ def engine_spec(args: argparse.Namespace, work: Workload, slots: int, kv_tokens:
         from windfall.models import load
 
         fields = json.loads((Path(load.fetch(args.model)) / "config.json").read_text())
+    # vLLM refuses sequences beyond the model's context. Only times count here.
+    fields = {**fields, "max_position_embeddings": max(work.longest, fields.get("max_position_embeddings", 0))}
     return EngineSpec(
         model_config=json.dumps(fields), dtype="float32" if args.device == "cpu" else "bfloat16", kv_tokens=kv_tokens,
         page_size=16, max_running=slots, max_rows=2048, deterministic=False, longest=work.longest,
         wanted=work.sessions, keep_share=keep_share,
     )  # fmt: skip
+
+
+def random_model(spec: Any, device: str) -> Any:
+    import torch
+
+    from windfall.worker.engine_factory import build_model
+
+    model = build_model(spec, device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
+    return model
 
 
 def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]:
@@ -171,32 +193,69 @@ def make_vllm(args: argparse.Namespace, work: Workload) -> tuple[list[Any], int]
     slots = -(-work.sessions // args.workers)
     kv_tokens = int(args.cache * slots * work.longest) + work.longest
     spec = engine_spec(args, work, slots, kv_tokens, 0.0)
-    return [vllm_factory.build(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)], slots
+    engines = [vllm_factory.build(spec, args.device, share=0.8 / args.workers)[0] for _ in range(args.workers)]
+    return one_at_a_time(engines), slots
+
+
+def one_at_a_time(engines: Sequence[Any]) -> list[Any]:
+    lock = threading.Lock()
+    return [OneAtATime(engine, lock) for engine in engines]
+
+
+class OneAtATime:
+    """An engine beside others in this process, whose steps take turns. vLLM keeps the state of a forward pass in
+    variables of the process: two engines that step at the same time hang or compute nonsense. On a GPU, no other thread
+    may use the device while a graph is captured."""
+
+    def __init__(self, engine: Any, lock: threading.Lock) -> None:
+        self._engine, self._lock = engine, lock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __len__(self) -> int:
+        return len(self._engine)
+
+    def step(self) -> list[Chunk]:
+        with self._lock:
+            return self._engine.step()
+
+    def add(self, request: Request) -> None:
+        with self._lock:
+            self._engine.add(request)
+
+    def cancel(self, id: str) -> None:
+        with self._lock:
+            self._engine.cancel(id)
+
+    def swap(self, version: int, weights: Any = None) -> None:
+        with self._lock:
+            self._engine.swap(version, weights)
 
 
 class Sessions:
     """The environment: answers every turn after a drawn time."""
 
-    def __init__(self, dispatch: Dispatch, work: Workload, vocabulary: int) -> None:
-        self._dispatch, self._work, self._vocabulary = dispatch, work, vocabulary
+    def __init__(self, dispatch: Dispatch, work: Workload) -> None:
+        self._dispatch, self._work = dispatch, work
         self._listener = Listener(turn_ended=self._turn_ended, rejected=self._rejected, environment="benchmark")
         self._left: dict[str, int] = {}
         self._episodes: dict[str, Episode] = {}
-        self.done, self.over = 0, asyncio.Event()
+        self.done, self.over, self.refused = 0, asyncio.Event(), ""
 
     def open(self) -> None:
         w = self._work
         for n in range(w.sessions):
             group, sibling = divmod(n, w.group)
             rng = random.Random(group)
-            prompt = tuple(rng.randrange(3, self._vocabulary) for _ in range(w.prompt))
+            prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(w.prompt))
             id = f"{group}/{sibling}"
             episode = Episode(id=id, prompt=prompt, seed=n, max_tokens=w.sampled, sampling=Sampling(), stop=frozenset())
             self._episodes[id], self._left[id] = episode, w.turns - 1
             self._dispatch.open(episode, self._listener)
 
     def _rejected(self, id: str, why: str) -> None:
-        print(f"{id} was rejected: {why}")
+        self.refused = f"{id}: {why}"
         self.over.set()
 
     def _turn_ended(self, id: str) -> None:
@@ -213,7 +272,7 @@ class Sessions:
             return
         self._left[id] -= 1
         episode.max_tokens += self._work.observed + self._work.sampled
-        assert episode.observe(rng.randrange(3, self._vocabulary) for _ in range(self._work.observed))
+        assert episode.observe(rng.randrange(3, VOCABULARY) for _ in range(self._work.observed))
         self._dispatch.next_turn(id)
 
 
@@ -235,9 +294,9 @@ async def measure(
             watching = asyncio.create_task(dispatch.watch())
             while [w.state for w in dispatch.members.here()] != [WorkerState.READY] * len(engines):
                 await asyncio.sleep(0.01)
-            sessions, began = Sessions(dispatch, work, vocabulary), time.perf_counter()
+            sessions, began = Sessions(dispatch, work), time.perf_counter()
             sessions.open()
-            await sessions.over.wait()
+            await until_over(sessions, dispatch, log, len(engines))
             row = Row(variant=variant, seconds=time.perf_counter() - began)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -254,6 +313,31 @@ async def measure(
     return row
 
 
+async def until_over(sessions: Sessions, dispatch: Dispatch, log: events.EventLog, workers: int) -> None:
+    """Wait for the last session. Raises RuntimeError if a worker is lost: the others would wait for it forever."""
+    while not sessions.over.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(sessions.over.wait(), 1.0)
+        if len(list(dispatch.members.here())) < workers:
+            lost = [e.get("why") for e in events.read(log.path) if e["name"] == "worker_lost"]
+            raise RuntimeError(f"a worker was lost: {lost}")
+    if sessions.refused:
+        raise RuntimeError(f"a turn was refused: {sessions.refused}")
+
+
+def vocabulary_of(args: argparse.Namespace, work: Workload) -> int:
+    return json.loads(engine_spec(args, work, 1, 1, 0.0).model_config)["vocab_size"]
+
+
+def free_memory(device: str) -> None:
+    """Return the memory of engines that are gone: the next ones plan with what is free."""
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()
+
+
 def sum_prefill(work: Workload) -> int:
     """Tokens to prefill without any cache."""
     each = work.sampled + work.observed
@@ -263,15 +347,19 @@ def sum_prefill(work: Workload) -> int:
 def real(args: argparse.Namespace) -> list[Row]:
     work = Workload(sessions=args.sessions, turns=args.turns, env_s=args.env_s)
     print(f"{args.workers} workers ({args.device}, {args.model}), {work}, prefill share {work.prefill_share:.0%}")
-    rows = []
+    rows, vocabulary = [], vocabulary_of(args, work)
     for name, (techniques, keep_share) in VARIANTS.items():
         engines, slots = make_engines(args, work, keep_share)
-        rows.append(asyncio.run(measure(name, engines, slots, work, techniques, VOCABULARY)))
+        rows.append(asyncio.run(measure(name, engines, slots, work, techniques, vocabulary)))
+        print(rows[-1].line(), flush=True)
+        del engines
+        free_memory(args.device)
     if args.vllm:
         engines, slots = make_vllm(args, work)
-        rows.append(
-            asyncio.run(measure("vLLM, round robin", engines, slots, work, VARIANTS["round robin"][0], VOCABULARY))
-        )
+        techniques = VARIANTS["round robin"][0]
+        rows.append(asyncio.run(measure("vLLM, round robin", engines, slots, work, techniques, vocabulary)))
+        for engine in engines:
+            engine.close()
     return rows
 
 

@@ -4,9 +4,10 @@
     python benchmarks/mixed_fleet.py --victim vllm --steps 24      its start takes 10 to 60 s, so give it more steps
     python benchmarks/mixed_fleet.py --device cuda --model FOLDER  both workers and the trainer share one GPU
 
-The victim gets SIGKILL when it has run for `--up-s` seconds since it became ready and holds unfinished responses, which
-the other engine then continues. It is started again at once. The run begins when both engines are ready; the trainer's
-own engine does not generate. The exit status is 1 unless all of these hold:
+The victim is frozen when it has run for `--up-s` seconds since it became ready. If it holds unfinished responses then,
+it gets SIGKILL, the other engine continues them, and the victim is started again at once; else it goes on. The run
+begins when both engines are ready; the trainer's own engine does not generate. The exit status is 1 unless all of these
+hold:
 
 - the run ended with status 0, and every step is in the log once;
 - no token was lost, and the journal has no position of a response twice;
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -59,6 +61,8 @@ local = false
 heartbeat_s = 0.3
 """
 ENGINES = ("windfall", "vllm")
+FROZEN_S = 1.5
+"""More than fleet.json needs to be written once, less than until a silent worker is given up."""
 READY_S = 240.0
 """Maximum seconds until both engines are ready."""
 
@@ -99,14 +103,24 @@ class Fleet:
         victim, row = self.options.victim, self.row(self.options.victim)
         if row is not None:
             self.ready_s = self.ready_s or time.monotonic()
-            if row["running"] and time.monotonic() - self.ready_s >= self.options.up_s:
-                self.held.append(row["running"])
-                self.workers[victim].kill()
-                self.workers[victim].wait()
+            if time.monotonic() - self.ready_s >= self.options.up_s:
+                self._kill_if_it_holds(self.workers[victim])
         for engine, worker in list(self.workers.items()):
             if worker.poll() is not None:
                 self.ready_s = None if engine == victim else self.ready_s
                 self.start(engine)
+
+    def _kill_if_it_holds(self, worker: subprocess.Popen[bytes]) -> None:
+        """Freeze the victim, so that fleet.json shows what it really holds, then kill it or let it go on."""
+        worker.send_signal(signal.SIGSTOP)
+        time.sleep(FROZEN_S)
+        row = self.row(self.options.victim)
+        if row is not None and row["running"]:
+            self.held.append(row["running"])
+            worker.kill()
+            worker.wait()
+        else:
+            worker.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for worker in self.workers.values():

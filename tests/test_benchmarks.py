@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from rank_processes import CONTEXT
@@ -101,3 +103,19 @@ def test_affinity_saves_most_of_the_prefill_in_the_benchmark_of_agents(monkeypat
     assert kept.computed < 0.8 * round_robin.computed
     assert kept.saved > 0.7 > round_robin.saved
     assert agents.Workload().prefill_share == pytest.approx(0.8, abs=0.03)
+
+
+def test_real_engines_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = load("agents", monkeypatch)
+    args = Namespace(workers=1, device="cpu", model="tiny", cache=0.5)
+    work = agents.Workload(sessions=2, turns=2, prompt=32, sampled=4, observed=8, env_s=0.01)
+
+    def measure(vocabulary: int) -> Any:
+        engines, slots = agents.make_engines(args, work, 0.5)
+        return asyncio.run(agents.measure("affinity, kept", engines, slots, work, {}, vocabulary))
+
+    assert agents.vocabulary_of(args, work) == 99
+    row = measure(99)
+    assert (row.sampled, len(row.turn_s)) == (16, 2)
+    with pytest.raises(RuntimeError, match=r"a worker was lost: .*outside the vocabulary of 1"):
+        measure(1)  # it would wait forever

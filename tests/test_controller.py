@@ -313,6 +313,33 @@ def test_run_without_a_finite_gradient_ends_with_an_error(tmp_path: Path) -> Non
     assert world.run(tmp_path).step == 3
 
 
+class QuietWorld(World):
+    """Agents that end with a reward and without a call: all of them, or in some tasks only the first."""
+
+    calls: Callable[[int], bool] = staticmethod(lambda index: False)
+
+    def group(self, index: int, rows: Sequence[tuple[int, ...]] = ((), ())) -> Group:
+        return super().group(index, ((), (1, 2)) if self.calls(index) else ((), ()))
+
+
+def test_response_without_a_call_is_used_in_every_step(tmp_path: Path) -> None:
+    world = QuietWorld(mixed)
+    world.calls = lambda index: True
+    assert world.run(tmp_path, run={"steps": 4}, eval={"tasks": 0}).next_task == 8, "no task was drawn twice"
+    steps = [e for e in read(tmp_path / "events.jsonl") if e["kind"] == "scalar" and e["name"] == "step"]
+    assert [(e["responses"], e["silent"]) for e in steps] == [(4, 2)] * 4
+
+
+def test_run_ends_if_no_agent_calls_the_policy(tmp_path: Path) -> None:
+    with pytest.raises(WindfallError, match="no agent has called the policy in 3 steps"):
+        QuietWorld(mixed).run(tmp_path, run={"steps": 9}, eval={"tasks": 0})
+    said = [e for e in read(tmp_path / "events.jsonl") if e["name"] == "no_calls"]
+    assert [(e["step"], e["agents"], e["steps"]) for e in said] == [(1, 4, 1), (2, 4, 2), (3, 4, 3)]
+    world = QuietWorld(mixed)
+    world.calls = lambda index: index // 2 % 3 == 2
+    assert world.run(tmp_path, run={"steps": 9}, eval={"tasks": 0}).step == 9, "not three in a row"
+
+
 def test_evaluation_without_a_reward_counts_only_its_own_responses(tmp_path: Path) -> None:
     """Step 1 leaves a response without a reward; the evaluation after it has four."""
     world = World(lambda index: [None] if index >= HELD_OUT and world.only("update") else [0.0, 1.0])

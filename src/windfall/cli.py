@@ -323,8 +323,10 @@ def sim(
 
 @app.command(name="_controller", hidden=True)
 def _controller(run: Path) -> None:
+    from windfall.envs.agents import isolation
     from windfall.launch.processes import controller
 
+    isolation.forbid_tracing()  # the run's secrets are in this process, and agents may be of the same user
     raise typer.Exit(controller.main(run))
 
 

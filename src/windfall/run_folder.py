@@ -181,6 +181,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
     def resolved_env(env: Any) -> Any:
         env = resolved(env, "path", "eval_path")
+        if isinstance(env, config.AgentLimits):
+            env = env.model_copy(update={"directory": (env.directory or Path.cwd()).resolve()})
         if isinstance(env, config.AgentEnv) and env.tasks is not None:
             return env.model_copy(update={"tasks": resolved_env(env.tasks)})
         if isinstance(env, config.DatasetEnv):

@@ -140,6 +140,22 @@ def test_session_that_returns_last_is_dropped_first() -> None:
     pages.check(r.held())
 
 
+def test_session_to_drop_is_chosen_once_for_all_its_pages() -> None:
+    asked, pages = [0], Pages(2000, 4)
+
+    def clock() -> float:
+        asked[0] += 1
+        return 0.0
+
+    r = Retention(pages, share=1.0, clock=clock)
+    for session in range(8):
+        r.keep(f"{session}", hold(pages, 250), 1.0 + session)
+    asked[0] = 0
+    assert r.make_room(600)
+    assert asked[0] == 3, "one choice for each session that loses pages, not for each page"
+    assert sorted(map(len, r.held())) == [150, *[250] * 5]
+
+
 def test_shared_pages_count_once_and_stay_while_one_session_has_them() -> None:
     pages = Pages(12, 4)
     r = Retention(pages, share=0.5)

@@ -11,9 +11,12 @@ import pytest
 from windfall import envs
 from windfall.envs.base import HELD_OUT
 from windfall.envs.sessions.stateful import Stateful
+from windfall.errors import WindfallError
 from windfall.types import Feedback, Task, Turn
 
-pytest.importorskip("gymnasium")
+pytest.importorskip(
+    "gymnasium", reason="FrozenLake is tested with gymnasium; the extra windfall[gymnasium] installs it"
+)
 STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 
@@ -77,3 +80,25 @@ def test_slippery_ice_is_replayed() -> None:
     again = asyncio.run(fresh.feedback(task, [*turns[:-1], Turn(text=turns[-1].text)]))
     assert again.observation == turns[-1].observation
     assert fresh.replayed_turns == len(turns) - 1
+
+
+def test_moves_and_view_for_a_model_without_language() -> None:
+    env = lake(moves=["1", "2", "3", "4"], view="neighbors", rules=False, max_turns=30)
+    task = env.task(0)
+    rows, prompt = task.answer["map"], str(task.prompt)
+    assert prompt == f"1:- 2:{rows[1][0]} 3:{rows[0][1]} 4:-\n"
+    digits = dict(zip(STEPS, "1234", strict=True))
+    turns, feedback = asyncio.run(play(env, task, ["0", *(digits[word] for word in best_walk(rows))]))
+    assert feedback == Feedback(reward=1.0)
+    assert str(turns[0].observation).strip() == prompt.strip(), "no move was named"
+    letters = str(lake(moves=["1", "2", "3", "4"], fields="00=9+", view="neighbors", rules=False).task(0).prompt)
+    assert letters == prompt.translate(str.maketrans("SFHG-", "00=9+"))
+    explained = str(lake(moves=["1", "2", "3", "4"]).task(0).prompt)
+    assert "1, 2, 3 or 4 (for left, down, right or up)" in explained
+    assert "over the ice (i)" in str(lake(fields="siogx").task(0).prompt)
+    assert "H" not in str(lake(fields="siogx").task(0).prompt).splitlines()[-1]
+
+
+def test_moves_must_differ() -> None:
+    with pytest.raises(WindfallError, match="the moves are a, a, b, c"):
+        lake(moves=["a", "a", "b", "c"])

@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,42 @@ def sums(task: dict[str, Any]) -> float:
         if messages[-1]["content"] != str(total):
             return solved / len(changes)
     return 1.0
+
+
+def wrong_ids(task: dict[str, Any]) -> float:
+    """Sends ids that the model does not have, then goes on. The reward is 1 if only that call was refused."""
+    try:
+        post("/completions", prompt=[5, 6, 1_000_000], max_tokens=4)
+    except urllib.error.HTTPError as e:
+        ask([{"role": "user", "content": "1+2="}])
+        return float(e.code == 400)
+    return 0.0
+
+
+def parallel(task: dict[str, Any]) -> float:
+    """Three calls at the same time, none with a limit. The reward is the share of those that were answered."""
+    with ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(post, "/chat/completions", messages=[{"role": "user", "content": f"{n}+1="}]) for n in range(3)
+        ]
+    return sum(call.exception() is None for call in calls) / 3
+
+
+def stops_reading(task: dict[str, Any], characters: int = 4) -> float:
+    """Closes a stream after a few characters."""
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    body = {"messages": [{"role": "user", "content": "1+2+3+4+5="}], "stream": True, "max_tokens": 100}
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers
+    )
+    text = ""
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+            if len(text) >= characters:
+                break
+    return 0.5
 
 
 async def posts(task: dict[str, Any]) -> None:

@@ -120,7 +120,8 @@ class Scene:
         runner = web.AppRunner(gateway.app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        limits = {"concurrency": 3, "time_limit_s": 30.0, "restart": True, "failed_reward": "missing", **self.limits}
+        limits = {"concurrency": 3, "time_limit_s": 30.0, "restart": True, "failed_reward": "missing"}
+        limits |= self.limits
         engines = {n: Recording(new_engine(model(), deterministic=True), self.made, self.times) for n in "ab"}
         workers = [in_process_worker(dispatch, e, 8, name=n, pull=weights_already_loaded) for n, e in engines.items()]
         watching = asyncio.create_task(dispatch.watch())

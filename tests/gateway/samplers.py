@@ -29,11 +29,13 @@ TEMPLATE = (
 class Scripted:
     """Answers every call with the next text, token by token."""
 
-    model, context = "scripted", 4096
+    model, context, vocabulary = "scripted", 4096, 99
 
     def __init__(self, *texts: str, step_s: float = 0.0) -> None:
         self.texts, self.requests, self.step_s = list(texts), list[TurnRequest](), step_s
         self.turns: list[SampledTurn] = []
+        self.retracted: list[tuple[int, int]] = []
+        """Segment and number of tokens that are kept."""
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         self.requests.append(request)
@@ -41,7 +43,7 @@ class Scripted:
         logprobs = [-0.5 - n / 64 for n in range(len(ids))]
         for count in range(1, len(ids) + 1):
             await asyncio.sleep(self.step_s)
-            end = progress(ids[:count], logprobs[:count])
+            end = progress(ids[count - 1 : count], logprobs[count - 1 : count])
             if end is not None:
                 ids = ids[:end]
                 break
@@ -50,13 +52,14 @@ class Scripted:
         self.turns.append(turn)
         return turn
 
-    def retract(self, request: TurnRequest) -> None: ...
+    def retract(self, request: TurnRequest, keep: int) -> None:
+        self.retracted.append((request.segment, keep))
 
 
 class OnEngine:
     """Samples with an engine, one step at a time. The seed of a turn follows from its session, segment and turn."""
 
-    model, context = "tiny", 1024
+    model, context, vocabulary = "tiny", 1024, 99
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.waiting = engine, dict[str, tuple[list[Any], asyncio.Event]]()
@@ -68,11 +71,13 @@ class OnEngine:
         seed = xxhash.xxh3_64_intdigest(id.encode())
         limits = {"max_tokens": request.max_tokens, "stop": frozenset([EOS])}
         self.engine.add(Request(id=id, prompt=request.prompt, seed=seed, **limits))
+        seen = 0
         while not chunks or chunks[-1].finish is None:
             await asyncio.sleep(0)
             for chunk in self.engine.step():
                 self.waiting[chunk.id][0].append(chunk)
-            progress([t for c in chunks for t in c.tokens], [p for c in chunks for p in c.logprobs])
+            new, seen = chunks[seen:], len(chunks)
+            progress([t for c in new for t in c.tokens], [p for c in new for p in c.logprobs])
         turn = SampledTurn(
             tokens=tuple(t for c in chunks for t in c.tokens), logprobs=tuple(p for c in chunks for p in c.logprobs),
             finish=chunks[-1].finish,
@@ -80,7 +85,7 @@ class OnEngine:
         self.turns[request.session, request.segment, request.turn] = (request.prompt, turn)
         return turn
 
-    def retract(self, request: TurnRequest) -> None: ...
+    def retract(self, request: TurnRequest, keep: int) -> None: ...
 
 
 @asynccontextmanager

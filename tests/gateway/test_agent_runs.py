@@ -43,7 +43,8 @@ def test_tokens_are_those_of_the_engines(calm: Scene) -> None:
         assert [s.id for s in r.segments] == [id, f"{id}+1"]
         assert len({s.reward for s in r.segments}) == 1
         assert r.reward is not None
-        assert (r.turns, r.agent) == (3, True)
+        assert (r.turns, r.agent) == (4, True), "of both segments"
+        assert r.finish == r.more[-1].finish
         assert r.sampled_count < r.length, "observations are masked"
     assert calm.check_tokens() == sum(r.sampled_count for r in calm.responses.values())
     assert max(calm.times.values()) == 1
@@ -63,6 +64,32 @@ def test_killed_agent_is_started_again_and_gets_the_same_turns(calm: Scene, tmp_
     assert max(scene.times.values()) == 1, "no turn was sampled twice"
     assert (scene.runs.started, scene.runs.failed) == (4, 2)
     scene.check_tokens()
+
+
+def test_killed_agent_server(calm: Scene, tmp_path: Path) -> None:
+    """Every agent that was running is started again by another server, and gets the turns that it had."""
+
+    async def kill(scene: Scene) -> None:
+        while scene.dispatch.ledger.counts.accepted < 40:
+            await asyncio.sleep(0.001)
+        server = scene.runs.launcher._server
+        assert server is not None
+        server.kill()
+
+    scene = Scene(folder=tmp_path / "again", program=function("talk"), during=kill)
+    assert content(scene.roll()) == content(calm.responses), "the same tokens are trained, each once"
+    assert scene.runs.failed > 0
+    assert "the process that starts agents was lost" in (tmp_path / "again" / "agents.log").read_text()
+    scene.check_tokens()
+    once = Scene(folder=tmp_path / "once", program=function("talk"), during=kill, limits={"restart": False})
+    rewards = {r.id: r.reward for r in once.roll().values()}
+    lost = [id for id, reward in rewards.items() if reward is None]
+    assert lost
+    assert len(lost) == once.runs.failed, "missing, never zero"
+    assert all(reward == calm.responses[id].reward for id, reward in rewards.items() if reward is not None)
+    assert any(
+        "was lost" in e["error"] for e in read(tmp_path / "once" / "events.jsonl") if e["name"] == "reward_missing"
+    )
 
 
 def test_lost_worker(calm: Scene, tmp_path: Path) -> None:
@@ -170,6 +197,8 @@ def test_evaluation_does_not_wait_for_places_of_the_training(calm: Scene) -> Non
     assert training is calm.runs.slots(None)
     assert training is not evaluation
     assert not evaluation.locked()
+    del evaluation
+    assert list(calm.runs._slots) == [None], "nothing is kept of an evaluation that is over"
 
 
 @pytest.mark.parametrize(
@@ -213,3 +242,35 @@ def test_limits_and_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert response.sampled_count <= 40
     assert len(response.segments) > 1
     assert rambling.runs.started == 1
+
+
+def test_call_with_ids_that_the_model_does_not_have_is_refused_and_harms_nothing_else(tmp_path: Path) -> None:
+    scene = Scene(folder=tmp_path, program=function("wrong_ids"), tasks=(0,))
+    assert {r.reward for r in scene.roll().values()} == {1.0}
+    assert not any(e["name"] == "work_rejected" for e in read(tmp_path / "events.jsonl"))
+
+
+@pytest.mark.parametrize("turn_tokens", [0, 3])
+def test_parallel_calls_share_the_tokens_of_their_session(tmp_path: Path, turn_tokens: int) -> None:
+    options = {"max_tokens": 40, "turn_tokens": turn_tokens}
+    scene = Scene(folder=tmp_path, program=function("parallel"), tasks=(0,), options=options)
+    for response in scene.roll().values():
+        assert response.reward == 1.0
+        lengths = [sum(s.sampled) for s in response.segments]
+        assert len(lengths) == 3
+        assert max(lengths) <= 3 if turn_tokens else max(lengths) > 3
+    scene.check_tokens()
+
+
+def test_stream_that_is_closed_in_the_middle_is_trained_up_to_there(tmp_path: Path) -> None:
+    """Also after a restart: the journal has the end of the session, so nothing is sampled again."""
+    scene = Scene(folder=tmp_path, program=function("stops_reading"), tasks=(0,))
+    scene.roll()
+    for response in scene.responses.values():
+        assert response.reward == 0.5
+        assert response.finish == "stop"
+        assert 3 <= response.sampled_count < 100
+    scene.check_tokens()
+    again = Scene(folder=tmp_path, program=function("stops_reading"), tasks=(0,))
+    assert content(again.roll()) == content(scene.responses)
+    assert (again.runs.started, again.made) == (0, {})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from windfall.envs import held_out
 from windfall.envs.base import HELD_OUT
 from windfall.envs.hosting import evaluation_data, recipe_host
 from windfall.errors import WindfallError
-from windfall.launch import agents, recipe_check
+from windfall.launch import agents, recipe_check, resume_check
 from windfall.models import tokenizer
 from windfall.models.load import TINY
 from windfall.run_folder import with_absolute_paths
@@ -32,6 +34,7 @@ def recipe(**env: Any) -> config.Recipe:
         ({"command": "a", "function": "b:c"}, "set either command or function"),
         ({"command": "a", "reward": "grader"}, "needs a section [env.tasks]"),
         ({"function": "no colon"}, "env.function"),
+        ({"command": "a", "memory_mb": 20}, "at least 128"),
     ],
 )
 def test_invalid_sections(env: dict[str, Any], said: str) -> None:
@@ -45,6 +48,7 @@ def test_invalid_sections(env: dict[str, Any], said: str) -> None:
     [
         ({"command": "no-such-program --fast"}, "there is no program 'no-such-program'"),
         ({"function": "no_such_module:run"}, "there is no module 'no_such_module'"),
+        ({"command": "x", "concurrency": 10**9}, "agents at once need"),
         ({"function": "agent_programs:tlak"}, "there is no 'tlak' in agent_programs"),
     ],
 )
@@ -60,12 +64,18 @@ def test_context_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     r = recipe(command="python x.py", context=300, tasks={"name": "jsonl", "path": "rows.jsonl"})
     assert agents.context_of(r, 512) == 300
     assert agents.context_of(recipe(command="x"), 512) == 512
+    with pytest.raises(WindfallError, match=r"env\.context: context = 300 tokens, but the model's context is 256"):
+        agents.context_of(r, 256)
     assert agents.prompts(r, 512) == [300 - r.rollout.max_tokens]
     absolute = with_absolute_paths(r).env
     assert isinstance(absolute, config.AgentEnv)
     assert absolute.tasks is not None
     assert absolute.tasks.path == tmp_path / "rows.jsonl"  # type: ignore[union-attr]
-    assert agents.program(absolute).command == ["python", "x.py"]
+    program = agents.program(absolute, tmp_path / "runs")
+    assert program.command == ["python", "x.py"]
+    assert (program.directory, program.hidden) == (str(tmp_path), [str(tmp_path / "runs")])
+    monkeypatch.chdir("/")
+    assert with_absolute_paths(with_absolute_paths(r).model_copy(update={"env": absolute})).env == absolute
 
 
 REWARDS = """
@@ -120,11 +130,33 @@ def test_data_set_of_an_agent_is_compared_on_resume(tmp_path: Path, monkeypatch:
         run_folder.check_data(r, folder)
 
 
+def test_data_set_of_an_agent_may_move_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    r = with_dataset(tmp_path, "exact")
+    folder = run_folder.new_folder(r)
+    moved = (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    elsewhere = config.load(folder / "recipe.toml", [f"env.tasks.path='{moved}'"])
+    (found,) = resume_check.check_changes(elsewhere, folder)
+    assert (found.key, found.verdict) == ("env.tasks.path", "free")
+    assert config.token_settings(elsewhere) == config.token_settings(config.load(folder / "recipe.toml"))
+    rows(moved, "a", "b", "d")
+    with pytest.raises(WindfallError, match=r"moved\.jsonl instead of .*train\.jsonl"):
+        resume_check.check_changes(elsewhere, folder)
+    other = config.load(folder / "recipe.toml", ["env.tasks.system_prompt='Be brief.'"])
+    with pytest.raises(WindfallError, match=r"env\.tasks\.system_prompt"):
+        resume_check.check_changes(other, folder)
+    assert config.token_settings(other) != config.token_settings(elsewhere)
+
+
 def test_grader_that_asks_for_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WindfallError, match="completion_ids") as e:
         recipe_check.check(with_dataset(tmp_path, "rewards.py:of_tokens"))
     assert e.value.where == "env.tasks.rewards"
+
+
+def test_errors_name_the_agent() -> None:
+    assert recipe_host(recipe(command="x")).name == "agent"
 
 
 def test_chat_section_holds_for_agents() -> None:
@@ -149,3 +181,45 @@ def test_stop_strings_are_those_of_the_agent() -> None:
 def test_run_without_a_gateway(tmp_path: Path) -> None:
     with pytest.raises(WindfallError, match="no gateway"):
         agents.address(tmp_path)
+
+
+EVALUATED = """
+[run]
+threads = 1
+[env]
+name = "agent"
+function = "agent_programs:sums"
+[chat]
+template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+[rollout]
+max_tokens = 32
+[eval]
+pass_at = [1, 2]
+"""
+
+
+def test_evaluation_without_a_run(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    with socket.socket() as taken:  # by the gateway of a run, which eval must not need
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"env.port={taken.getsockname()[1]}"
+        command = ("eval", "tiny", "--recipe", "agent.toml", "--tasks", "3", "--show", "1", "--set", port)
+        code, out, errors = windfall(*command)
+    assert (code, errors) == (0, "")
+    assert "reward 0." in out
+    assert "on 3 held-out tasks of agent" in out
+    assert "pass@1" in out
+    assert "pass@2" in out
+    assert "rewards missing 0" in out
+    assert "=" in out.splitlines()[1], "the agent's prompts are shown with what the policy said"
+    assert windfall(*command)[1] == out, "the seeds are those of the recipe"
+
+
+def test_evaluation_of_a_failing_agent(windfall: Callable[..., tuple[int, str, str]]) -> None:
+    Path("agent.toml").write_text(EVALUATED)
+    program = ("--set", "env.function=agent_programs:fails", "--set", 'env.options={ how = "raise" }')
+    code, _, errors = windfall("eval", "tiny", "--recipe", "agent.toml", "--tasks", "1", *program)
+    assert code == 2
+    assert "no response of 1 held-out tasks got a reward" in errors
+    assert "no such tool" in errors

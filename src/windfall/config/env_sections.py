@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from windfall.config.section import Count, FilePath, Section
 
+MIN_MEMORY_MB = 128
 RewardName = Annotated[str, Field(pattern=r"^(math|exact|[^:]+\.py:\w+|[\w.]+:\w+)$")]
 
 
@@ -115,6 +116,16 @@ class FrozenLakeEnv(Section):
     """Number of moves allowed per task."""
     frozen: float = Field(default=0.8, gt=0, le=1)
     """Chance that a field of the map is ice and not a hole."""
+    moves: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=["left", "down", "right", "up"], min_length=4, max_length=4
+    )
+    """Words for left, down, right and up, in this order. A model without language may need single characters."""
+    fields: str = Field(default="SFHG-", min_length=5, max_length=5)
+    """Letters for start, ice, hole, goal and shore, in this order."""
+    view: Literal["map", "neighbors"] = "map"
+    """What the policy sees: the whole map, or only the four fields next to it."""
+    rules: bool = True
+    """Explain the game in the prompt."""
 
 
 class CustomEnv(Section):
@@ -123,6 +134,9 @@ class CustomEnv(Section):
     """Function that returns an Env, as "package.module:function". It is called with `seed` and the options."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments for the factory."""
+    memory_mb: int = Field(default=0, ge=0)
+    """Upper limit for the address space of each process of this environment, in MiB. 0: no limit. The number of
+    processes is limited by rollout.reward_processes."""
 
 
 TaskEnv = Annotated[ArithmeticEnv | GymEnv | JsonLinesEnv | DatasetEnv | CustomEnv, Field(discriminator="name")]
@@ -137,7 +151,7 @@ class AgentLimits(Section):
     time_limit_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Upper limit for the time of one agent, in seconds. Time in which it waits for the policy does not count."""
     memory_mb: int = Field(default=8192, ge=0)
-    """Upper limit for the address space of one agent's process, in MiB. 0 disables it."""
+    """Upper limit for the address space of one agent's process, in MiB: at least 128. 0 disables it."""
     restart: bool = True
     """Start an agent again if its process fails, or after the controller was killed; calls that it repeats get the same
     answers. If false, its response has no reward then."""
@@ -148,6 +162,19 @@ class AgentLimits(Section):
     limits the sampled tokens of all turns of an agent together."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the gateway, on this machine only. 0 chooses a free one."""
+    directory: FilePath | None = None
+    """Folder in which agents are imported and run. If left out, it is the folder in which the run was started."""
+    isolation: Literal["auto", "strict", "off"] = "auto"
+    """Whether agents are kept from reading the run's folder and from reaching other processes. "auto" does what the
+    system allows, "strict" also uses what may keep agents from reading files that they created, and refuses to start
+    if that is not enough; "off" is for agents that must trace or signal other processes. See docs/agents.md."""
+
+    @field_validator("memory_mb")
+    @classmethod
+    def _memory_is_enough_to_start(cls, value: int) -> int:
+        if 0 < value < MIN_MEMORY_MB:
+            raise ValueError(f"a Python program does not start in {value} MiB; give at least {MIN_MEMORY_MB}, or 0")
+        return value
 
 
 class AgentEnv(AgentLimits):
@@ -182,6 +209,9 @@ class VerifiersEnv(AgentLimits):
     """Name of an environment of the verifiers package, as `verifiers` knows it."""
     args: dict[str, Any] = Field(default={})
     """Arguments of that environment."""
+    sampling_args: dict[str, Any] = Field(default={})
+    """Arguments of every call to the policy, such as `{ max_tokens = 64, stop = ["\n"] }`. They replace those that the
+    environment sets itself."""
 
 
 Env = Annotated[

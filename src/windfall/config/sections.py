@@ -78,6 +78,10 @@ class RolloutSection(Section):
     """Responses per task."""
     max_tokens: Count = 160
     """Upper limit for the tokens of one response, including those that the environment adds to it."""
+    turn_tokens: int = Field(default=0, ge=0)
+    """Upper limit for the tokens that the policy samples in one turn. A turn that reaches it ends there, and the
+    environment answers. 0: only `max_tokens` limits a turn. An agent's call may ask for fewer; its calls that have no
+    limit of either kind are answered one after the other."""
     out_of_tokens: Annotated[float, Field(allow_inf_nan=False)] | Literal["missing"] = 0.0
     """Reward of a response that has no tokens left while its environment asks for another turn, if the environment does
     not say what it is worth. "missing" gives it no reward: it is counted and not trained on."""

@@ -41,7 +41,7 @@ def least_useful(sessions: Iterable[tuple[str, float]], now_s: float) -> str | N
 @dataclass(slots=True)
 class _Kept:
     pages: list[int]
-    """In the order of the tokens. They are dropped from the end, because a later page is useless without an earlier."""
+    """In the order of the tokens. They are dropped from the end, because a page is useless without those before it."""
     returns_s: float
     """When the next turn is predicted (the caller's clock, seconds)."""
     whole: int
@@ -77,8 +77,7 @@ class Retention:
             return
         self._kept[session] = _Kept(list(pages), self._clock() + keep_s, len(pages))
         self._holders.update(pages)
-        while len(self._holders) > self._most:
-            self._drop_page()
+        self._drop_until(lambda: len(self._holders) <= self._most)
 
     def forget(self, session: str) -> None:
         """The session has ended, or its next turn holds the pages itself."""
@@ -89,10 +88,7 @@ class Retention:
     def make_room(self, need: int, *, spare: str = "") -> bool:
         """Drop kept pages until `need` pages are free. False if that is not possible; `spare` is then the only session
         that keeps pages."""
-        while self._pages.free < need:
-            if not self._drop_page(spare, needed=True):
-                return False
-        return True
+        return self._drop_until(lambda: self._pages.free >= need, spare, needed=True)
 
     def evict(self, pages: frozenset[int]) -> None:
         """Release these pages, and those that come after them in a session: another owner takes their memory."""
@@ -120,17 +116,20 @@ class Retention:
             out.append(self._dropped.popleft())
         return tuple(out)
 
-    def _drop_page(self, spare: str = "", *, needed: bool = False) -> bool:
-        """Drop the last page of the least useful session. False if there is none. `needed`: it is overwritten now."""
-        session = least_useful(((s, k.returns_s) for s, k in self._kept.items() if s != spare), self._clock())
-        if session is None:
-            return False
-        kept = self._kept[session]
-        self._release([kept.pages.pop()])
-        if needed and len(kept.pages) == kept.whole // 2:
-            self._dropped.append(session)
-        if not kept.pages:
-            del self._kept[session]
+    def _drop_until(self, enough: Callable[[], bool], spare: str = "", *, needed: bool = False) -> bool:
+        """Drop pages until there is enough room: those of the least useful session, then those of the next one. False
+        if there are no more. `needed`: the pages are overwritten now."""
+        while not enough():
+            session = least_useful(((s, k.returns_s) for s, k in self._kept.items() if s != spare), self._clock())
+            if session is None:
+                return False
+            kept = self._kept[session]
+            while kept.pages and not enough():
+                self._release([kept.pages.pop()])
+                if needed and len(kept.pages) == kept.whole // 2:
+                    self._dropped.append(session)
+            if not kept.pages:
+                del self._kept[session]
         return True
 
     def _release(self, pages: Sequence[int]) -> None:

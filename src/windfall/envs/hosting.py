@@ -24,7 +24,7 @@ def env_host(
     if section.name in AGENTS:
         tasks = getattr(section, "tasks", None)
         if tasks is None:
-            return InProcess(Numbered())
+            return InProcess(Numbered(), name=section.name)
         return env_host(tasks, seed, evaluation=evaluation, processes=processes)
     if section.name in QUICK:
         return InProcess(envs.build(envs.section_dict(section), seed))

@@ -21,6 +21,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from windfall.backoff import delay_s
 from windfall.config import RolloutSection
@@ -73,7 +74,9 @@ class AgentRuns:
     """Where the output of failing agents goes."""
 
     def __post_init__(self) -> None:
-        self._slots: dict[int | None, asyncio.Semaphore] = {}
+        self._slots: WeakValueDictionary[int | None, asyncio.Semaphore] = WeakValueDictionary()
+        """By evaluated version, as long as an agent uses them."""
+        self._training_slots = self.slots(None)
         self.running: set[AgentRun] = set()
         self.started = self.failed = 0
         """Number of agents that were started, and of those that failed."""
@@ -81,7 +84,10 @@ class AgentRuns:
     def slots(self, version: int | None) -> asyncio.Semaphore:
         """Places for agents. An evaluation alongside training has its own: agents of the training may wait for a worker
         that keeps the evaluated version, and the evaluation must not wait for them."""
-        return self._slots.setdefault(version, asyncio.Semaphore(self.limits.concurrency))
+        slots = self._slots.get(version)
+        if slots is None:
+            slots = self._slots[version] = asyncio.Semaphore(self.limits.concurrency)
+        return slots
 
     def stream(self, rollout: Rollout, **options: Any) -> SessionStream:
         return SessionStream(rollout, self._open, **options)
@@ -169,7 +175,9 @@ class AgentRun:
     async def _try(self) -> float:
         """Start the agent once. Returns its reward. Raises EnvFailed."""
         runs = self._runs
-        session = self.session = runs.gateway.open(self._order.id, max_tokens=runs.options.max_tokens)
+        session = self.session = runs.gateway.open(
+            self._order.id, max_tokens=runs.options.max_tokens, turn_tokens=runs.options.turn_tokens
+        )
         runs.started += 1
         try:
             exit = await self._start(session)

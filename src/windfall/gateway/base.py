@@ -9,8 +9,8 @@ from typing import Protocol
 from windfall.types import Finish
 
 Progress = Callable[[Sequence[int], Sequence[float]], int | None]
-"""Called with all tokens of the turn so far and their log-probs. If it returns a number, the turn ends after that many
-tokens (a stop string was found); later tokens are discarded."""
+"""Called with the tokens of the turn that are new since the last call, which may be none, and their log-probs. If it
+returns a number, the turn ends after that many tokens of the turn; later tokens are discarded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +42,16 @@ class Sampler(Protocol):
     context: int
     """Largest number of tokens of prompt and turn together."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids of the model."""
+        ...
+
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         """Sample a turn. Raises WindfallError if that is not possible. Canceling it withdraws the turn."""
         ...
 
-    def retract(self, request: TurnRequest) -> None:
-        """The session has ended, and no client has received the answer to this request."""
+    def retract(self, request: TurnRequest, keep: int) -> None:
+        """The session has ended, and clients have received only the first `keep` tokens of the answer to this request,
+        the last one of its segment."""
         ...

@@ -83,6 +83,10 @@ class DispatchSampler:
             version_gone=self._version_gone,
         )
 
+    @property
+    def vocabulary(self) -> int:
+        return self._dispatch.ledger.vocabulary
+
     # Sessions, for their owner.
 
     def open(
@@ -183,14 +187,16 @@ class DispatchSampler:
         tokens, logprobs = _span(segment.episode, turn)
         return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=turn.finish)
 
-    def retract(self, request: TurnRequest) -> None:
-        """No client received the answer to this request: it is not part of the response."""
+    def retract(self, request: TurnRequest, keep: int) -> None:
+        """Only the first `keep` tokens of this turn are part of the response."""
         session = self._sessions.get(request.session)
         if session is None:
             return  # it was withdrawn
         segment = session.current[request.segment]
         start = len(request.prompt) - len(segment.episode.prompt)
         segment.received = [turn for turn in segment.received if turn.start < start]
+        if keep:
+            segment.received.append(TurnSpan(start, start + keep, "stop"))
 
     def _place(self, session: _SessionTokens, request: TurnRequest) -> SegmentTokens:
         """The segment that has this turn, or that it continues."""
@@ -221,14 +227,16 @@ class DispatchSampler:
         episode = segment.episode
         ended = self._waiting[episode.id] = asyncio.get_running_loop().create_future()
         self._begin(session, segment, request)
-        start, kept = episode.turn_start, -1
+        start = seen = episode.turn_start
+        kept: int | None = None
         try:
-            while not ended.done() and kept < 0:
+            while not ended.done() and kept is None:
                 await asyncio.wait([ended], timeout=POLL_S)
-                kept = _report(episode, start, progress)
+                kept = progress(*_since(episode, seen))
+                seen = len(episode.tokens)
             if ended.done():
                 ended.result()
-            if kept >= 0:
+            if kept is not None:
                 self._cut(episode.id, start + kept)
         except BaseException:  # canceled, or no worker can generate it: the segment ends before this turn
             if episode.id not in self._dispatch.ledger.entries:
@@ -283,12 +291,9 @@ class DispatchSampler:
         session.on_version_gone()
 
 
-def _report(episode: Episode, start: int, progress: Progress) -> int:
-    """Report the tokens of the turn so far. Returns how many of them to keep, or -1 if the turn goes on."""
-    if len(episode.tokens) == start:
-        return -1
-    found = progress(episode.tokens[start:].tolist(), episode.logprobs[start:].tolist())
-    return -1 if found is None else found
+def _since(episode: Episode, seen: int) -> tuple[list[int], list[float]]:
+    """The tokens from position `seen` on, and their log-probs."""
+    return episode.tokens[seen:].tolist(), episode.logprobs[seen:].tolist()
 
 
 def _span(episode: Episode, turn: TurnSpan) -> tuple[list[int], list[float]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from windfall.models.tool_calls import ParsedTurn
@@ -80,10 +81,17 @@ def messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for n, message in enumerate(given):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(400, f"messages[{n}] must be an object with a role", param=f"messages[{n}]")
+        if not isinstance(message.get("content"), str | list | None):
+            raise ApiError(400, "content must be text or a list of parts", param=f"messages[{n}].content")
         calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(c, dict) for c in calls)):
-            raise ApiError(400, "tool_calls must be a list of objects", param=f"messages[{n}].tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(map(_is_tool_call, calls))):
+            what = "tool_calls must be a list of objects, each with a function that is an object"
+            raise ApiError(400, what, param=f"messages[{n}].tool_calls")
     return given
+
+
+def _is_tool_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function", {}), dict)
 
 
 def tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -103,10 +111,27 @@ def tool_names(offered: Sequence[Mapping[str, Any]] | None) -> frozenset[str]:
     return frozenset(tool["function"]["name"] for tool in offered or ())
 
 
+def one_prompt(value: Any) -> str | list[int]:
+    """The prompt of a completion: text, or token ids. A list that holds one prompt is accepted, too."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    return value if isinstance(value, str) and value else prompt_ids(value, "prompt")
+
+
 def prompt_ids(value: Any, param: str) -> list[int]:
     if not isinstance(value, list) or not value or not all(type(i) is int and i >= 0 for i in value):
-        raise ApiError(400, f"{param} must be a list of token ids", param=param)
+        also = "text or " if param == "prompt" else ""
+        raise ApiError(400, f"{param} must be {also}a list of token ids: one prompt for each call", param=param)
     return value
+
+
+def reward(body: Mapping[str, Any], largest: float) -> float:
+    value = body.get("reward")
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise ApiError(400, "reward must be a number", param="reward")
+    if abs(value) > largest:
+        raise ApiError(400, f"the magnitude of reward must be at most {largest:g}", param="reward")
+    return float(value)
 
 
 def _first(body: Mapping[str, Any], *names: str) -> Any:
@@ -156,6 +181,6 @@ def chat_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, 
 
 
 def text_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-    offsets = [sum(map(len, texts[:n])) for n in range(len(texts))]
+    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
     none = [None] * len(texts)
     return {"tokens": list(texts), "token_logprobs": list(logprobs), "top_logprobs": none, "text_offset": offsets}

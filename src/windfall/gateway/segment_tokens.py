@@ -96,13 +96,15 @@ class SegmentTokens:
 
 
 def joined(id: str, segments: Sequence[SegmentTokens], reward: float | None) -> Response:
-    """One response with all its segments, in order. Segments without a sampled token are left out."""
+    """One response with all its segments, in order. Segments without a sampled token are left out. Its turns are those
+    of all segments, and it ended as the last segment did."""
     parts = [r for s in sorted(segments, key=lambda s: s.number) if (r := s.response(reward)).sampled_count]
     if not parts:
         return Response(
             id=id, prompt=(), tokens=(), logprobs=(), sampled=(), versions=(), finish="stop", reward=reward, agent=True
         )
-    return replace(parts[0], id=id, more=tuple(parts[1:]))
+    turns = sum(part.turns for part in parts)
+    return replace(parts[0], id=id, more=tuple(parts[1:]), turns=turns, finish=parts[-1].finish)
 
 
 def new_episode(
@@ -164,9 +166,13 @@ def finished(id: str, past: History, segments: Sequence[SegmentTokens]) -> Respo
     by_number = {segment.number: segment for segment in segments}
     for number, used in ends[-1].segments:
         segment = by_number.get(number)
-        if segment is None or used not in {turn.end for turn in segment.turns}:
+        if segment is None or not any(turn.start < used <= turn.end for turn in segment.turns):
             return None
-        segment.received = [turn for turn in segment.turns if turn.end <= used]
+        segment.received = [
+            turn if turn.end <= used else TurnSpan(turn.start, used, "stop")  # its stream was closed in the middle
+            for turn in segment.turns
+            if turn.start < used
+        ]
     chosen = [by_number[number] for number, _ in ends[-1].segments]
     return joined(id, chosen, ends[-1].reward)
 

@@ -8,7 +8,7 @@
 
 The key of a session (Authorization: Bearer KEY) is the only thing that names it: a request reaches this session and
 nothing else. Keys are looked up by their hash, so the time of a lookup says nothing about other keys. Every error is in
-OpenAI's format. A canceled request does not cancel its call (session.py).
+OpenAI's format, also one that ends a stream. A canceled request does not cancel its call (session.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiohttp import web
@@ -25,22 +26,30 @@ from aiohttp import web
 from windfall.envs.failures import MAX_REWARD
 from windfall.gateway import protocol
 from windfall.gateway.base import Sampler
+from windfall.gateway.chunks import IdChunks, TextChunks
 from windfall.gateway.protocol import ApiError, CallOptions
 from windfall.gateway.session import CallInFlight, GatewaySession
-from windfall.models.chat import Chat
-from windfall.models.history import Segment
+from windfall.models.chat import Chat, check_length, most_chars
+from windfall.models.history import Call, Segment
 
-MAX_BODY_BYTES = 64 << 20
-UNFINISHED = "\ufffd"
-"""What a tokenizer decodes an incomplete character to."""
+MAX_BODY_BYTES = 8 << 20
+
+_LOG = logging.getLogger(__name__)
 
 
 class Gateway:
     max_body_bytes = MAX_BODY_BYTES
+    write_s: float | None = None
+    """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
 
     def __init__(self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int]) -> None:
         """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn."""
         self._sampler, self._tokenizer, self._chat, self._stop = sampler, tokenizer, chat, stop
+        self._max_chars = most_chars(tokenizer, sampler.context)
+        if chat is not None:
+            chat.max_chars = self._max_chars
+        self._thread = ThreadPoolExecutor(1, "tokenizing")
+        """Renders and tokenizes prompts, so that a long one does not hold up the event loop."""
         self._sessions: dict[str, GatewaySession] = {}
         """By the hash of its key."""
         self.app = web.Application(client_max_size=self.max_body_bytes, middlewares=[_errors])
@@ -56,9 +65,13 @@ class Gateway:
 
     # Sessions, for the owner of the gateway.
 
-    def open(self, id: str, *, max_tokens: int) -> GatewaySession:
-        """Open a session. Its agent gets `session.key`."""
-        session = GatewaySession(id, self._sampler, self._chat, self._decode, max_tokens=max_tokens)
+    def open(self, id: str, *, max_tokens: int, turn_tokens: int = 0) -> GatewaySession:
+        """Open a session. Its agent gets `session.key`. `max_tokens`: upper limit for the sampled tokens of all turns
+        together. `turn_tokens`: for those of one turn; 0: none."""
+        session = GatewaySession(
+            id, self._sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=max_tokens,
+            turn_tokens=turn_tokens,
+        )  # fmt: skip
         self._sessions[_hash(session.key)] = session
         return session
 
@@ -84,14 +97,22 @@ class Gateway:
         ids = ids[:-1] if ids and ids[-1] in self._stop else ids
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _id(self, flight: CallInFlight) -> str:
-        """The id of an answer."""
-        return f"call-{flight.call.segment.index}-{len(flight.prompt)}"
-
     def _token_texts(self, ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.decode([id], skip_special_tokens=False) for id in ids]
 
+    async def _in_thread(self, place: Callable[[], Call]) -> Call:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, place)
+
+    def _encode(self, text: str) -> list[int]:
+        check_length(text, self._max_chars)
+        return self._tokenizer.encode(text)
+
     # Requests.
+
+    async def _open_call(self, request: web.Request) -> tuple[GatewaySession, str, dict[str, Any]]:
+        """The session of a request, the key of its call (equal for requests that are repeated), and its body."""
+        session, (key, body) = self._session(request), await _json(request)
+        return session, key, body
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -103,34 +124,27 @@ class Gateway:
         return web.json_response(model)
 
     async def _reward(self, request: web.Request) -> web.Response:
-        session, body = self._session(request), await _json(request)
-        reward = body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ApiError(400, "reward must be a number", param="reward")
-        if abs(reward) > MAX_REWARD:
-            raise ApiError(400, f"the magnitude of reward must be at most {MAX_REWARD:g}", param="reward")
-        session.reward = float(reward)
+        session, (_, body) = self._session(request), await _json(request)
+        session.reward = protocol.reward(body, MAX_REWARD)
         return web.json_response({"reward": session.reward})
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _json(request)
+        session, key, body = await self._open_call(request)
         options = protocol.options(body, chat=True)
-        flight = session.chat_call(body, options)
+        flight = session.chat_call(key, body, options)
         if options.stream:
-            return await self._stream(request, session, flight, options, chat=True)
+            return await self._stream(request, session, flight, self._text_chunks(flight, options, chat=True))
         await flight.done()
         answer = self._whole(flight, options, "chat.completion", chat=True)
         answer["choices"][0]["message"] = {"refusal": None, **(flight.message or {})}
         return await self._deliver(request, session, flight, answer)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _json(request)
-        options = protocol.options(body, chat=False)
-        prompt = body.get("prompt")
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
-        flight = session.ids_call(body, options, protocol.prompt_ids(ids, "prompt"))
+        session, key, body = await self._open_call(request)
+        options, prompt = protocol.options(body, chat=False), protocol.one_prompt(body.get("prompt"))
+        flight = session.ids_call(key, options, lambda: self._encode(prompt) if isinstance(prompt, str) else prompt)
         if options.stream:
-            return await self._stream(request, session, flight, options, chat=False)
+            return await self._stream(request, session, flight, self._text_chunks(flight, options, chat=False))
         await flight.done()
         answer = self._whole(flight, options, "text_completion", chat=False)
         answer["choices"][0]["text"] = flight.text
@@ -139,23 +153,27 @@ class Gateway:
         return await self._deliver(request, session, flight, answer)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await _json(request)
+        session, key, body = await self._open_call(request)
         given = body.get("sampling_params") or {}
-        if not isinstance(given, Mapping) or body.get("stream"):
-            raise ApiError(400, "sampling_params must be an object, and stream is not supported", param="stream")
+        if not isinstance(given, Mapping):
+            raise ApiError(400, "sampling_params must be an object", param="sampling_params")
         wanted = {k: given[k] for k in ("n", "max_tokens", "stop", "logprobs") if given.get(k) is not None}
+        wanted |= {k: body[k] for k in ("stream", "stream_options") if k in body}
         options = protocol.options({"max_tokens": None, **wanted}, chat=False)
-        flight = session.ids_call(body, options, protocol.prompt_ids(body.get("token_ids"), "token_ids"))
+        ids = protocol.prompt_ids(body.get("token_ids"), "token_ids")
+        flight = session.ids_call(key, options, lambda: ids)
+        if options.stream:
+            return await self._stream(request, session, flight, IdChunks(flight, options, self._token_texts))
         await flight.done()
         logprobs = protocol.chat_logprobs(self._token_texts(flight.tokens), flight.logprobs)
         choice = {"index": 0, "token_ids": flight.tokens, "finish_reason": flight.finish, "logprobs": logprobs}
-        answer = {"request_id": self._id(flight), "choices": [choice], "prompt_logprobs": None}
+        answer = {"request_id": flight.id, "choices": [choice], "prompt_logprobs": None}
         return await self._deliver(request, session, flight, answer)
 
     # Answers.
 
     def _whole(self, flight: CallInFlight, options: CallOptions, kind: str, *, chat: bool) -> dict[str, Any]:
-        answer = protocol.envelope(kind, self._id(flight), self._sampler.model)
+        answer = protocol.envelope(kind, flight.id, self._sampler.model)
         choice: dict[str, Any] = {"index": 0, "finish_reason": protocol.finish_reason(flight.finish, flight.message)}
         choice["logprobs"] = None
         if options.logprobs:
@@ -177,85 +195,41 @@ class Gateway:
         session.delivered(flight)
         return response
 
+    def _text_chunks(self, flight: CallInFlight, options: CallOptions, *, chat: bool) -> TextChunks:
+        return TextChunks(
+            flight, options, chat=chat, model=self._sampler.model, decode=self._decode, token_texts=self._token_texts
+        )
+
     async def _stream(
-        self, request: web.Request, session: GatewaySession, flight: CallInFlight, options: CallOptions, *, chat: bool
+        self, request: web.Request, session: GatewaySession, flight: CallInFlight, chunks: TextChunks | IdChunks
     ) -> web.StreamResponse:
         """Send the turn in chunks. If it may have tool calls, which only its whole text shows, it is one chunk."""
-        chunks = _Chunks(self, flight, options, chat=chat)
         response: web.StreamResponse | None = None
-        async for count in flight.progress():
+        try:
+            async for count in flight.progress():
+                if response is None:
+                    response = await _begin_stream(request, chunks.first())
+                if not flight.tools:
+                    await self._write(response, chunks.grown(count))
+                    flight.sent = max(flight.sent, chunks.sent)
             if response is None:
                 response = await _begin_stream(request, chunks.first())
-            if not flight.tools:
-                await _send(response, chunks.grown(count))
-        if response is None:
-            response = await _begin_stream(request, chunks.first())
-        await _send(response, chunks.last())
-        await response.write(b"data: [DONE]\n\n")
+            await self._write(response, chunks.last())
+        except TimeoutError:  # a client that does not read would not read an error either
+            raise
+        except (Exception, asyncio.CancelledError) as e:  # whatever it is, the stream must say that it failed
+            if response is None:
+                raise
+            await _send(response, [_api_error(request, e).body])
+        else:
+            session.delivered(flight)
+            await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        session.delivered(flight)
         return response
 
-
-class _Chunks:
-    """Cuts the answer of one call into chunks."""
-
-    def __init__(self, gateway: Gateway, flight: CallInFlight, options: CallOptions, *, chat: bool) -> None:
-        self._gateway, self._flight, self._options, self._chat = gateway, flight, options, chat
-        self._hold = max((len(s) - 1 for s in options.stop), default=0)
-        """Characters that may be the start of a stop string."""
-        self._sent_text, self._sent_tokens = 0, 0
-        kind = "chat.completion.chunk" if chat else "text_completion"
-        self._envelope = protocol.envelope(kind, gateway._id(flight), gateway._sampler.model)
-
-    def first(self) -> list[dict[str, Any]]:
-        if not self._chat:
-            return []
-        chunk = self._chunk({"role": "assistant", "content": ""})
-        if self._options.return_token_ids:
-            chunk["prompt_token_ids"] = list(self._flight.prompt)
-        return [chunk]
-
-    def grown(self, count: int) -> list[dict[str, Any]]:
-        """Chunks for the first `count` tokens, as far as their text is certain."""
-        text = self._gateway._decode(self._flight.tokens[:count])
-        if text.endswith(UNFINISHED):
-            return []
-        return self._text(text[: len(text) - self._hold], count)
-
-    def last(self) -> list[dict[str, Any]]:
-        flight, message = self._flight, self._flight.message or {}
-        content = (message.get("content") or "") if self._chat else flight.text
-        chunks = self._text(content, len(flight.tokens))
-        if calls := message.get("tool_calls"):
-            chunks.append(self._chunk({"tool_calls": [{"index": n, **call} for n, call in enumerate(calls)]}))
-        chunks.append(self._chunk({} if self._chat else "", protocol.finish_reason(flight.finish, flight.message)))
-        if self._options.include_usage:
-            counts = protocol.usage(len(flight.prompt), len(flight.tokens))
-            chunks.append({**self._envelope, "choices": [], "usage": counts})
-        return chunks
-
-    def _text(self, text: str, count: int) -> list[dict[str, Any]]:
-        new, tokens = text[self._sent_text :], self._flight.tokens[self._sent_tokens : count]
-        logprobs = self._flight.logprobs[self._sent_tokens : count]
-        wants_tokens = self._options.logprobs or self._options.return_token_ids
-        if not new and not (tokens and wants_tokens):
-            return []
-        chunk = self._chunk({"content": new} if self._chat else new)
-        choice = chunk["choices"][0]
-        if self._options.logprobs:
-            build = protocol.chat_logprobs if self._chat else protocol.text_logprobs
-            choice["logprobs"] = build(self._gateway._token_texts(tokens), logprobs)
-        if self._options.return_token_ids:
-            choice["token_ids"] = tokens
-            if not self._chat and self._sent_tokens == 0:
-                choice["prompt_token_ids"] = list(self._flight.prompt)
-        self._sent_text, self._sent_tokens = self._sent_text + len(new), count
-        return [chunk]
-
-    def _chunk(self, delta: Any, finish: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta" if self._chat else "text": delta, "logprobs": None, "finish_reason": finish}
-        return {**self._envelope, "choices": [choice]}
+    async def _write(self, response: web.StreamResponse, chunks: list[dict[str, Any]]) -> None:
+        async with asyncio.timeout(self.write_s):
+            await _send(response, chunks)
 
 
 async def _begin_stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
@@ -270,14 +244,16 @@ async def _send(response: web.StreamResponse, chunks: list[dict[str, Any]]) -> N
         await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
 
-async def _json(request: web.Request) -> dict[str, Any]:
+async def _json(request: web.Request) -> tuple[str, dict[str, Any]]:
+    """The body of a request, and a key that is equal for requests that are repeated."""
+    data = await request.read()
     try:
-        body = json.loads(await request.read())
+        body = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise ApiError(400, f"the body is not JSON: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(400, "the body is not a JSON object")
-    return body
+    return f"{request.path} {hashlib.blake2b(data).hexdigest()}", body
 
 
 @web.middleware
@@ -287,17 +263,30 @@ async def _errors(
     """Answer every error in OpenAI's format."""
     try:
         return await handler(request)
-    except ApiError as e:
-        error = e
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # this request was canceled
-        error = ApiError(401, "this session has ended", code="invalid_api_key")  # its call was
-    except web.HTTPException as e:
-        error = ApiError(e.status, f"{request.method} {request.path}: {e.reason}")
+    except (Exception, asyncio.CancelledError) as e:  # a client must get an answer even if there is a bug
+        error = _api_error(request, e)
     return web.json_response(error.body, status=error.status)
 
 
+def _api_error(request: web.Request, error: BaseException) -> ApiError:
+    """The answer to an error of a handler. Raises the error again if this request was canceled."""
+    match error:
+        case ApiError():
+            return error
+        case asyncio.CancelledError():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise error
+            # The call was canceled, not this request: calls are canceled when their session ends.
+            return ApiError(401, "this session has ended", code="invalid_api_key")
+        case web.HTTPException():
+            return ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        case ConnectionError():  # no client is left to read this
+            return ApiError(499, "the client has closed the connection")
+        case _:
+            _LOG.error("%s %s failed", request.method, request.path, exc_info=error)
+            return ApiError(500, f"{request.method} {request.path}: {type(error).__name__}: {error}")
+
+
 def _hash(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import shlex
 import shutil
 from contextlib import suppress
@@ -38,28 +39,37 @@ HOST = "127.0.0.1"
 FILE = "gateway.json"
 UNKNOWN_CONTEXT = 4096
 """Context of a model whose configuration does not name it (tokens)."""
+FILES_PER_AGENT = 3
+"""Open files of the process that starts agents, for each agent."""
+OTHER_FILES = 64
 PLAIN = (
     "{% for m in messages %}{{ m.content or '' }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 """Chat template for a model without one, or if chat.enabled is false: texts one after the other."""
 
 
-def program(env: AgentEnv | VerifiersEnv) -> AgentProgram:
+def program(env: AgentEnv | VerifiersEnv, *hidden: Path) -> AgentProgram:
+    """What is started for every response. `hidden`: folders that agents must not read."""
+    common = {
+        "memory_mb": env.memory_mb, "directory": str(env.directory or ""), "isolation": env.isolation,
+        "hidden": [str(folder.resolve()) for folder in hidden],
+    }  # fmt: skip
     if isinstance(env, VerifiersEnv):
-        return AgentProgram(
-            function="windfall.envs.agents.verifiers_agent:run", options={"id": env.id, "args": env.args},
-            memory_mb=env.memory_mb,
-        )  # fmt: skip
-    return AgentProgram(
-        command=shlex.split(env.command or ""), function=env.function or "", options=env.options,
-        memory_mb=env.memory_mb,
-    )  # fmt: skip
+        options = {"id": env.id, "args": env.args, "sampling_args": env.sampling_args}
+        return AgentProgram(function="windfall.envs.agents.verifiers_agent:run", options=options, **common)
+    command = shlex.split(env.command or "")
+    return AgentProgram(command=command, function=env.function or "", options=env.options, **common)
 
 
 def context_of(recipe: Recipe, model_context: int | None) -> int:
-    """Upper limit for the tokens of a prompt and its turn together."""
+    """Upper limit for the tokens of a prompt and its turn together. Raises WindfallError if the model has fewer."""
     assert isinstance(recipe.env, AgentLimits)
-    return min(recipe.env.context or model_context or UNKNOWN_CONTEXT, model_context or UNKNOWN_CONTEXT)
+    wanted, most = recipe.env.context, model_context or UNKNOWN_CONTEXT
+    if wanted > most:
+        known = f"the model's context is {most}" if model_context else f"the model does not say more than {most}"
+        what = f"context = {wanted} tokens, but {known}"
+        raise WindfallError(what, where="env.context", fix="Set a smaller number, or 0 for the model's context.")
+    return wanted or most
 
 
 def prompts(recipe: Recipe, model_context: int | None) -> list[int]:
@@ -72,8 +82,10 @@ def check(recipe: Recipe) -> str:
     env = recipe.env
     assert isinstance(env, AgentEnv | VerifiersEnv)
     chosen = program(env)
+    _check_files(env)
     if chosen.command:
-        if shutil.which(chosen.command[0]) is None:
+        name, folder = chosen.command[0], env.directory or Path.cwd()
+        if shutil.which(str(folder / name) if os.sep in name else name) is None:
             fix = "Correct the command, or give the full path of the program."
             raise WindfallError(f"there is no program {chosen.command[0]!r}", where="env.command", fix=fix)
         return f"agent: {env.command}" if isinstance(env, AgentEnv) else ""
@@ -84,6 +96,15 @@ def check(recipe: Recipe) -> str:
 
     asyncio.run(imported())
     return f"agent: {chosen.function} was imported"
+
+
+def _check_files(env: AgentLimits) -> None:
+    """Raise WindfallError if the system allows too few open files. Training and evaluation may run at once."""
+    need, limit = OTHER_FILES + 2 * FILES_PER_AGENT * env.concurrency, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit != resource.RLIM_INFINITY and need > limit:
+        most = max(1, (limit - OTHER_FILES) // (2 * FILES_PER_AGENT))
+        what = f"{env.concurrency} agents at once need {need} open files, and the hard limit is {limit}"
+        raise WindfallError(what, where="env.concurrency", fix=f"Set it to {most} or less, or raise `ulimit -Hn`.")
 
 
 def check_grader(recipe: Recipe, tasks: EnvHost) -> None:
@@ -103,12 +124,18 @@ def chat(recipe: Recipe, tokenizer: Any, stop: frozenset[int]) -> Chat:
     return Chat(tokenizer, stop, template=template, arguments=section.arguments)
 
 
+NOT_HIDDEN = (
+    "agents can read the files of this run, with its secrets: this system allows no mount namespaces. Give agents a "
+    'sandbox of their own, or set env.isolation = "strict" (docs/agents.md)'
+)
+
+
 class AgentService:
     """Used as `async with`. Does nothing if the environment is not an agent."""
 
     def __init__(self, recipe: Recipe, folder: Path, events: EventLog, journal: Journal | None, env: EnvHost) -> None:
         self._recipe, self._folder, self._events, self._journal, self._env = recipe, folder, events, journal, env
-        self.launcher = AgentLauncher(program(recipe.env)) if is_agent(recipe) else None  # type: ignore[arg-type]
+        self.launcher = AgentLauncher(program(recipe.env, folder)) if is_agent(recipe) else None  # type: ignore[arg-type]
         self.runs: AgentRuns | None = None
         self._runner: web.AppRunner | None = None
 
@@ -132,6 +159,8 @@ class AgentService:
         env, recipe = self._recipe.env, self._recipe
         assert isinstance(env, AgentLimits)
         await self.launcher.ready()
+        if env.isolation != "off" and not self.launcher.hides_files:
+            self._events.instant("agents_not_isolated", why=NOT_HIDDEN)
         check_grader(recipe, self._env)
         stop = rollout.text.stop
         sampler = DispatchSampler(

@@ -37,6 +37,8 @@ class Episode:
     sampling: Sampling
     stop: frozenset[int]
     """Token ids that end a turn."""
+    max_turn: int = 0
+    """Upper limit for the sampled tokens of one turn. 0: only `max_tokens` limits it."""
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     version_runs: list[tuple[int, int]] = field(default_factory=list)
@@ -81,6 +83,11 @@ class Episode:
         if self.engine_runs and self.engine_runs[-1][0] == engine:
             count += self.engine_runs.pop()[1]
         self.engine_runs.append((engine, count))
+
+    @property
+    def end(self) -> int:
+        """Position at which the current turn must end."""
+        return min(self.max_tokens, self.turn_start + self.max_turn) if self.max_turn else self.max_tokens
 
     @property
     def turn_tokens(self) -> list[int]:
@@ -139,15 +146,15 @@ def _without(runs: Sequence[tuple[T, int]], left: int) -> list[tuple[T, int]]:
 def check_end(episode: Episode, frame: Tokens, row: int, tokens: array[int], row_end: int) -> None:
     """Raise Malformed unless this row marks the end of the response if and only if the response ends with it.
 
-    A response ends with a stop token or with its last allowed token. `row_end` is the index in `tokens` after the
+    A turn ends with a stop token or with its last allowed token. `row_end` is the index in `tokens` after the
     last token of this row.
     """
     count = frame.counts[row] if frame.counts else 1
     length, finish = frame.positions[row] + count, frame.finished.get(row)
     if count > 1 and not episode.stop.isdisjoint(tokens[row_end - count : row_end - 1]):
         raise Malformed(f"{episode.id}: tokens after its stop token")
-    if length > episode.max_tokens:
-        raise Malformed(f"{episode.id}: {length} tokens, but at most {episode.max_tokens} are allowed")
-    expected = "stop" if tokens[row_end - 1] in episode.stop else "length" if length == episode.max_tokens else None
+    if length > episode.end:
+        raise Malformed(f"{episode.id}: {length} tokens, but at most {episode.end} are allowed")
+    expected = "stop" if tokens[row_end - 1] in episode.stop else "length" if length == episode.end else None
     if finish != expected:
         raise Malformed(f"{episode.id}: finish is {finish!r} after {length} tokens, expected {expected!r}")

@@ -74,7 +74,7 @@ class Ledger:
         self._stops: set[int] = set()
         """The stop tokens of all responses so far."""
         self._shortest = math.inf
-        """Smallest `max_tokens` of any response so far."""
+        """Smallest `end` of any turn so far."""
         self.longest = 0
         """Largest room, in tokens, that any response so far needs (see `room`)."""
         self._window = range(0)
@@ -106,7 +106,7 @@ class Ledger:
         if episode.version is not None:
             self.fixed_versions[episode.version] += 1
         self._stops |= episode.stop
-        self._shortest = min(self._shortest, episode.max_tokens)
+        self._shortest = min(self._shortest, episode.end)
         self.longest = max(self.longest, room(episode))
         self.counts.accepted += _generated(episode)
         self._enqueue(self.entries[episode.id])
@@ -383,7 +383,7 @@ class Ledger:
         entry = self.entries[id]
         assert entry.state == "turn" and entry.episode.finish is None, f"{id} is {entry.state}"
         entry.recorded, entry.moved = len(entry.episode.tokens), False
-        self._shortest = min(self._shortest, entry.episode.max_tokens)
+        self._shortest = min(self._shortest, entry.episode.end)
         self.longest = max(self.longest, room(entry.episode))  # a turn may have another limit than the one before
         self._enqueue(entry)
 

@@ -209,6 +209,7 @@ class Rejected(Message, frozen=True, tag=14):
 
     handle: int
     why: str
+    invalid: bool = False  # The engine has room: the work itself is invalid, and every worker would reject it.
 
 
 class Notice(Message, frozen=True, tag=15):

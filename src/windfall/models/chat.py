@@ -13,6 +13,8 @@ Rules:
 - The stop token that ended the turn is not repeated. If a template would write another end than the one that was
   sampled, or writes the end of a turn differently once a message follows, there is no continuation (None), and the
   caller renders the whole conversation.
+- A text that is certainly too long for the context (`max_chars`) is refused before it is tokenized, which takes seconds
+  for every million characters.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ _FAILURES = (TemplateError, WindfallError, TypeError, ValueError, LookupError, A
 """What rendering raises, with transformers' tokenizer or with windfall's."""
 
 
+class PromptTooLong(WindfallError):
+    """A text has more characters than the context could have."""
+
+
 class Chat:
     def __init__(
         self, tokenizer: Any, stop: frozenset[int], *, template: str | None = None,
@@ -42,6 +48,8 @@ class Chat:
         self._more: dict[str, Any] = dict(arguments or {})
         if template is not None:
             self._more["chat_template"] = template
+        self.max_chars: int | None = None
+        """Largest number of characters of a text to tokenize. None: no limit."""
         if template is None and not getattr(tokenizer, "chat_template", None):
             what = "the model's tokenizer has no chat template, and messages were sent"
             raise WindfallError(what, where="chat", fix="Set a chat template, or send plain text to /v1/completions.")
@@ -51,6 +59,8 @@ class Chat:
         normal = [normalize(message) for message in messages]
         try:
             return self._encode(self._render(normal, tools, generate=True))
+        except PromptTooLong:
+            raise
         except _FAILURES as e:
             what = f"the chat template cannot render these messages: {getattr(e, 'what', e)}"
             roles = ", ".join(str(message.get("role")) for message in messages) or "none"
@@ -103,6 +113,7 @@ class Chat:
             return self.tokenizer.apply_chat_template([_with_text_arguments(m) for m in messages], **given)
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        check_length(text, self.max_chars)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -111,6 +122,18 @@ class Chat:
         if ids and ids[-1] in self.stop:
             ids = ids[:-1]
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def check_length(text: str, max_chars: int | None) -> None:
+    """Raise PromptTooLong if the text has more than `max_chars` characters."""
+    if max_chars is not None and len(text) > max_chars:
+        what = f"the prompt has {len(text)} characters; no prompt of more than {max_chars} fits into the context"
+        raise PromptTooLong(what, where="messages", fix="Send less.")
+
+
+def most_chars(tokenizer: Any, tokens: int) -> int:
+    """The most characters that this number of tokens can stand for."""
+    return tokens * max(map(len, tokenizer.get_vocab()))
 
 
 def _after_mark(text: str) -> str | None:

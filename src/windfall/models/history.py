@@ -3,6 +3,10 @@
     place(messages, tools)   a new Call: it continues a segment, or it opens one; the segment is busy until the answer
     answer(call, ids)        the sampled ids of the call: the segment grows by one turn
     abandon(call)            the call was not answered: the segment is as it was before, or ends there
+    cut_turn(call)           clients received only a part of the last turn: the segment ends there
+
+`place` may run in a thread, one call at a time: the other methods change only the segment of their call, and while that
+is busy, `place` does not read it.
 
 Rules:
 - A segment's ids only grow. Ids that were sampled are kept as they were sampled; all others are masked.
@@ -114,19 +118,18 @@ class History:
         segment.ended_with = ids[-1] if ids and ids[-1] in stop else None
         segment.busy = False
 
-    def remove_turn(self, call: Call, sampled: int) -> None:
-        """Remove the last turn of a segment: nobody saw its answer. The segment must not be continued after this."""
+    def cut_turn(self, call: Call, sampled: int, keep: int) -> None:
+        """Keep the first `keep` of the `sampled` ids of a segment's last turn: clients received no more of it. If there
+        are none, remove the turn. The segment is not continued after this."""
         segment = call.segment
-        del segment.tokens[len(segment.tokens) - sampled - len(call.new) :], segment.sampled[len(segment.tokens) :]
+        length = len(segment.tokens) - (sampled - keep if keep else sampled + len(call.new))
+        del segment.tokens[length:], segment.sampled[length:]
         segment.busy = True
 
     def abandon(self, call: Call, *, begun: bool = False) -> None:
-        """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more."""
-        if begun:
-            return  # it stays busy
-        call.segment.busy = False
-        if not call.segment.tokens and call.segment is self.segments[-1]:
-            self.segments.pop()
+        """The call has no answer. `begun`: sampling had begun, so the segment is not continued any more. Neither is a
+        segment without a turn."""
+        call.segment.busy = begun or not call.segment.tokens
 
 
 def _extends(segment: Segment, keys: Sequence[str], messages: Sequence[Message]) -> bool:

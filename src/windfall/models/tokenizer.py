@@ -70,6 +70,10 @@ class Tokenizer:
         assert not clean_up_tokenization_spaces, "not supported, because it changes the text"
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def get_vocab(self) -> dict[str, int]:
+        """The id of every token. A token has at least as many characters here as in a text."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -274,14 +274,18 @@ class Dispatch:
             self._schedule_soon()
 
     def _rejected_by(self, member: Member, message: m.Rejected) -> None:
-        """The worker is too small for this response and others that need as much room. Another worker gets it."""
+        """The worker is too small for this response and others that need as much room: another worker gets it. Or the
+        response is invalid: it fails, and the worker's room is as it was."""
         entry = next((e for e in self.ledger.held(member.id) if e.handle == message.handle), None)
         if entry is None:
             return
-        needed, why = room(entry.episode), message.why[:MAX_CHARS]
+        id, needed, why = entry.episode.id, room(entry.episode), message.why[:MAX_CHARS]
+        if message.invalid:
+            self._listeners[id].rejected(id, f"worker {member.id} says that it is invalid: {why}")
+            return
         member.longest = min(member.longest, needed - 1)
         member.why = why
-        self._events.instant("work_rejected", worker=member.id, response=entry.episode.id, tokens=needed, why=why)
+        self._events.instant("work_rejected", worker=member.id, response=id, tokens=needed, why=why)
         self.ledger.requeue(entry)
         self._account_idle(member.id)
         self._schedule_soon()

@@ -252,6 +252,7 @@ class Stream:
         return bool(episode.tokens) or self._dispatch.ledger.entries[id].state != "queued"
 
     def _withdraw(self, ids: Sequence[str]) -> None:
+        self._end_sessions(*ids)
         self._dispatch.withdraw(ids)
 
     def not_begun(self) -> list[int]:
@@ -336,6 +337,7 @@ class Stream:
         episode = Episode(
             id=id, prompt=prompt, seed=self._seed(id), max_tokens=self._rollout.options.max_tokens,
             sampling=self._sampling, stop=self._rollout.text.stop, version=self._version,
+            max_turn=self._rollout.options.turn_tokens,
         )  # fmt: skip
         self._live[id] = (episode, group)
         self._open_episode(episode, group)
@@ -460,16 +462,21 @@ class Stream:
         if feedback.observation is None:
             return replace(episode.close(feedback.reward), scores=feedback.scores)
         episode.turns[-1] = Turn(text=episode.turns[-1].text, observation=feedback.observation)
-        cut = episode.finish == "length"
-        if not cut and episode.observe(self._observation(episode, feedback.observation)):
+        if episode.observe(self._observation(episode, feedback.observation)):
             return None
+        self._end_sessions(episode.id)
         worth = feedback.reward if feedback.reward is not None else self._rollout.options.out_of_tokens
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
+
+    def _end_sessions(self, *ids: str) -> None:  # no further turn follows
+        end: Any = getattr(self._rollout.env, "end_session", lambda *_: None)
+        for episode, group in (self._live[id] for id in ids):
+            end(group.index, group.task, episode.turns)
 
     def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
         codec = self._rollout.text
         ended = episode.tokens[-1] in codec.stop  # otherwise a stop string ended the turn
-        return codec.observation(text) if ended else codec.observation(text, ended=False)
+        return codec.observation(text, ended=ended)
 
     def _missing(self, episode: Episode, e: EnvFailed) -> Response:
         """Finish a response without a reward."""

@@ -87,7 +87,7 @@ class LogSums:
 @dataclass(slots=True)
 class TurnCounts:
     sessions: int = 0
-    """Responses that have ended after more than one turn, or after one."""
+    """Number of responses that have ended, with one turn or with several."""
     turns: int = 0
     """Turns of these responses."""
     routed: int = 0

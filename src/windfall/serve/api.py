@@ -22,7 +22,7 @@ import hashlib
 import hmac
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,9 @@ from aiohttp import web
 
 from windfall.errors import WindfallError
 from windfall.gateway.base import Progress, SampledTurn, TurnRequest
-from windfall.gateway.protocol import ApiError, CallOptions
+from windfall.gateway.protocol import ApiError
 from windfall.gateway.server import Gateway
-from windfall.gateway.session import CallInFlight, GatewaySession
+from windfall.gateway.session import GatewaySession
 from windfall.models.chat import Chat
 from windfall.serve import metrics, sampling_options
 from windfall.serve.host import Host
@@ -72,9 +72,9 @@ class _CallSampler:
             raise ApiError(404, f"there is no model {body['model']!r}; this is {self.model!r}", code="model_not_found")
         self.options = sampling_options.read(body)
 
-    def retract(self, request: TurnRequest) -> None:
+    def retract(self, request: TurnRequest, keep: int) -> None:
         """Nothing is kept of a call that was canceled: `sample` has canceled its request."""
-        del request
+        del request, keep
 
     async def sample(self, request: TurnRequest, progress: Progress) -> SampledTurn:
         assert self.options is not None
@@ -92,7 +92,7 @@ class _CallSampler:
         )  # fmt: skip
         self._host.submit(asked, listen)
         finish: Finish | None = None
-        tokens, logprobs = list[int](), list[float]()
+        tokens, logprobs, known = list[int](), list[float](), 0
         try:
             while finish is None:
                 what = await arrived.get()
@@ -103,8 +103,9 @@ class _CallSampler:
                 finish = what.finish
                 if finish is None and not arrived.empty():
                     continue  # report several tokens at once
-                kept = progress(tokens, logprobs)
-                if kept is not None:  # a stop string was found
+                kept = progress(tokens[known:], logprobs[known:])
+                known = len(tokens)
+                if kept is not None:  # a stop string was found, or the session ends
                     del tokens[kept:], logprobs[kept:]
                     break
         finally:
@@ -116,30 +117,13 @@ class _CallSampler:
 @dataclass
 class _RequestState:
     session: GatewaySession | None = None
+    sampler: _CallSampler | None = None
     begun: bool = False
     """The first bytes of the answer were sent."""
 
 
 _state: ContextVar[_RequestState] = ContextVar("request")
 """Of the request that the present task handles."""
-
-
-class _OneCallSession(GatewaySession):
-    """The session of one request."""
-
-    def __init__(self, sampler: _CallSampler, chat: Chat | None, decode: Callable[[Sequence[int]], str]) -> None:
-        super().__init__(secrets.token_hex(12), sampler, chat, decode, max_tokens=sys.maxsize)
-        self._call_sampler = sampler
-
-    def chat_call(self, body: Mapping[str, Any], options: CallOptions) -> CallInFlight:
-        self._call_sampler.read(body)
-        return super().chat_call(body, options)
-
-    def ids_call(self, body: Mapping[str, Any], options: CallOptions, ids: Sequence[int]) -> CallInFlight:
-        self._call_sampler.read(body)
-        if max(ids) >= self._call_sampler.vocabulary:
-            raise ApiError(400, f"token ids must be below {self._call_sampler.vocabulary}", param="prompt")
-        return super().ids_call(body, options, ids)
 
 
 class ServeApi(Gateway):
@@ -171,14 +155,20 @@ class ServeApi(Gateway):
         wanted = self._limits.api_key
         if wanted and not (scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), _digest(wanted))):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-        session = _OneCallSession(_CallSampler(self._host, self.served, self._stop), self._chat, self._decode)
-        _state.get().session = session
+        state, sampler = _state.get(), _CallSampler(self._host, self.served, self._stop)
+        session = GatewaySession(
+            secrets.token_hex(12), sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
+        )
+        session.answer_id = f"{'chatcmpl' if request.path.endswith('/chat/completions') else 'cmpl'}-{session.id}"
+        state.session, state.sampler = session, sampler
         return session
 
-    def _id(self, flight: CallInFlight) -> str:
-        session = _state.get().session
-        assert session is not None
-        return f"{'chatcmpl' if flight.call.messages else 'cmpl'}-{session.id}"
+    async def _open_call(self, request: web.Request) -> tuple[GatewaySession, str, dict[str, Any]]:
+        session, key, body = await super()._open_call(request)
+        sampler = _state.get().sampler
+        assert sampler is not None
+        sampler.read(body)
+        return session, key, body
 
     @web.middleware
     async def _one_request(

@@ -27,6 +27,8 @@ class StepBatch:
     lengths: dict[int, list[int]] = field(default_factory=dict)
     """By task: number of sampled tokens of each of its responses, including those of replaced groups. 0 for a response
     that was dropped because it was too old."""
+    silent: int = 0
+    """Number of these responses without a sampled token: agents that ended with a reward and made no call."""
     early_s: float = 0.0
     """Seconds the trainer trained on groups before the last one had arrived."""
     asked_s: float = 0.0
@@ -54,6 +56,7 @@ class StepBatch:
     def note(self, group: Group, size: int) -> None:
         """Count the rewards and lengths of a group."""
         self.rewards += group.rewards
+        self.silent += sum(r.reward is not None and not r.sampled_count for r in group.responses)
         self.scores += [r.scores for r in group.responses]
         lengths = [0] * size
         for r in group.responses:
@@ -72,6 +75,7 @@ class StepBatch:
             "reward": mean(self.rewards),
             "responses": len(responses),
             "groups": len(self.kept),
+            "silent": self.silent,
             "mean_length": sum(r.sampled_count for r in responses) / max(1, len(responses)),
             "prompt_tokens": mean([len(r.prompt) for r in responses]),
             "replaced": sorted(set(self.lengths) - {g.index for g in self.kept}),
@@ -82,7 +86,8 @@ class StepBatch:
 
     def describe_staleness(self, version: int) -> dict[str, Any]:
         """Fields of the step's event if versions may differ. `version`: the trainer's, before the step."""
-        lags = [version - r.oldest_version for g in self.kept for r in g.responses if r.reward is not None]
+        responses = [r for g in self.kept for r in g.responses if r.reward is not None]
+        lags = [version - oldest for r in responses if (oldest := r.oldest_version) is not None]
         counts = Counter(lags)
         return {
             "staleness_mean": mean(lags),

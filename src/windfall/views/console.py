@@ -86,7 +86,7 @@ class Console:
                     self._out.print(f"eval after step {event['step']}: reward {event['reward']:.3f}{more}{on}")
             case "gateway":
                 self._out.print(f"agents reach the policy at {event['url']}")
-            case "eval_warning":
+            case "eval_warning" | "agents_not_isolated":
                 self._out.print(f"[yellow]warning[/]: {escape(event['why'])}")
             case "step":
                 self._out.print(self._line(event))
@@ -116,6 +116,9 @@ class Console:
                 self._out.print(f"[yellow]grader failed[/], and graded {event['response']} later: {_failure(event)}")
             case "task_skipped":
                 self._out.print(f"[yellow]task skipped[/]: {_failure(event)}")
+            case "no_calls":
+                agents = f"{event['agents']} agents ended without a call"
+                self._out.print(f"[yellow]nothing was sampled[/] in step {event['step']}: {agents}")
             case "update_skipped":
                 of = f" ({event['updates']} of {event['of']})" if event.get("of", 1) > 1 else ""
                 self._out.print(f"[yellow]update skipped[/] in step {event['step']}{of}: {event['why']}")

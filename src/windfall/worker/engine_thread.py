@@ -215,7 +215,8 @@ class EngineThread:
             self.engine.add(request_of(work))
             self._running.add(work.handle)
         except WindfallError as e:
-            self._emit(Rejected(handle=work.handle, why=str(e)))
+            fits = len(work.prompt) // 4 + work.max_tokens <= self.longest
+            self._emit(Rejected(handle=work.handle, why=str(e), invalid=fits))
 
     def _drop(self, handles: Iterable[int]) -> None:
         for handle in handles:

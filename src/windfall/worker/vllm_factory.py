@@ -18,9 +18,6 @@ from windfall.free_memory import free_bytes
 from windfall.link.messages import EngineSpec, LoadTimes
 from windfall.worker.engine_factory import engine_sizes
 
-GPU_SHARE = 0.92
-"""vLLM refuses to start if less memory is free than it plans with. It may plan with this share of the free memory, but
-allocates only the weights, the KV cache and its work space."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -47,8 +44,8 @@ def build(
         running, kv_tokens = engine_sizes(spec, token_bytes, device, share * max(0.0, 1 - weights / max(free, 1)))
         engine = VllmEngine(
             fields, dtype=spec.dtype, device=device, kv_tokens=kv_tokens, max_running=running, max_rows=spec.max_rows,
-            token_bytes=token_bytes, tensor_parallel=tensor_parallel, gpu_share=_gpu_share(device), version=version,
-            shapes=shapes, **options,
+            token_bytes=token_bytes, tensor_parallel=tensor_parallel, version=version, shapes=shapes,
+            gpu_share=_gpu_share(device, weights + kv_tokens * token_bytes), **options,
         )  # fmt: skip
     try:
         for wanted in spec.samplings:
@@ -73,11 +70,10 @@ def cache_bytes(config: Any, dtype: str, tensor_parallel: int = 1) -> int:
     return 2 * text.num_hidden_layers * max(1, heads // tensor_parallel) * size * ITEM_BYTES[dtype]
 
 
-def _gpu_share(device: str) -> float:
-    """The share of the GPU's memory that vLLM may plan with. Other processes may use the GPU already."""
+def _gpu_share(device: str, needed: int) -> float:
+    """The share of the GPU's memory that these bytes are. vLLM does not start if less than this is free."""
     if not device.startswith("cuda"):
-        return GPU_SHARE
+        return 0.9
     import torch
 
-    free, total = torch.cuda.mem_get_info()
-    return round(GPU_SHARE * free / total, 3)
+    return min(0.95, max(0.01, round(needed / torch.cuda.mem_get_info()[1], 3)))

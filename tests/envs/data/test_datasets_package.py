@@ -9,7 +9,7 @@ import pytest
 
 from windfall.envs.data.table import Format, Source, read_table
 
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="folders are written with the package datasets")
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": f"What is {n}+1?"}], "answer": str(n + 1), "tags": ["a"] * (n % 3)}

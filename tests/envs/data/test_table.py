@@ -25,7 +25,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pa = pytest.importorskip("pyarrow")
+    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra windfall[data]")
     from pyarrow import parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def write_saved(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """As `datasets` writes it with save_to_disk: the stream format, in batches."""
-    pa = pytest.importorskip("pyarrow")
+    pa = pytest.importorskip("pyarrow", reason="parquet files need the extra windfall[data]")
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.Table.from_pylist(rows)
     with pa.OSFile(str(folder / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as s:

@@ -18,6 +18,8 @@ class Walk:
         await asyncio.sleep(0)
         if text == "crash":
             raise RuntimeError("the walker fell")
+        if text == "hoard":
+            bytearray(3 << 30)
         if text == "die":
             os._exit(3)
         self._at += {"east": 1, "west": -1}.get(text, 0)
@@ -30,11 +32,16 @@ class Walk:
 
     def close(self) -> None:
         self._env.closed += 1
+        if self._env.log:
+            with open(self._env.log, "a") as file:
+                file.write("closed\n")
 
 
 class Lighthouse:
-    def __init__(self, seed: int = 0, *, noisy: bool = False, replayable: bool = True, pid: bool = False) -> None:
-        self.seed, self.noisy, self.replayable, self.pid = seed, noisy, replayable, pid
+    def __init__(
+        self, seed: int = 0, *, noisy: bool = False, replayable: bool = True, pid: bool = False, log: str = ""
+    ) -> None:
+        self.seed, self.noisy, self.replayable, self.pid, self.log = seed, noisy, replayable, pid, log
         self.opened, self.closed = 0, 0
 
     def task(self, index: int) -> Task:

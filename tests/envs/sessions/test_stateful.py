@@ -67,7 +67,7 @@ def test_a_lost_session_is_replayed() -> None:
 
 
 @pytest.mark.parametrize("options", [{"noisy": True}, {"replayable": False}])
-def test_a_session_that_cannot_be_replayed_is_missing(options: dict[str, bool]) -> None:
+def test_a_session_that_cannot_be_replayed_is_missing(options: dict[str, Any]) -> None:
     async def main() -> None:
         _, turns = await play(Stateful(Lighthouse(**options)), 3, ["east"])
         fresh = Lighthouse(**options)
@@ -107,6 +107,70 @@ def test_idle_sessions_are_limited_and_come_back() -> None:
         assert (stateful.idle, env.opened) == (0, env.closed)
 
     run(main())
+
+
+def test_sessions_that_nobody_continues_are_closed() -> None:
+    """A response that ran out of tokens asks for no further turn, and no other call arrives."""
+
+    async def main() -> None:
+        env = Lighthouse(replayable=False)
+        stateful = Stateful(env, idle_s=0.05)
+        await play(stateful, 3, ["east"])
+        await asyncio.sleep(0.03)
+        await play(stateful, 4, ["west"])
+        await asyncio.sleep(0.3)
+        assert (env.closed, stateful.idle) == (2, 0)
+
+    run(main())
+
+
+def test_sessions_are_closed_when_the_run_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    async def main() -> None:
+        async with EnvPool(section(log=str(tmp_path / "log")), 0) as pool:
+            await pool.ready()
+            task = await pool.task(3, 10.0)
+            for text in ("east", "west"):
+                await pool.feedback(3, task, [Turn(text=text)], 10.0)
+        assert (tmp_path / "log").read_text() == "closed\n" * 2
+
+    run(main())
+
+
+def test_session_of_a_response_without_further_turns_is_closed_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    async def main() -> None:
+        async with EnvPool(section(log=str(tmp_path / "log")), 0) as pool:
+            await pool.ready()
+            task = await pool.task(3, 10.0)
+            feedback = await pool.feedback(3, task, [Turn(text="east")], 10.0)
+            turns = [Turn(text="east", observation=feedback.observation)]
+            for _ in range(2):  # the second time, there is nothing to close
+                pool.end_session(3, task, turns)
+            while not (tmp_path / "log").exists():
+                await asyncio.sleep(0.01)
+        assert (tmp_path / "log").read_text() == "closed\n"
+
+    run(main())
+
+
+def test_memory_of_a_users_environment_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    async def main(memory_mb: int) -> str:
+        given = CustomEnv(name="custom", factory="lighthouse:build", memory_mb=memory_mb)
+        async with EnvPool(given, 0) as pool:
+            await pool.ready()
+            task = await pool.task(3, 10.0)
+            graded = await grade(pool, 3, task, [Turn(text="hoard")], tries=1, timeout_s=10.0)
+            return graded.error
+
+    assert asyncio.run(main(0)) == ""
+    assert "MemoryError" in asyncio.run(main(1024))
 
 
 def test_environments_without_state_are_the_same_through_sessions() -> None:

@@ -9,10 +9,10 @@ vLLM has two model runners, and chooses one by model, version and device:
   Therefore `WindfallSampler` replaces V1's sampler: a token is a function of (seed, position, logits), the same one as
   in windfall's engines, so a response may move between those and this one.
 
-`WindfallSampler` also makes log-probs cheaper. vLLM computes the rank of the sampled token and gathers the top k;
-here the log-softmax that sampling needs anyway gives the one number that is wanted. Requests reach V1 with temperature
-0, so vLLM's own sampler would return greedy tokens for them: it gets only the dummy batches of vLLM's warm-up, and a
-batch whose rows cannot be matched with windfall's requests is an error.
+`WindfallSampler` also makes log-probs cheaper. vLLM computes the rank of the sampled token and gathers the top k; on a
+GPU, two kernels of windfall's own engine read the logits once and give the token and the one number that is wanted.
+Requests reach V1 with temperature 0, so vLLM's own sampler would return greedy tokens for them: it gets only the dummy
+batches of vLLM's warm-up, and a batch whose rows cannot be matched with windfall's requests is an error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from windfall.engine.torch.sampler import sample
+from windfall.engine.cuda.row_sampler import RowSampler
 from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 
@@ -76,10 +77,9 @@ class WindfallSampler(torch.nn.Module):
         self._vllm = runner.sampler  # for the dummy batches of vLLM's warm-up
         self._runner = runner
         self._ids: list[str] = []
-        self._seeds: list[int] = []
-        self._offsets: list[int] = []
+        self._offsets = np.zeros(0, np.int64)
         """What to add to a row's number of tokens to get the position of its next token in the response."""
-        self._samplings: list[Sampling] = []
+        self._rows: RowSampler | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,7 +90,7 @@ class WindfallSampler(torch.nn.Module):
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, **options: Any) -> Any:
         batch, rows = self._runner.input_batch, logits.shape[0]
         if batch.req_ids != self._ids:
-            self._read_rows(batch.req_ids)
+            self._read_rows(batch.req_ids, logits.device)
         if not self._ids:
             return self._vllm(logits=logits, sampling_metadata=sampling_metadata, **options)
         if rows != len(self._ids) or sampling_metadata is not batch.sampling_metadata:
@@ -100,16 +100,17 @@ class WindfallSampler(torch.nn.Module):
             )
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput  # pyright: ignore
 
-        lengths = self._runner.optimistic_seq_lens_cpu[:rows].tolist()
+        lengths = self._runner.optimistic_seq_lens_cpu[:rows].numpy()
         # A row in the middle of its prefill also samples; vLLM drops that token. Its position may be negative.
-        positions = [max(0, n + offset) for n, offset in zip(lengths, self._offsets, strict=True)]
-        tokens, logprobs = sample(logits, self._seeds, positions, self._samplings)
-        tokens = tokens.to(torch.int32)[:, None]
-        ranks = tokens.new_zeros(rows)  # nothing reads them
+        positions = np.maximum(0, lengths + self._offsets)
+        assert self._rows is not None
+        tokens, logprobs = self._rows.sample(logits, positions)
+        tokens = tokens[:, None]
+        ranks = tokens[:, 0]  # nothing reads them
         found = LogprobsTensors(tokens, logprobs[:, None], ranks)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=found)
 
-    def _read_rows(self, ids: Sequence[str]) -> None:
+    def _read_rows(self, ids: Sequence[str], device: torch.device) -> None:
         """Read the parameters of these requests. In a dummy batch none is windfall's, so no row is kept."""
         requests = self._runner.requests
         found = [(requests[id].sampling_params.extra_args or {}).get(KEY) for id in ids if id in requests]
@@ -117,6 +118,8 @@ class WindfallSampler(torch.nn.Module):
         if facts and len(facts) < len(ids):
             raise RuntimeError(f"{len(ids) - len(facts)} of {len(ids)} requests in vLLM's batch are not windfall's")
         self._ids = list(ids) if facts else []
-        self._seeds = [seed for seed, _, _, _ in facts]
-        self._offsets = [position - prompt for _, position, prompt, _ in facts]
-        self._samplings = [Sampling(temperature=t, top_p=p, top_k=k) for _, _, _, (t, p, k) in facts]
+        self._offsets = np.array([position - prompt for _, position, prompt, _ in facts], np.int64)
+        if facts:
+            self._rows = self._rows or RowSampler(device)
+            samplings = [Sampling(temperature=t, top_p=p, top_k=k) for _, _, _, (t, p, k) in facts]
+            self._rows.set_rows([seed for seed, _, _, _ in facts], samplings)

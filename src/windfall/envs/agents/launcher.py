@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -39,7 +39,11 @@ class AgentProgram:
     memory_mb: int = 0
     """Upper limit for the address space of the agent's process. 0: no limit."""
     directory: str = ""
-    """Working directory; empty: that of this process."""
+    """Folder in which the agent is imported and runs; empty: that of this process."""
+    hidden: Sequence[str] = ()
+    """Folders that agents must not read."""
+    isolation: str = "auto"
+    """As env.isolation in the recipe."""
 
 
 class AgentLauncher:
@@ -53,6 +57,8 @@ class AgentLauncher:
         self._built: asyncio.Future[None] | None = None
         self._running: dict[int, asyncio.Future[AgentExit]] = {}
         self._next_number = 0
+        self.hides_files = True
+        """Agents cannot read the hidden folders. Known once the launcher has been ready."""
         self._starting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -101,11 +107,11 @@ class AgentLauncher:
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
         program = "from windfall.envs.agents.server_main import main; main()"
-        with theirs:
+        with theirs, _folder_errors(ours, self._program.directory):
             self._server = subprocess.Popen(
                 [sys.executable, "-c", program, str(theirs.fileno())],
                 env=child_environment(strict=False), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
+                pass_fds=(theirs.fileno(),), start_new_session=True, cwd=self._program.directory or None,
             )  # fmt: skip
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
         self._built = asyncio.get_running_loop().create_future()
@@ -113,7 +119,7 @@ class AgentLauncher:
         p = self._program
         self._send(
             what="build", command=list(p.command), function=p.function, options=dict(p.options), memory_mb=p.memory_mb,
-            directory=p.directory, environment=agent_environment(bool(p.function)),
+            hidden=list(p.hidden), isolation=p.isolation, environment=agent_environment(bool(p.function)),
         )  # fmt: skip
 
     async def _read(self, reader: asyncio.StreamReader, server: subprocess.Popen[bytes]) -> None:
@@ -135,6 +141,7 @@ class AgentLauncher:
         assert self._built is not None
         match message.pop("what"):
             case "ready":
+                self.hides_files = message["hides_files"]
                 self._built.set_result(None)
             case "refused":
                 fix = message["fix"] or "Correct the agent's function."
@@ -159,6 +166,17 @@ class AgentLauncher:
             writer.close()
         if self._built is not None and self._built.done() and not self._built.cancelled():
             self._built.exception()
+
+
+@contextlib.contextmanager
+def _folder_errors(link: socket.socket, directory: str) -> Iterator[None]:
+    """Raises WindfallError if the working directory is the reason why a process cannot be started."""
+    try:
+        yield
+    except OSError as e:
+        link.close()
+        what, fix = f"cannot start agents in {directory or os.getcwd()}: {e}", "Correct env.directory in recipe.toml."
+        raise WindfallError(what, where="env.directory", fix=fix) from e
 
 
 def agent_environment(is_function: bool) -> dict[str, str]:

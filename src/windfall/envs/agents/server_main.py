@@ -1,8 +1,10 @@
 """The program that starts agents. It imports the agent's function once, and forks a process for every run of it.
 
-    controller ── start, kill ──▶ agent server ── fork ──▶ agent (own process group, limits, variables)
-               ◀── ended ────────      │
+    controller ── start, kill ──▶ agent server ── fork ──▶ reaper ── fork ──▶ agent (limits, variables, isolation.py)
+               ◀── ended ────────      │                  (reaper.py)
                                        └── the link closes: the controller is gone; every agent is killed
+
+Whatever one agent does, or lacks, only that agent fails: not this program, and not the other agents.
 
 A fork takes milliseconds, while importing an agent's packages takes seconds. This program has one thread and no event
 loop, so a fork is safe unless the agent's module starts threads when it is imported. What agents print is read here,
@@ -12,7 +14,6 @@ and only its end is kept.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import inspect
 import json
@@ -23,36 +24,47 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from windfall.envs import user_code
+from windfall.envs.agents import isolation, reaper
 from windfall.envs.agents.agent_exit import last_line
 from windfall.errors import WindfallError
-from windfall.fleet.parent_death import die_with_parent
 
 TAIL_BYTES = 16 << 10
 """Bytes of each output of an agent that are kept."""
 RESULT_BYTES = 1 << 20
 """Largest value that a function may return, as JSON."""
+END_S = 2.0
+"""Seconds that killed agents may take to end when the controller is gone."""
 POLL_S = 0.1
 """Seconds between checks for agents that have ended without closing their outputs."""
+PIPES = ("stdout", "stderr", "value")
+NOT_JSON = "left a result that is not JSON; does it write to file descriptor 3?"
 
 
 @dataclass(eq=False)
 class RunningAgent:
     number: int
     pid: int
+    """Of its reaper."""
     pipes: dict[int, str]
     """By file descriptor: stdout, stderr or value."""
     kept: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b"", "value": b""})
     why: str = ""
     """Why it was killed."""
+    killed_s: float = 0.0
+    """When it was killed (monotonic clock, seconds)."""
 
 
 def main() -> None:
     os.dup2(2, 1)
+    isolation.forbid_tracing()  # keys of all sessions pass through this process
     AgentServer(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
@@ -64,6 +76,12 @@ class AgentServer:
         self._selector.register(link, selectors.EVENT_READ)
         self._build: dict[str, Any] = {}
         self._function: Any = None
+        self._protections = isolation.Protections()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._file_limit = soft
+        """Limit of an agent's open files. This process takes three for each agent, so its own limit is raised."""
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def run(self) -> None:
         while True:
@@ -81,9 +99,7 @@ class AgentServer:
     def _receive(self) -> None:
         data = self._link.recv(1 << 18)
         if not data:
-            for agent in self._running.values():
-                _kill_group(agent.pid)
-            os._exit(0)
+            self._end()
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -95,11 +111,24 @@ class AgentServer:
                 case "kill" if message["number"] in self._running:
                     agent = self._running[message["number"]]
                     agent.why = agent.why or message["why"]
-                    _kill_group(agent.pid)
+                    _kill(agent)
+
+    def _end(self) -> NoReturn:
+        """Kill all agents, and give their reapers time to see to it."""
+        for agent in self._running.values():
+            _kill(agent)
+        deadline = time.monotonic() + END_S
+        while self._running and time.monotonic() < deadline:
+            for agent in list(self._running.values()):
+                if os.waitpid(agent.pid, os.WNOHANG)[0]:
+                    del self._running[agent.number]
+            time.sleep(reaper.PAUSE_S)
+        os._exit(0)
 
     def _prepare(self, build: dict[str, Any]) -> None:
         self._build = build
         try:
+            self._protections = self._chosen_protections(build["isolation"])
             if build["function"]:
                 self._function = user_code.load(build["function"], where="env.function")
                 if prepare := getattr(self._function, "prepare", None):
@@ -113,20 +142,32 @@ class AgentServer:
         else:
             gc.collect()
             gc.freeze()  # agents share these objects: the garbage collector would copy their pages
-            self._send(what="ready")
+            hides = not build["hidden"] or self._protections.hides_files(build["isolation"] == "strict")
+            self._send(what="ready", hides_files=hides)
+
+    def _chosen_protections(self, level: str) -> isolation.Protections:
+        """What isolates agents at this level of env.isolation. Raises WindfallError."""
+        if level == "off":
+            return isolation.Protections()
+        found = isolation.available()
+        if level == "strict" and not found.hides_files(strict=True):
+            what = "this system has neither mount namespaces nor Landlock, so agents cannot be isolated"
+            raise WindfallError(what, where="env.isolation", fix='Use Linux 5.13 or newer, or set it to "auto".')
+        return found
 
     def _start(self, number: int, task: dict[str, Any], variables: dict[str, str]) -> None:
-        pipes = {name: os.pipe() for name in ("stdout", "stderr", "value")}
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(json.dumps(task).encode())
-            stdin.seek(0)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                self._become_agent(stdin.fileno(), {name: pipe[1] for name, pipe in pipes.items()}, task, variables)
-        with contextlib.suppress(OSError):  # the child does the same; the first one succeeds
-            os.setpgid(pid, pid)
+        """Start an agent. If the system refuses, for example because it has no more file descriptors or processes, this
+        agent has failed."""
+        pipes: dict[str, tuple[int, int]] = {}
+        try:
+            for name in PIPES:
+                pipes[name] = os.pipe()
+            pid = self._fork(pipes, task, variables)
+        except OSError as e:
+            for fd in (fd for pipe in pipes.values() for fd in pipe):
+                os.close(fd)
+            self._send(what="ended", number=number, code=1, why=f"could not be started: {e}")
+            return
         agent = self._running[number] = RunningAgent(number, pid, {})
         for name, (reading, writing) in pipes.items():
             os.close(writing)
@@ -134,23 +175,33 @@ class AgentServer:
             agent.pipes[reading] = name
             self._selector.register(reading, selectors.EVENT_READ, agent)
 
+    def _fork(self, pipes: dict[str, tuple[int, int]], task: dict[str, Any], variables: dict[str, str]) -> int:
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(task).encode())
+            stdin.seek(0)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                ends = {name: pipe[1] for name, pipe in pipes.items()}
+                agent = partial(self._become_agent, stdin.fileno(), ends, task, variables)
+                reaper.run_agent(agent, ends["stderr"])
+            return pid
+
     def _become_agent(
         self, stdin: int, pipes: dict[str, int], task: dict[str, Any], variables: dict[str, str]
     ) -> NoReturn:
-        """In the forked process: run the agent, and never return."""
-        code = 1
+        """In the process of the agent: run it, and never return."""
+        code, pid = 1, os.getpid()
         try:
-            server = os.getppid()
-            os.setpgid(0, 0)
-            if sys.platform == "linux":
-                die_with_parent(server, signal.SIGKILL)
             for source, target in ((stdin, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
                 os.dup2(source, target)
             value = os.dup2(pipes["value"], 3, inheritable=False)
-            os.closerange(4, 4096)  # the link, and the pipes of other agents
-            _limit(self._build["memory_mb"])
-            if self._build["directory"]:
-                os.chdir(self._build["directory"])
+            os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the link, and pipes of other agents
+            build = self._build
+            if build["isolation"] != "off":
+                isolation.isolate(build["hidden"], self._protections, strict=build["isolation"] == "strict")
+            _limit(build["memory_mb"], self._file_limit)
             environment = {**self._build["environment"], **variables}
             if self._function is None:
                 command = self._build["command"]
@@ -158,16 +209,17 @@ class AgentServer:
                 os.execvpe(command[0], command, environment)
             os.environ.clear()
             os.environ.update(environment)
-            code = self._call(task, value)
+            code = self._call(task, value, pid)
         except BaseException:  # fault boundary: the agent's own code; what it raised is in its output
             traceback.print_exc()
         finally:
-            with contextlib.suppress(Exception):  # the output may be closed already
-                sys.stdout.flush()
-                sys.stderr.flush()
+            with suppress(Exception):  # the output may be closed already
+                if os.getpid() == pid:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
             os._exit(code)
 
-    def _call(self, task: dict[str, Any], value: int) -> int:
+    def _call(self, task: dict[str, Any], value: int, pid: int) -> int:
         try:
             result = self._function(task, **self._build["options"])
             if inspect.isawaitable(result):
@@ -183,7 +235,7 @@ class AgentServer:
                 file=sys.stderr,
             )
             return 1
-        while data:
+        while data and os.getpid() == pid:  # otherwise the function has forked, and this is not the agent
             data = data[os.write(value, data) :]
         return 0
 
@@ -207,35 +259,44 @@ class AgentServer:
         del agent.pipes[fd]
 
     def _check(self, agent: RunningAgent) -> None:
-        """If the agent has ended, kill what it started, and report it. Its pid belongs to it until it is reaped."""
-        if os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        """If the agent has ended, report it. Its reaper has killed what it started."""
+        ended, status = os.waitpid(agent.pid, os.WNOHANG)
+        if not ended:
+            if agent.killed_s and time.monotonic() - agent.killed_s > 2 * reaper.KILL_S:
+                os.kill(agent.pid, signal.SIGKILL)  # the reaper does not react
             return
-        _kill_group(agent.pid)
-        _, status = os.waitpid(agent.pid, 0)
         for fd in list(agent.pipes):
             while fd in agent.pipes and self._read(fd, agent):
                 pass
-            if fd in agent.pipes:  # a process that left the group still holds it
+            if fd in agent.pipes:  # a process that could not be killed still holds it
                 self._close(agent, fd)
         del self._running[agent.number]
         stdout, stderr = (agent.kept[name].decode(errors="replace") for name in ("stdout", "stderr"))
-        value = json.loads(agent.kept["value"] or b"null") if self._function is not None else last_line(stdout)
         output = "\n".join(part.strip("\n") for part in (stdout, stderr) if part.strip())
-        code = os.waitstatus_to_exitcode(status)
-        self._send(what="ended", number=agent.number, code=code, value=value, output=output, why=agent.why)
+        ended = {"number": agent.number, "code": os.waitstatus_to_exitcode(status), "output": output}
+        try:
+            value = json.loads(agent.kept["value"] or b"null") if self._function is not None else last_line(stdout)
+            self._send(what="ended", **ended, value=value, why=agent.why)
+        except (ValueError, RecursionError):  # fault boundary: the bytes of an agent
+            self._send(what="ended", **ended, why=agent.why or NOT_JSON)
 
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _limit(memory_mb: int) -> None:
+def _limit(memory_mb: int, files: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     if memory_mb:
-        with contextlib.suppress(ValueError, OSError):  # macOS has the name but not the limit
+        with suppress(ValueError, OSError):  # macOS has the name but not the limit
             resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _kill(agent: RunningAgent) -> None:
+    """Kill an agent with all that it has started. Its reaper ends then."""
+    agent.killed_s = agent.killed_s or time.monotonic()
+    reaper.kill_descendants(agent.pid)
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        with suppress(ProcessLookupError):
+            os.kill(agent.pid, number)

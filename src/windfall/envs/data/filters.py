@@ -38,8 +38,8 @@ class Filter:
     """A parsed filter.
 
     >>> keep = Filter("level == 'hard' and len(question) < 8")
-    >>> keep.columns, keep({"level": "hard", "question": "3+4="})
-    (frozenset({'level', 'question'}), True)
+    >>> sorted(keep.columns), keep({"level": "hard", "question": "3+4="})
+    (['level', 'question'], True)
     """
 
     def __init__(self, text: str, *, where: str = "filter") -> None:

@@ -80,6 +80,8 @@ class ChildProgram:
         self._name = ""
         self._tasks: dict[int, Task] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         limits.announce = self._announce
@@ -95,10 +97,22 @@ class ChildProgram:
             number, what, *args = json.loads(line)
             if what == "build":
                 self._build(*args)
+            elif what == "end session":
+                history = tuple((text, seen) for text, seen in args[1])
+                self._closing = asyncio.get_running_loop().create_task(self._env.end_session(args[0], history))
+            elif what == "end":
+                self._ending = asyncio.get_running_loop().create_task(self._end())
             elif what == "cancel" and number in self._running:
                 self._running[number].cancel()
             elif what != "cancel":
                 self._begin(number, what, args)
+
+    async def _end(self) -> None:
+        """The run is over: close the sessions that wait for a turn, and exit."""
+        try:
+            await self._env.close()
+        finally:
+            os._exit(0)
 
     def send(self, *message: Any) -> None:
         self._link.sendall(json.dumps(message).encode() + b"\n")
@@ -107,8 +121,9 @@ class ChildProgram:
         self.send(self._running_call.number, "verdict", verdict.reward, verdict.scores)
 
     def _build(self, section: dict[str, Any], seed: int, strict: bool) -> None:
-        if strict:
-            limits.limit_memory()
+        memory_mb = section.pop("memory_mb", 0)
+        if strict or memory_mb:
+            limits.limit_memory(memory_mb << 20 or limits.MEMORY_BYTES)
         try:
             self._env = envs.build(section, seed)
         except WindfallError as e:

@@ -43,6 +43,8 @@ CHECK_S = 0.1
 SILENT_S = 5.0
 """A child is killed this many seconds after the limit of a call if it neither runs a call nor answers, or if the call
 continues after it was canceled."""
+CLOSE_S = 5.0
+"""Seconds that the sessions of an environment may take to close when the run ends."""
 MAX_WAITING = 1024
 """Maximum number of waiting `async def` calls in one child."""
 MAX_HOMES = 1 << 16
@@ -92,6 +94,8 @@ class EnvPool:
             call.future.cancel()
         self._pending.clear()
         children, self._children = self._children, []
+        if self._stateful:
+            await asyncio.gather(*(child.process.end(CLOSE_S) for child in children if child.ready))
         await asyncio.gather(*(child.process.kill() for child in children))
         await asyncio.gather(self._watching, *self._killing, return_exceptions=True)
 
@@ -115,6 +119,12 @@ class EnvPool:
         args = (index, task.id, zlib.crc32(prompt_key(task.prompt)), [self._plain(t) for t in turns])
         session = (index, *((t.text, t.observation) for t in turns[:-1])) if self._stateful and len(turns) > 1 else ()
         return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
+
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        """No further turn follows these: close the session that waits for one."""
+        history = [(t.text, t.observation) for t in turns]
+        if self._stateful and (child := self._pop_home((index, *history))) is not None:
+            child.process.send([(0, "end session", task.id, history)])
 
     def _plain(self, turn: Turn) -> tuple[Any, ...]:
         return (turn.text, turn.observation, turn.tokens) if self.needs_tokens else (turn.text, turn.observation)
@@ -175,10 +185,13 @@ class EnvPool:
 
     def _home(self, call: Call) -> PoolChild | None:
         """The child that has the session of this call, as far as it is known and still there."""
-        homes = self._homes.get(call.session, [])
+        return self._pop_home(call.session)
+
+    def _pop_home(self, session: tuple[Any, ...]) -> PoolChild | None:
+        homes = self._homes.get(session, [])
         child = homes.pop() if homes else None
         if not homes:
-            self._homes.pop(call.session, None)
+            self._homes.pop(session, None)
         return child if child in self._children else None
 
     def _remember_home(self, child: PoolChild, call: Call, value: object) -> None:

@@ -11,11 +11,15 @@ So a session is a cache: any session can be lost or closed early, and is restore
   call fails, and the reward is missing, never zero.
 - Responses with the same turns so far may exchange their sessions: nothing that was said tells them apart.
 - At most `max_idle` sessions wait for their next turn. Beyond that, and after `idle_s`, the one that has waited longest
-  is closed. Sessions of an environment that is not replayable are only closed after `idle_s`.
+  is closed. Sessions of an environment that is not replayable are only closed after `idle_s`. A timer sees to it, so a
+  session of a response that ran out of tokens or was withdrawn is closed although its next turn never comes.
+- `end_session` closes the session of a response that ran out of tokens or was dropped.
+- `close` closes all sessions that wait. The pool of processes calls it when the run ends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 from collections import OrderedDict
@@ -50,6 +54,8 @@ class Stateful:
         """Sessions that wait for their next turn, longest first: their key, and since when they wait."""
         self._by_key: dict[tuple[str, History], list[int]] = {}
         self._next = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
         self.replayed_turns = 0
         """Number of turns that were stepped again because their session was gone."""
 
@@ -104,6 +110,29 @@ class Stateful:
         self._next += 1
         self._idle[self._next] = (key, session, self._clock())
         self._by_key.setdefault(key, []).append(self._next)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Have sessions closed that wait for too long, also if no other call arrives."""
+        if self._timer is None and self._idle:
+            self._timer = asyncio.get_running_loop().call_later(self._idle_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._closing = asyncio.get_running_loop().create_task(self._close_old())
+        self._closing.add_done_callback(
+            lambda task: None if task.cancelled() else (task.exception(), self._set_timer())
+        )
+
+    async def end_session(self, task_id: str, history: History) -> None:
+        """No further turn follows these: close their session, if it is here."""
+        if (session := self._take((task_id, history))) is not None:
+            await _call(session.close)
+
+    async def close(self) -> None:
+        """Close all sessions that wait for their next turn. One that raises does not keep the others open."""
+        idle = [self._remove(number) for number in list(self._idle)]
+        await asyncio.gather(*(_call_in_task(session.close) for session in idle), return_exceptions=True)
 
     def _take(self, key: tuple[str, History]) -> Session | None:
         if not key[1] or key not in self._by_key:
@@ -134,6 +163,10 @@ class Stateful:
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
     value = function(*args)
     return await value if inspect.isawaitable(value) else value
+
+
+async def _call_in_task(function: Callable[..., Any]) -> None:
+    await _call(function)
 
 
 def _short(text: str | None, limit: int = 80) -> str:

@@ -51,8 +51,8 @@ class SimText:
             number //= BASE
         return (*ids, *[FILLER] * (self._prompt_tokens - len(ids)))
 
-    def observation(self, text: str) -> tuple[int, ...]:
-        """`text`: the number of real tokens."""
+    def observation(self, text: str, *, ended: bool = True) -> tuple[int, ...]:
+        """`text`: the number of real tokens. It does not matter how the turn ended."""
         return (OBSERVED,) * -(-int(text) // self._granule)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -85,6 +85,20 @@ class Arena:
         return out
 
 
+    def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype, page_size: int) -> Tensor:
+        """Keys and values of all layers as GPU kernels read them: (layers, 2, granules, kv_heads, page_size, head). All
+        attention modules have the same shape."""
+        flat, granule = self._memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
+        one = kv_heads * page_size * head
+        count = (flat.numel() - 2 * layers * one) // granule + 1
+        strides = (2 * one, one, granule, page_size * head, head, 1)
+        return flat.as_strided((layers, 2, count, kv_heads, page_size, head), strides)
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+
 class TenantKV:
     """What an engine needs to keep its KV cache in an arena."""
 
@@ -93,6 +107,13 @@ class TenantKV:
 
     def views(self, shapes: Sequence[_Shape], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         return self._arena.views(shapes, dtype, self.pages.size)
+
+    def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype) -> Tensor:
+        return self._arena.layers_view(layers, kv_heads, head, dtype, self.pages.size)
+
+    @property
+    def device(self) -> torch.device:
+        return self._arena.device
 
     def clear_moved(self) -> None:
         """Fill the blocks that were another tenant's with zeros. Call this after planning a step, before it runs."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,10 @@ from windfall.engine.cuda.decoder import Decoder
 from windfall.engine.cuda.graphs import GraphKey, Graphs, batch_for
 from windfall.engine.cuda.host_state import HostState
 from windfall.engine.cuda.plan import Launch, PrefillChunk
-from windfall.engine.cuda.state import STOPS, DeviceState, KVPool, PrefixGroups, Spans
+from windfall.engine.cuda.state import STOPS, DeviceState, KVPool, PrefixGroups, SharedPool, Spans
+
+if TYPE_CHECKING:
+    from windfall.engine.torch.arena import TenantKV
 
 DEPTH = 2
 PREFIX_GROUP_SECTIONS = ("group_first", "group_count", "group_tokens", "shared_tokens")
@@ -49,13 +52,20 @@ class PendingLaunch:
 
 
 class DeviceRunner:
-    def __init__(self, decoder: Decoder, host_state: HostState, *, pages: int, page_size: int, burst: int) -> None:
+    def __init__(
+        self, decoder: Decoder, host_state: HostState, *, pages: int, page_size: int, burst: int,
+        kv: TenantKV | None = None,
+    ) -> None:  # fmt: skip
+        """`kv`: memory that other engines share; otherwise the pool has its own."""
         self.decoder, self.host_state, self.burst = decoder, host_state, burst
         self.device = decoder.device
-        self.pool = KVPool(
-            layers=len(decoder.layers), pages=pages, page_size=page_size, kv_heads=decoder.kv_heads, head=decoder.head,
-            dtype=decoder.dtype, device=str(self.device),
-        )  # fmt: skip
+        shape: dict[str, Any] = {"layers": len(decoder.layers), "kv_heads": decoder.kv_heads, "head": decoder.head}
+        if kv is not None:
+            self.pool: KVPool = SharedPool(kv, **shape, dtype=decoder.dtype)
+        else:
+            self.pool = KVPool(
+                **shape, pages=pages, page_size=page_size, dtype=decoder.dtype, device=str(self.device)
+            )  # fmt: skip
         # The position of a finished response is one token past its end.
         decoder.build_rotary_tables(host_state.pages_each * page_size + 2)
         self.buffer = torch.from_numpy(host_state.data.copy()).to(self.device)
@@ -114,10 +124,13 @@ class DeviceRunner:
         return self.decoder.ops.splits_for(count, self.decoder.kv_heads, _next_power_of_two(longest), self._processors)
 
     @torch.inference_mode()
-    def warm(self, batches: Sequence[int], longest: int) -> None:
-        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes."""
+    def warm(self, batches: Sequence[int], longest: int, *, shorter: bool = False) -> None:
+        """Compile kernels and capture the graphs of these batch sizes. All rows are padding: no state changes.
+        `shorter`: also capture the graphs for contexts that are shorter than `longest`."""
+        lengths = [1 << n for n in range(_next_power_of_two(longest).bit_length())] if shorter else [longest]
         for batch in batches:
-            self._graphs.prepare(self._graph_key(batch, longest, False))
+            for length in lengths:
+                self._graphs.prepare(self._graph_key(batch, length, False))
             fit = self.decoder.sharing().max_rows
             if self._pinned and batch >= fit > 1:  # the kernels only: graphs are captured when they are needed
                 self._step(self._graph_key(batch, longest, False, batch // fit, longest // 2), True)

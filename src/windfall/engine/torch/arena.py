@@ -37,12 +37,12 @@ class _Shape(Protocol):
 class Arena:
     def __init__(self, layout: BlockLayout, device: Any = "cpu") -> None:
         self.blocks, self._layout = Blocks(layout), layout
-        self._memory = torch.zeros((layout.count + TENANTS) * layout.block_bytes, dtype=torch.uint8, device=device)
+        self.memory = torch.zeros((layout.count + TENANTS) * layout.block_bytes, dtype=torch.uint8, device=device)
         self._scratch: list[str] = [""] * TENANTS
 
     @property
     def nbytes(self) -> int:
-        return self._memory.numel()
+        return self.memory.numel()
 
     def join(self, tenant: str, *, token_bytes: int, page_size: int, priority: bool = False) -> TenantKV:
         """The KV cache of a tenant whose tokens take `token_bytes` over all layers."""
@@ -67,11 +67,11 @@ class Arena:
 
     def _clear(self, block: int) -> None:
         size = self._layout.block_bytes
-        self._memory[block * size : (block + 1) * size].zero_()
+        self.memory[block * size : (block + 1) * size].zero_()
 
     def views(self, shapes: Sequence[_Shape], dtype: torch.dtype, page_size: int) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of every attention module: (granules, page size, heads, size), indexed by page number."""
-        flat, granule = self._memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
+        flat, granule = self.memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
         offset, out = 0, list[tuple[Tensor, Tensor]]()
         page = sum(page_size * (s.keys[0] * s.keys[1] + s.values[0] * s.values[1]) for s in shapes)
         count = (flat.numel() - page) // granule + 1
@@ -84,11 +84,10 @@ class Arena:
             out.append((pair[0], pair[1]))
         return out
 
-
     def layers_view(self, layers: int, kv_heads: int, head: int, dtype: torch.dtype, page_size: int) -> Tensor:
         """Keys and values of all layers as GPU kernels read them: (layers, 2, granules, kv_heads, page_size, head). All
         attention modules have the same shape."""
-        flat, granule = self._memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
+        flat, granule = self.memory.view(dtype), self._layout.granule_bytes // dtype.itemsize
         one = kv_heads * page_size * head
         count = (flat.numel() - 2 * layers * one) // granule + 1
         strides = (2 * one, one, granule, page_size * head, head, 1)
@@ -96,7 +95,7 @@ class Arena:
 
     @property
     def device(self) -> torch.device:
-        return self._memory.device
+        return self.memory.device
 
 
 class TenantKV:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 class TorchEngine:
     capabilities = Capabilities(name="torch")
+    burst, depth, last_steps, in_flight = 1, 1, 1, False  # like GraphEngine's: every step is one launch
 
     def __init__(
         self,
@@ -87,8 +88,9 @@ class TorchEngine:
         """All responses in the order in which they are computed. For reading only."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
-    def step(self, most_rows: int | None = None) -> list[Chunk]:
+    def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
         """One step of at most `most_rows` rows."""
+        del most_steps
         rows = self._scheduler.plan(most_rows)
         self.last_step = (sum(r.stop - r.start for r in rows), sum(r.stop for r in rows))
         if not rows:
@@ -134,6 +136,9 @@ class TorchEngine:
         if not self.asleep:
             self._scheduler.restart_all()
             self._runner.free()
+
+    def finish_launches(self) -> None:
+        """Nothing is ever in flight."""
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping of pages or sequences is inconsistent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 from windfall.devices import choose_matmul_library
 from windfall.engine import blocks
@@ -13,6 +13,8 @@ from windfall.serve.host import ROLLOUT, SERVING, Host
 from windfall.serve.slo import Objectives
 from windfall.worker import engine_factory
 
+EngineKind = Literal["auto", "graph"]
+"""`graph`: GraphEngine on every device, for tests without a GPU."""
 LENT_SHARE = 0.8
 """Share of the memory that a rollout may use at most: the rest is headroom for serving."""
 
@@ -27,11 +29,18 @@ def serving_spec(model: Any, dtype: str, *, context: int, max_running: int, kv_t
     )  # fmt: skip
 
 
-def build_host(spec: EngineSpec, model: Any, device: str, objectives: Objectives, *, share: float = 0.4) -> Host:
+def build_host(
+    spec: EngineSpec,
+    model: Any,
+    device: str,
+    objectives: Objectives,
+    *,
+    share: float = 0.4,
+    engine: EngineKind = "auto",
+) -> Host:
     """A host with an engine for serving. `share`: share of the free memory for the KV caches of both tenants, unless
     the spec says how many tokens serving's KV cache has."""
     from windfall.engine.torch.arena import Arena
-    from windfall.engine.torch.engine import TorchEngine
 
     engine_factory.self_test(spec, device, model)
     if device == "cpu":
@@ -41,17 +50,16 @@ def build_host(spec: EngineSpec, model: Any, device: str, objectives: Objectives
     layout = blocks.layout(kv_tokens * token_bytes, spec.page_size * token_bytes, least_blocks=LEAST_BLOCKS)
     arena = Arena(layout, device)
     kv = arena.join(SERVING, token_bytes=token_bytes, page_size=spec.page_size, priority=True)
-    engine = TorchEngine(model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, kv=kv)
-    return Host(engine, arena, objectives, max_rows=spec.max_rows)
+    made = _engine(spec, model, kv, device, running, engine)
+    return Host(made, arena, objectives, max_rows=spec.max_rows)
 
 
-def build_rollout(host: Host, spec: EngineSpec, device: str) -> tuple[Any, int]:
-    """The engine of the rollout tenant, and its number of slots. Do not call this in the host's thread."""
-    from windfall.engine.torch.engine import TorchEngine
-
+def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKind = "auto") -> tuple[Any, int]:
+    """The engine of the rollout tenant, and its number of slots. Do not call this in the host's thread. On a GPU, the
+    weights are held ready in host memory (`engine.ready_weights`)."""
     if spec.engine == "vllm":
         raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
-    model = engine_factory.build_full_model(json.loads(spec.model_config), spec.dtype, device)
+    model, ready = _rollout_model(spec, device, engine)
     engine_factory.self_test(spec, device, model)
     token_bytes = engine_factory.token_bytes(model)
     kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
@@ -61,11 +69,42 @@ def build_rollout(host: Host, spec: EngineSpec, device: str) -> tuple[Any, int]:
             what = f"the lent KV cache has room for {room} tokens, and one response may have {spec.longest}"
             raise WindfallError(what, where="windfall serve --lend", fix="Raise --memory or --kv-tokens.")
         running = min(spec.max_running or spec.wanted, 256, max(1, room // spec.longest))
-        engine = TorchEngine(
-            model, kv_tokens=0, max_running=running, max_rows=spec.max_rows, deterministic=spec.deterministic, kv=kv
-        )
-        engine.limit = min(engine.limit, room)
+        made = _engine(spec, model, kv, device, running, engine)
+        made.limit = min(made.limit, room)
+        made.ready_weights = ready
     except BaseException:  # the blocks must be free whatever happened
         host.call(kv.leave).result()
         raise
-    return engine, running
+    return made, running
+
+
+def _rollout_model(spec: EngineSpec, device: str, engine: EngineKind) -> tuple[Any, Any]:
+    """The run's model without weights, and the memory from which it gets them; None if it gets them directly."""
+    import torch
+
+    from windfall.engine.cuda import skeleton
+    from windfall.engine.cuda.ready_weights import ReadyWeights
+
+    fields = json.loads(spec.model_config)
+    on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_disabled(spec) is None
+    if (on_gpu or engine == "graph") and skeleton.unsupported_reason(fields) is None:
+        ready = ReadyWeights(fields, dtype=getattr(torch, spec.dtype), device=device)
+        return ready.model, ready
+    return engine_factory.build_full_model(fields, spec.dtype, device), None
+
+
+def _engine(spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind) -> Any:
+    """GraphEngine where it runs this model, with all its graphs; otherwise TorchEngine."""
+    on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_refusal(spec, model) is None
+    how: dict[str, Any] = {"kv_tokens": 0, "max_running": running, "max_rows": spec.max_rows, "kv": kv}
+    if on_gpu or engine == "graph":
+        from windfall.engine.cuda.engine import GraphEngine
+        from windfall.engine.cuda.splits import PrefixSharing
+
+        # Groups of siblings would need graphs of their own, which would be captured while requests wait.
+        made = GraphEngine(model, **how, longest=spec.longest, sharing=PrefixSharing(max_rows=0))
+        made.warm_sizes(spec.longest)
+        return made
+    from windfall.engine.torch.engine import TorchEngine
+
+    return TorchEngine(model, **how, deterministic=spec.deterministic)

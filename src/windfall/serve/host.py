@@ -5,12 +5,18 @@
 Only this thread touches the two engines, the blocks and the policies. Other threads give orders, which run between two
 steps (`call`, `submit`, `cancel`). Rules:
 - the thread waits only for orders, and only if no tenant has anything to do; never for a client or for the run;
+- a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Without a rollout tenant, serving is
+  one launch ahead of the device. With one, every launch is waited for, so that what it took is known; only while
+  serving is idle, the rollout is one launch ahead;
 - an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +28,15 @@ from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy
 from windfall.serve.metrics import ServeMetrics
-from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, rows_allowed, slack_s
+from windfall.serve.slo import (
+    Objectives,
+    RolloutLoad,
+    ServingLoad,
+    credit_s,
+    rows_allowed,
+    slack_s,
+    steps_allowed,
+)
 from windfall.serve.step_time import StepShape, StepTime
 from windfall.types import Chunk, Request
 
@@ -30,6 +44,13 @@ if TYPE_CHECKING:
     from windfall.serve.rollout_tenant import RolloutTenant
 
 SERVING, ROLLOUT = "serving", "rollout"
+LAUNCH_S = 0.02
+"""Upper limit for the time of the decode steps that are launched at once (seconds)."""
+SWITCH_S = 0.001
+"""Longest time for which another Python thread may keep the host's thread waiting (seconds). Python's default is 5 ms:
+as long as several steps of a small model."""
+AHEAD = 2
+"""Launches in flight of an engine that has the device to itself."""
 LOOK_S = 0.05
 """Longest wait for orders (seconds) while there is a rollout tenant: it may be waiting for its link."""
 
@@ -45,6 +66,7 @@ class _Running:
     arrival_s: float
     first_s: float = 0.0
     last_s: float = 0.0
+    lent_s: float = 0.0  # time since the first token that the rollout had
     tokens: int = 0
 
 
@@ -73,6 +95,7 @@ class Host:
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
         """`on_failure` is called in the host's thread if serving fails. The host is useless after that."""
         self._on_failure = on_failure
+        sys.setswitchinterval(SWITCH_S)
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -157,16 +180,28 @@ class Host:
                 return True
 
     def _turn(self) -> None:
+        tenant = self.rollout
         if len(self.engine):
+            if tenant is not None:
+                self._contain(tenant, tenant.finish_launches)
             self._step_serving()
         tenant = self.rollout
-        if tenant is None:
-            return
+        if tenant is not None:
+            began_s = self._clock()
+            self._contain(tenant, lambda: self._step_rollout(tenant))
+            self._count_lent(self._clock() - began_s)
+
+    def _contain(self, tenant: RolloutTenant, function: Callable[[], None]) -> None:
         try:
-            self._step_rollout(tenant)
+            function()
         except Exception as e:  # fault boundary: serving goes on without the rollout
             self.drop_rollout(tenant)
             tenant.fail(e)
+
+    def _count_lent(self, seconds: float) -> None:
+        for request in self._requests.values():
+            if request.tokens:
+                request.lent_s += seconds
 
     def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
         try:
@@ -185,10 +220,15 @@ class Host:
 
     def _step_serving(self) -> None:
         evicted = self.rollout.evicted if self.rollout is not None else 0
+        engine, steps = self.engine, 1
+        engine.depth = AHEAD if self.rollout is None else 1
         began_s = self._clock()
-        chunks = self.engine.step()
+        if engine.burst > 1:
+            rows, context = self._serving_shape()
+            steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
+        chunks = engine.step(None, steps)
         now_s = self._clock()
-        self.serving_time.observe(StepShape(*self.engine.last_step), now_s - began_s)
+        self.serving_time.observe(StepShape(*engine.last_step), (now_s - began_s) / engine.last_steps)
         if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
             self.policy.taken(self.arena.blocks.held(ROLLOUT))
         for chunk in chunks:
@@ -224,6 +264,8 @@ class Host:
         if self.rollout is tenant:
             self.rollout = None
             tenant.pages.evict = lambda pages: None
+            with contextlib.suppress(Exception):  # the device may be what failed
+                tenant.finish_launches()
             self.arena.leave(ROLLOUT)
 
     def begin_step(self) -> None:
@@ -238,11 +280,17 @@ class Host:
         self._limit_memory(tenant)
         if tenant.runnable:
             now_s = self._clock()
-            self.slack_s = slack_s(self._serving_load(), self.objectives, self.serving_time, now_s)
-            rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, tenant.load())
+            serving, lent = self._serving_load(now_s), tenant.load()
+            self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
+            growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
+            rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, lent, growing=growing)
             if rows:
-                made = tenant.advance(rows)
-                self.rollout_time.observe(StepShape(*tenant.last_step), self._clock() - now_s)
+                most_s = min(self.slack_s, self.objectives.idle_s)
+                shape = (min(rows, lent.running), lent.context)
+                steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
+                made = tenant.advance(rows, steps, depth=1 if len(self.engine) else AHEAD)
+                taken_s = self._clock() - now_s
+                self.rollout_time.observe(StepShape(*tenant.last_step), taken_s / tenant.last_steps)
                 self.metrics.rollout_tokens += made
                 self.metrics.rollout_steps += 1
             else:
@@ -258,18 +306,25 @@ class Host:
             pages.yield_blocks(excess)
             self.policy.observe(serving.held_blocks, pages.owned_blocks)
 
-    def _serving_load(self) -> ServingLoad:
-        waiting, last_tokens_s, context = [], [], 0
+    def _serving_shape(self) -> tuple[int, int]:
+        """Rows of a decode step of serving, and the tokens that they attend to."""
+        lengths = [len(s.tokens) for s in self.engine.sequences if s.pages]
+        return len(lengths), sum(lengths)
+
+    def _serving_load(self, now_s: float) -> ServingLoad:
+        waiting, last_tokens_s, lent_s, context = [], [], [], 0
         for s in self.engine.sequences:
             request = self._requests[s.request.id]
             if request.tokens == 0:
                 waiting.append((request.arrival_s, len(s.tokens) - s.computed))
             else:
                 last_tokens_s.append(request.last_s)
+                lent_s.append((now_s - request.first_s, request.lent_s))
                 context += len(s.tokens)
         return ServingLoad(
-            waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), context=context, max_rows=self._max_rows
-        )
+            waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), lent_s=tuple(lent_s), context=context,
+            max_rows=self._max_rows,
+        )  # fmt: skip
 
 
 def rollout_load(engine: Any) -> RolloutLoad:

@@ -137,19 +137,40 @@ class RolloutTenant(EngineThread):
         if weights is None:
             self._copied(version, done, None)
             return
-        self._swapping = True
-        arguments = (version, weights, done)
-        threading.Thread(target=self._copy, args=arguments, name="rollout weights", daemon=True).start()
+        engine: Any = self.engine
+        ready = getattr(engine, "ready_weights", None)
+        if ready is None:
+            self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
+            return
 
-    def _copy(self, version: int, weights: Mapping[str, Any], done: Callable[[BaseException | None], None]) -> None:
-        """Copy the weights. Runs in a thread: the tenant does not step meanwhile, and serving does."""
-        error: BaseException | None = None
-        try:
-            engine: Any = self.engine
-            copy_weights(engine.model, version, weights)
-        except Exception as e:  # fault boundary: the session reports it to the controller
-            error = e
-        self._orders.put(functools.partial(self._copied, version, done, error))
+        def load() -> None:
+            """To host memory first: the tenant steps with the old weights meanwhile."""
+            error: BaseException | None = None
+            try:
+                ready.load(version, weights)
+            except Exception as e:  # fault boundary: the session reports it to the controller
+                error = e
+            after = functools.partial(self._in_thread, ready.activate, version, done)
+            self._orders.put(after if error is None else functools.partial(self._copied, version, done, error))
+
+        threading.Thread(target=load, name="rollout weights", daemon=True).start()
+
+    def _in_thread(
+        self, copy: Callable[[], None], version: int, done: Callable[[BaseException | None], None]
+    ) -> None:  # fmt: skip
+        """Change the engine's weights in a thread. The tenant does not step meanwhile, and serving does."""
+        self.finish_launches()
+        self._swapping = True
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                copy()
+            except Exception as e:  # fault boundary: the session reports it to the controller
+                error = e
+            self._orders.put(functools.partial(self._copied, version, done, error))
+
+        threading.Thread(target=run, name="rollout weights", daemon=True).start()
 
     def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
         self._swapping = False
@@ -194,6 +215,22 @@ class RolloutTenant(EngineThread):
         return engine.last_step
 
     @property
+    def last_steps(self) -> int:
+        engine: Any = self.engine
+        return engine.last_steps
+
+    @property
+    def burst(self) -> int:
+        engine: Any = self.engine
+        return engine.burst
+
+    def finish_launches(self) -> None:
+        """Wait until the device has run all launches of this tenant."""
+        engine: Any = self.engine
+        if engine.in_flight:
+            engine.finish_launches()
+
+    @property
     def runnable(self) -> bool:
         return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
 
@@ -212,11 +249,13 @@ class RolloutTenant(EngineThread):
                     given()
         return not self._closed
 
-    def advance(self, rows: int) -> int:
-        """One step of at most this many rows. Returns the number of new tokens."""
+    def advance(self, rows: int, steps: int = 1, *, depth: int = 1) -> int:
+        """Launch at most this many steps, of at most this many rows each; `depth` launches may be in flight. Returns
+        the number of new tokens."""
         engine: Any = self.engine
         before = self._generated
-        chunks: list[Chunk] = engine.step(rows)
+        engine.depth = depth
+        chunks: list[Chunk] = engine.step(rows, steps)
         self._stepped(chunks)
         return self._generated - before
 

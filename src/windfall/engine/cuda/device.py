@@ -81,6 +81,8 @@ class DeviceRunner:
         self._uploads = [torch.zeros(0, dtype=torch.int32)] * ring_size
         self._launches = 0
         self._graphs = Graphs(self._step, self.device)
+        self.batches: list[int] = []
+        """Batch sizes to use, in ascending order; empty: as in graphs.py. With few sizes, few graphs are captured."""
         self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count if self._pinned else 1
 
     @torch.inference_mode()
@@ -112,7 +114,9 @@ class DeviceRunner:
     def graph_key(self, work: Launch) -> GraphKey:
         truncate = any(truncates(s.request.sampling) for s in work.rows)
         shared = int(work.prefix_groups[:, 2].max(initial=0))
-        return self._graph_key(batch_for(len(work.rows)), work.longest, truncate, len(work.prefix_groups), shared)
+        rows = len(work.rows)
+        batch = next((size for size in self.batches if size >= rows), batch_for(rows))
+        return self._graph_key(batch, work.longest, truncate, len(work.prefix_groups), shared)
 
     def _graph_key(self, batch: int, longest: int, truncate: bool, prefix_groups: int = 0, shared: int = 0) -> GraphKey:
         prefix_groups = _next_power_of_two(prefix_groups) if prefix_groups else 0

@@ -187,6 +187,14 @@ class GraphEngine:
         batches = sorted({batch_for(min(size, slots)) for size in sizes or (slots,)})
         self._device.warm(batches, min(longest or self.limit, self.limit), shorter=shorter)
 
+    def warm_sizes(self, longest: int) -> None:
+        """Capture graphs for a few batch sizes and all contexts up to `longest`, and use only these from now on: no
+        step has to capture one, unless a response uses top-k or top-p."""
+        slots = self._plan.host_state.slots
+        sizes = [2**n for n in range(slots.bit_length()) if 2**n < slots]
+        batches = self._device.batches = sorted({batch_for(size) for size in [*sizes, slots * 3 // 4, slots] if size})
+        self._device.warm(batches, min(longest, self.limit), shorter=True)
+
     def _launch(self, most_rows: int | None, most_steps: int | None) -> bool:
         if not self._sequences:
             return False

@@ -43,6 +43,11 @@ class DeviceSequence:
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
+    @property
+    def computed(self) -> int:
+        """Leading tokens whose keys and values were launched or found."""
+        return self.prefilled
+
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
             k = len(self.keys)

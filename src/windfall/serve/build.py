@@ -57,6 +57,7 @@ def build_host(
 def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKind = "auto") -> tuple[Any, int]:
     """The engine of the rollout tenant, and its number of slots. Do not call this in the host's thread. On a GPU, the
     weights are held ready in host memory (`engine.ready_weights`)."""
+    host.arena.use_device()
     if spec.engine == "vllm":
         raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
     model, ready = _rollout_model(spec, device, engine)

@@ -156,6 +156,7 @@ class Host:
 
     def _run(self) -> None:
         try:
+            self.arena.use_device()
             while self._take_orders():
                 self._turn()
         except BaseException as e:  # fault boundary: this is the only way in which the server learns of the error
@@ -228,6 +229,7 @@ class Host:
             steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
         chunks = engine.step(None, steps)
         now_s = self._clock()
+        self.metrics.serving_seconds += now_s - began_s
         self.serving_time.observe(StepShape(*engine.last_step), (now_s - began_s) / engine.last_steps)
         if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
             self.policy.taken(self.arena.blocks.held(ROLLOUT))
@@ -291,6 +293,7 @@ class Host:
                 made = tenant.advance(rows, steps, depth=1 if len(self.engine) else AHEAD)
                 taken_s = self._clock() - now_s
                 self.rollout_time.observe(StepShape(*tenant.last_step), taken_s / tenant.last_steps)
+                self.metrics.rollout_seconds += taken_s
                 self.metrics.rollout_tokens += made
                 self.metrics.rollout_steps += 1
             else:

@@ -136,9 +136,15 @@ class DeviceRunner:
             for length in lengths:
                 self._graphs.prepare(self._graph_key(batch, length, False))
             fit = self.decoder.sharing().max_rows
-            if self._pinned and batch >= fit > 1:  # the kernels only: graphs are captured when they are needed
+            if (
+                self._pinned and batch >= fit > 1 and not shorter
+            ):  # the kernels only: graphs are captured when they are needed
                 self._step(self._graph_key(batch, longest, False, batch // fit, longest // 2), True)
-        count = min(64, self.host_state.pages_each * self.pool.page_size)
+        most = self.host_state.pages_each * self.pool.page_size
+        for count in (64, 2048) if shorter else (64,):  # kernels for long prompts are others than those for short ones
+            self._warm_prefill(min(count, most))
+
+    def _warm_prefill(self, count: int) -> None:
         rows = [np.arange(count), np.full(count, self.host_state.slots), np.arange(count)]
         arrays = [*rows, *([n] for n in (self.host_state.slots, 0, count, 0, count - 1, self.host_state.slots))]
         at = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]

@@ -97,6 +97,11 @@ class Arena:
     def device(self) -> torch.device:
         return self.memory.device
 
+    def use_device(self) -> None:
+        """Make this GPU the current one of the calling thread: kernels run on the current GPU."""
+        if self.memory.is_cuda:
+            torch.cuda.set_device(self.memory.device)
+
 
 class TenantKV:
     """What an engine needs to keep its KV cache in an arena."""

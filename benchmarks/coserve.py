@@ -1,6 +1,6 @@
 """Serving alone, with windfall's co-serving, and with naive sharing of the device by two processes, on the same load.
 
-    python benchmarks/coserve.py --device cuda                          one H200, serving 0.6b, rollout 1.7b: six minutes
+    python benchmarks/coserve.py --device cuda                          serving 0.6b, rollout 1.7b: six minutes
     python benchmarks/coserve.py --device cuda --quick                  one load and a burst: 90 seconds
     python benchmarks/coserve.py --device cuda --serving 8b --rollout 0.6b --loads 0.4
     python benchmarks/coserve.py --device cpu --quick                   tiny models: checks the benchmark itself
@@ -113,11 +113,16 @@ def measure(job: dict[str, Any], modes: list[str], timeout_s: float) -> list[dic
     return figures
 
 
+def row_of(cells: list[str]) -> str:
+    both = zip(cells, (width for _, width in COLUMNS), strict=True)
+    return " ".join(cell.rjust(width) if n > 1 else cell.ljust(width) for n, (cell, width) in enumerate(both))
+
+
 def table(figures: list[dict[str, Any]]) -> list[str]:
     idle = next((f["values"]["rollout_tok_per_s"] for f in figures if f["what"] == "rollout idle"), 0.0)
     alone = {f["load"]: f["values"] for f in figures if f["what"] == "alone"}
     naive = {f["load"]: f["values"]["rollout_tok_per_s"] for f in figures if f["what"] == "naive"}
-    lines = [" ".join(name.rjust(width) if n > 1 else name.ljust(width) for n, (name, width) in enumerate(COLUMNS))]
+    lines = [row_of([name for name, _ in COLUMNS])]
     for load in alone or naive:
         for what in ("alone", "windfall", "naive serving"):
             for f in (f for f in figures if f["what"] == what and f["load"] == load):
@@ -132,12 +137,7 @@ def table(figures: list[dict[str, Any]]) -> list[str]:
                     "" if what == "alone" else f"{added:+.0%}", f"{v['violations']:.0f}",
                     f"{rollout:.0f}" if rollout else "", f"{rollout / allowed:.0%}" if rollout and allowed else "",
                 ]  # fmt: skip
-                widths = [width for _, width in COLUMNS]
-                lines.append(
-                    " ".join(
-                        c.rjust(w) if n > 1 else c.ljust(w) for n, (c, w) in enumerate(zip(cells, widths, strict=True))
-                    )
-                )
+                lines.append(row_of(cells))
     lines += [short(f) for f in figures if f["what"] in ("rollout idle", "activation")]
     return lines
 

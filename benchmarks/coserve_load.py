@@ -1,4 +1,6 @@
-"""The serving load of benchmarks/coserve.py and benchmarks/serve_vllm.py, and the figures of a run. Standard library only.
+"""The serving load of benchmarks/coserve.py and benchmarks/serve_vllm.py, and the figures of a run.
+
+It uses the standard library only.
 
 Arrivals and lengths come from a trace with the columns of Azure's (TIMESTAMP, ContextTokens, GeneratedTokens; not
 shipped: github.com/Azure/AzurePublicDataset), or from a generator with the quantiles of its 19,366 conversations of

@@ -6,8 +6,8 @@
 
 Random weights in the shape of Qwen3, written to a temporary folder that both servers load. Streamed completions of
 token ids, lengths as in coserve_load.py, `ignore_eos`, temperature 1. First at given rates (requests/s): latencies
-at equal load. Then all requests at once: throughput. vLLM keeps its defaults but for the share of the memory, the longest
-context, and no log of requests. The client is a process of its own: this one.
+at equal load. Then all requests at once: throughput. vLLM keeps its defaults but for the share of the memory, the
+longest context, and no log of requests. The client is a process of its own: this one.
 """
 
 from __future__ import annotations

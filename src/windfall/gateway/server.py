@@ -25,14 +25,13 @@ from aiohttp import web
 from windfall.envs.failures import MAX_REWARD
 from windfall.gateway import protocol
 from windfall.gateway.base import Sampler
+from windfall.gateway.incremental_text import IncrementalText
 from windfall.gateway.protocol import ApiError, CallOptions
 from windfall.gateway.session import CallInFlight, GatewaySession
 from windfall.models.chat import Chat
 from windfall.models.history import Segment
 
 MAX_BODY_BYTES = 64 << 20
-UNFINISHED = "\ufffd"
-"""What a tokenizer decodes an incomplete character to."""
 
 
 class Gateway:
@@ -76,6 +75,10 @@ class Gateway:
 
     def _decode(self, ids: Sequence[int]) -> str:
         ids = ids[:-1] if ids and ids[-1] in self._stop else ids
+        return self._decode_all(ids)
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        """The text of all ids, also of one that ends the turn."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _id(self, flight: CallInFlight) -> str:
@@ -177,11 +180,18 @@ class Gateway:
         """Send the turn in chunks. If it may have tool calls, which only its whole text shows, it is one chunk."""
         chunks = _Chunks(self, flight, options, chat=chat)
         response: web.StreamResponse | None = None
-        async for count in flight.progress():
+        try:
+            async for count in flight.progress():
+                if response is None:
+                    response = await _begin_stream(request, chunks.first())
+                if not flight.tools:
+                    await _send(response, chunks.grown(count))
+        except ApiError as e:
             if response is None:
-                response = await _begin_stream(request, chunks.first())
-            if not flight.tools:
-                await _send(response, chunks.grown(count))
+                raise
+            await _send(response, [e.body])  # the status was sent already
+            await response.write_eof()
+            return response
         if response is None:
             response = await _begin_stream(request, chunks.first())
         await _send(response, chunks.last())
@@ -199,6 +209,7 @@ class _Chunks:
         self._hold = max((len(s) - 1 for s in options.stop), default=0)
         """Characters that may be the start of a stop string."""
         self._sent_text, self._sent_tokens = 0, 0
+        self._certain = IncrementalText(gateway._decode_all)
         kind = "chat.completion.chunk" if chat else "text_completion"
         self._envelope = protocol.envelope(kind, gateway._id(flight), gateway._sampler.model)
 
@@ -212,10 +223,11 @@ class _Chunks:
 
     def grown(self, count: int) -> list[dict[str, Any]]:
         """Chunks for the first `count` tokens, as far as their text is certain."""
-        text = self._gateway._decode(self._flight.tokens[:count])
-        if text.endswith(UNFINISHED):
-            return []
-        return self._text(text[: len(text) - self._hold], count)
+        tokens = self._flight.tokens
+        if tokens[count - 1] in self._gateway._stop:  # the last token of a turn is not part of its text
+            count -= 1
+        text = self._certain.extend(tokens[:count] if count < len(tokens) else tokens)
+        return self._text(text[: len(text) - self._hold], count) if not self._certain.held else []
 
     def last(self) -> list[dict[str, Any]]:
         flight, message = self._flight, self._flight.message or {}

@@ -23,6 +23,7 @@ from typing import Any
 from windfall.errors import WindfallError
 from windfall.gateway import protocol
 from windfall.gateway.base import SampledTurn, Sampler, TurnRequest
+from windfall.gateway.incremental_text import IncrementalText
 from windfall.gateway.protocol import ApiError
 from windfall.models.chat import Chat
 from windfall.models.history import Call, History, Segment
@@ -45,6 +46,8 @@ class CallInFlight:
         """The text for the client, without a stop string."""
         self.message: dict[str, Any] | None = None
         self.delivered = False
+        self.searched: IncrementalText | None = None
+        """The text in which stop strings are looked for."""
         self.changed = asyncio.Event()
         self.work: asyncio.Task[None] | None = None
 
@@ -142,12 +145,18 @@ class GatewaySession:
                 self._in_flight.pop(digest, None)
 
     def _grow(self, flight: CallInFlight, tokens: Sequence[int], logprobs: Sequence[float]) -> int | None:
-        flight.tokens, flight.logprobs = list(tokens), list(logprobs)
+        known = len(flight.tokens)
+        flight.tokens += tokens[known:]
+        flight.logprobs += logprobs[known:]
         changed, flight.changed = flight.changed, asyncio.Event()
         changed.set()
         if not flight.stop:
             return None
-        if _find(self._decode(tokens), flight.stop) is None:
+        text = flight.searched = flight.searched or IncrementalText(self._decode)
+        before = len(text.text)
+        text.extend(tokens)
+        new = text.text[max(0, before - max(map(len, flight.stop))) :] + text.held
+        if _find(new, flight.stop) is None:
             return None
         count = len(tokens)
         while count > 1 and _find(self._decode(tokens[: count - 1]), flight.stop) is not None:

@@ -255,6 +255,7 @@ class RolloutTenant(EngineThread):
         engine: Any = self.engine
         before = self._generated
         engine.depth = depth
+        engine.prefill_alone(depth == 1)  # a launch ahead need not be short
         chunks: list[Chunk] = engine.step(rows, steps)
         self._stepped(chunks)
         return self._generated - before

@@ -145,7 +145,8 @@ class DeviceRunner:
             self._warm_prefill(min(count, most))
 
     def _warm_prefill(self, count: int) -> None:
-        rows = [np.arange(count), np.full(count, self.host_state.slots), np.arange(count)]
+        ids = np.arange(count) % len(self.decoder.embedding)
+        rows = [ids, np.full(count, self.host_state.slots), np.arange(count)]
         arrays = [*rows, *([n] for n in (self.host_state.slots, 0, count, 0, count - 1, self.host_state.slots))]
         at = [torch.tensor(np.asarray(a, np.int32), device=self.device) for a in arrays]
         spans = Spans(

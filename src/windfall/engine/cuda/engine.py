@@ -89,7 +89,8 @@ class GraphEngine:
         self.depth = DEPTH
         """Upper limit for the launches in flight. 1: `step` returns the tokens of its own launch."""
         self.last_step = (0, 0)
-        """Rows of a step of the launch whose tokens were returned last, and the tokens that they attended to."""
+        """Rows of a step of the launch whose tokens were returned last, and the tokens that they attended to. 0: no
+        launch, or one whose steps differ."""
         self.last_steps = 1
         """Number of steps of that launch."""
         self._vocabulary = model.get_input_embeddings().num_embeddings
@@ -140,6 +141,10 @@ class GraphEngine:
     def in_flight(self) -> bool:
         """Whether the device may still run a launch."""
         return bool(self._pending)
+
+    def prefill_alone(self, alone: bool) -> None:
+        """Whether a launch with a prefill has only one decode step: its tokens come sooner. The default with `kv`."""
+        self._plan.single_step_with_prefill = alone
 
     def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
         """Launch at most `most_steps` decode steps, of at most `most_rows` rows each, prefill included."""
@@ -222,7 +227,10 @@ class GraphEngine:
         """The tokens of a launch, as one chunk for every response that got any."""
         tokens, logprobs = pending.wait()
         work, out = pending.work, []
-        self.last_step, self.last_steps = work.shape, max(1, work.steps)
+        if work.prefill and work.steps > 1:
+            self.last_step = (0, 0)  # of different shapes
+        else:
+            self.last_step, self.last_steps = work.shape, max(1, work.steps)
         sampled = [p.sequence for p in work.prefill if p.samples]
         prefilled = dict(zip(sampled, zip(tokens[0].tolist(), logprobs[0].tolist(), strict=True), strict=False))
         steps = tokens[1:, : len(work.rows)]

@@ -140,6 +140,9 @@ class TorchEngine:
     def finish_launches(self) -> None:
         """Nothing is ever in flight."""
 
+    def prefill_alone(self, alone: bool) -> None:
+        """Every launch is one step."""
+
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping of pages or sequences is inconsistent."""
         self._scheduler.check()

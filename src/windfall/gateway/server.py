@@ -36,6 +36,8 @@ MAX_BODY_BYTES = 64 << 20
 
 class Gateway:
     max_body_bytes = MAX_BODY_BYTES
+    write_s: float | None = None
+    """Time limit for a client to take the next part of a stream (seconds). None: as long as it wants."""
 
     def __init__(self, sampler: Sampler, tokenizer: Any, chat: Chat | None, stop: frozenset[int]) -> None:
         """`chat`: None for a model without a chat template. `stop`: the token ids that end a turn."""
@@ -185,7 +187,8 @@ class Gateway:
                 if response is None:
                     response = await _begin_stream(request, chunks.first())
                 if not flight.tools:
-                    await _send(response, chunks.grown(count))
+                    async with asyncio.timeout(self.write_s):
+                        await _send(response, chunks.grown(count))
         except ApiError as e:
             if response is None:
                 raise
@@ -194,7 +197,8 @@ class Gateway:
             return response
         if response is None:
             response = await _begin_stream(request, chunks.first())
-        await _send(response, chunks.last())
+        async with asyncio.timeout(self.write_s):
+            await _send(response, chunks.last())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         session.delivered(flight)

@@ -68,8 +68,8 @@ def credit_s(load: ServingLoad, objectives: Objectives) -> float:
     running requests or without such a limit."""
     if math.isinf(objectives.max_slowdown) or not load.lent_s:
         return math.inf
-    # Twice the reserve: besides the time that is counted, waiting for every launch costs serving a little.
-    share = objectives.max_slowdown * (1.0 - 2 * objectives.reserve)
+    # Three times the reserve: besides the time that is counted, waiting for every launch costs serving a little.
+    share = objectives.max_slowdown * (1.0 - 3 * objectives.reserve)
     return min(share * (elapsed_s - lent_s) - lent_s for elapsed_s, lent_s in load.lent_s)
 
 

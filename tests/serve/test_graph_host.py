@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from lending import rollout_model, rollout_spec
 from serving import PATIENT, spec, tiny
 
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.link.messages import Released, Tokens, Work
-from windfall.serve import build
-from windfall.serve.host import Host
+from windfall.serve import build, rollout_tenant
+from windfall.serve.host import WEIGHTS, Host
 from windfall.serve.rollout_tenant import RolloutTenant
 from windfall.serve.slo import Objectives
 from windfall.types import Chunk, Request, Sampling
@@ -134,8 +135,13 @@ def test_both_tenants_get_what_they_would_get_alone() -> None:
         assert host.rollout is None
         assert host.arena.blocks.held("rollout") == 0
     assert beside.tokens == alone.tokens or CUDA
+    assert frames.tokens == generated(range(6)) or CUDA
+
+
+def generated(handles: range) -> dict[int, list[int]]:
+    """What the rollout's model generates without a host."""
     reference = GraphEngine(rollout_model(), kv_tokens=2048, page_size=8)
-    for n in range(6):
+    for n in handles:
         item = work(n)
         request = Request(id=str(n), prompt=tuple(array("I", item.prompt)), seed=n, max_tokens=60,
                           sampling=item.sampling)  # fmt: skip
@@ -144,7 +150,7 @@ def test_both_tenants_get_what_they_would_get_alone() -> None:
     while len(reference):
         for chunk in reference.step():
             want.setdefault(int(chunk.id), []).extend(chunk.tokens)
-    assert frames.tokens == want or CUDA
+    return want
 
 
 def test_a_burst_of_serving_takes_the_memory_of_the_rollout() -> None:
@@ -160,6 +166,34 @@ def test_a_burst_of_serving_takes_the_memory_of_the_rollout() -> None:
         assert frames.released or CUDA
         host.call(host.engine.check).result()
         host.call(host.arena.blocks.check).result()
+
+
+def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_tenant, "RESTORE_S", 0.2)
+    answers, frames, again = Answers(), Frames(), Answers()
+    with graph_host(kv_tokens=1600) as host, rollout(host, frames) as tenant:
+        blocks = host.arena.blocks
+        weights = blocks.held(WEIGHTS)
+        assert weights > 0, "the weights are in the last blocks"
+        tenant.add([work(n, 90) for n in range(4)])
+        ask(host, answers, range(16), max_tokens=120)  # more than all blocks together
+        until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
+        assert blocks.held(WEIGHTS) == 0
+        until(lambda: len(answers.ended) == 16, "serving has ended")
+        assert {len(t) for t in answers.tokens.values()} == {120}
+        until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")
+        until(lambda: len(frames.ended) + len(frames.released) == 4, "every response has ended or was returned")
+        swapped = threading.Event()
+        tenant.swap(2, dict(rollout_model().state_dict()), lambda error: swapped.set())
+        assert swapped.wait(20)  # the next step of the run: the budget is computed again
+        tenant.add([work(n) for n in range(10, 14)])
+        until(lambda: frames.ended >= set(range(10, 14)), "the rollout goes on")
+        ask(host, again, range(16), max_tokens=120)
+        until(lambda: len(again.ended) == 16, "serving has ended")
+        host.call(blocks.check).result()
+    assert again.tokens == answers.tokens or CUDA
+    made = {n: frames.tokens[n] for n in range(10, 14)}
+    assert made == generated(range(10, 14)) or CUDA, "the weights are those that were loaded"
 
 
 def test_a_failing_rollout_does_not_end_serving() -> None:

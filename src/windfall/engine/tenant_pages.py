@@ -35,7 +35,7 @@ class TenantPages(Pages):
         self.evict: Callable[[frozenset[int]], None] = lambda pages: None
         blocks.join(
             tenant, priority=priority, trim=self.trim, yield_blocks=self.yield_blocks,
-            idle=lambda: self.owned_blocks - self.held_blocks,
+            idle=lambda: self.owned_blocks - self.held_blocks, vacate=self.vacate,
         )  # fmt: skip
 
     # Amounts.
@@ -121,6 +121,14 @@ class TenantPages(Pages):
         if idle:
             self._drop(idle)
         return len(idle)
+
+    def vacate(self, blocks: frozenset[int], dry: bool) -> bool:
+        """Give these blocks back, unless a page of one is held."""
+        if any(self._held_in[b] for b in blocks):
+            return False
+        if not dry:
+            self._drop(sorted(blocks))
+        return True
 
     def _drop(self, blocks: Sequence[int]) -> None:
         gone = {page for block in blocks for page in self.pages_of(block)}

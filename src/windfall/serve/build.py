@@ -9,7 +9,7 @@ from windfall.devices import choose_matmul_library
 from windfall.engine import blocks
 from windfall.errors import WindfallError
 from windfall.link.messages import EngineSpec
-from windfall.serve.host import ROLLOUT, SERVING, Host
+from windfall.serve.host import ROLLOUT, SERVING, WEIGHTS, Host
 from windfall.serve.slo import Objectives
 from windfall.worker import engine_factory
 
@@ -17,6 +17,9 @@ EngineKind = Literal["auto", "graph"]
 """`graph`: GraphEngine on every device, for tests without a GPU."""
 LENT_SHARE = 0.8
 """Share of the memory that a rollout may use at most: the rest is headroom for serving."""
+
+WEIGHT_SHARE = 0.4
+"""Upper limit for the rollout's weights in the arena, as a share of it. Larger weights get memory of their own."""
 
 LEAST_BLOCKS = 32
 """Least number of blocks. Fewer blocks are larger: pages of a rollout model with more layers fit into them, too."""
@@ -60,7 +63,18 @@ def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKi
     host.arena.use_device()
     if spec.engine == "vllm":
         raise WindfallError("a lender runs windfall's engine, and the run asks for vLLM", where="engine.name")
-    model, ready = _rollout_model(spec, device, engine)
+    model, ready, tail = _rollout_model(host, spec, device, engine)
+    try:
+        return _rollout_engine(host, spec, device, engine, model, ready, tail)
+    except BaseException:  # the blocks must be free whatever happened
+        if tail is not None:
+            host.call(tail.leave).result()
+        raise
+
+
+def _rollout_engine(
+    host: Host, spec: EngineSpec, device: str, engine: EngineKind, model: Any, ready: Any, tail: Any
+) -> tuple[Any, int]:  # fmt: skip
     engine_factory.self_test(spec, device, model)
     token_bytes = engine_factory.token_bytes(model)
     kv = host.call(lambda: host.arena.join(ROLLOUT, token_bytes=token_bytes, page_size=spec.page_size)).result()
@@ -72,26 +86,53 @@ def build_rollout(host: Host, spec: EngineSpec, device: str, *, engine: EngineKi
         running = min(spec.max_running or spec.wanted, 256, max(1, room // spec.longest))
         made = _engine(spec, model, kv, device, running, engine)
         made.limit = min(made.limit, room)
-        made.ready_weights = ready
+        made.ready_weights, made.weight_blocks = ready, tail
     except BaseException:  # the blocks must be free whatever happened
         host.call(kv.leave).result()
         raise
     return made, running
 
 
-def _rollout_model(spec: EngineSpec, device: str, engine: EngineKind) -> tuple[Any, Any]:
-    """The run's model without weights, and the memory from which it gets them; None if it gets them directly."""
+def _rollout_model(host: Host, spec: EngineSpec, device: str, engine: EngineKind) -> tuple[Any, Any, Any]:
+    """The run's model without weights, the host memory from which it gets them (None: it gets them directly), and the
+    blocks in which it has them (None: memory of its own, because there are too few blocks)."""
     import torch
 
     from windfall.engine.cuda import skeleton
-    from windfall.engine.cuda.ready_weights import ReadyWeights
+    from windfall.engine.cuda.ready_weights import ReadyWeights, weight_bytes
 
     fields = json.loads(spec.model_config)
     on_gpu = device.startswith("cuda") and engine_factory.cuda_engine_disabled(spec) is None
     if (on_gpu or engine == "graph") and skeleton.unsupported_reason(fields) is None:
-        ready = ReadyWeights(fields, dtype=getattr(torch, spec.dtype), device=device)
-        return ready.model, ready
-    return engine_factory.build_full_model(fields, spec.dtype, device), None
+        dtype = getattr(torch, spec.dtype)
+        tail = host.call(lambda: _weight_blocks(host, weight_bytes(fields, dtype))).result()
+        try:
+            ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
+        except BaseException:
+            if tail is not None:
+                host.call(tail.leave).result()
+            raise
+        return ready.model, ready, tail
+    return engine_factory.build_full_model(fields, spec.dtype, device), None, None
+
+
+def _weight_blocks(host: Host, nbytes: int) -> Any:
+    """Blocks for the weights, if they leave most of the blocks that a rollout may have to its KV cache."""
+    from windfall.engine.torch.arena import Tail
+
+    layout = host.arena.blocks.layout
+    if nbytes > WEIGHT_SHARE * layout.count * layout.block_bytes:
+        return None
+
+    def give_up() -> None:
+        if host.rollout is not None:
+            host.rollout.give_up_weights()
+
+    tail = Tail(host.arena, WEIGHTS, nbytes, give_up)
+    if tail.take():
+        return tail
+    tail.leave()
+    return None
 
 
 def _engine(spec: EngineSpec, model: Any, kv: Any, device: str, running: int, engine: EngineKind) -> Any:

@@ -43,9 +43,11 @@ from windfall.types import Chunk, Request
 if TYPE_CHECKING:
     from windfall.serve.rollout_tenant import RolloutTenant
 
-SERVING, ROLLOUT = "serving", "rollout"
+SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
 LAUNCH_S = 0.02
 """Upper limit for the time of the decode steps that are launched at once (seconds)."""
+THAW_S = 10.0
+"""Seconds after which a rollout whose budget fell to zero gets another one, if there is room for it all the time."""
 SWITCH_S = 0.001
 """Longest time for which another Python thread may keep the host's thread waiting (seconds). Python's default is 5 ms:
 as long as several steps of a small model."""
@@ -84,7 +86,7 @@ class Host:
         self.failed: BaseException | None = None
         self.slack_s = 0.0
         """The slack before the last rollout step, or before the last decision that it must wait."""
-        self._clock = clock
+        self._clock, self._without_room_s = clock, 0.0
         self._requests: dict[str, _Running] = {}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="serving host", daemon=True)
@@ -138,7 +140,7 @@ class Host:
             "serving_predicted": serving.predicted_s, "serving_actual": serving.actual_s,
             "rollout_predicted": rollout.predicted_s, "rollout_actual": rollout.actual_s,
         }  # fmt: skip
-        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT)}
+        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
         return {
             "serve_running": ("Requests with at least one token.", self.requests - waiting),
             "serve_waiting": ("Requests without a token.", waiting),
@@ -268,18 +270,20 @@ class Host:
             tenant.pages.evict = lambda pages: None
             with contextlib.suppress(Exception):  # the device may be what failed
                 tenant.finish_launches()
-            self.arena.leave(ROLLOUT)
+            tenant.leave_memory()
 
     def begin_step(self) -> None:
         """A step of the run begins: compute the rollout's budget from what serving holds."""
-        self.policy.begin_step(self.engine.kv.pages.held_blocks)
+        self.policy.begin_step(self._unlent)
         if self.rollout is not None:
             self.rollout.pages.limit = self.policy.budget
 
     def _step_rollout(self, tenant: RolloutTenant) -> None:
         if not tenant.run_orders():
             return
+        tenant.restore_weights(self._clock())
         self._limit_memory(tenant)
+        self._thaw(self._clock())
         if tenant.runnable:
             now_s = self._clock()
             serving, lent = self._serving_load(now_s), tenant.load()
@@ -302,12 +306,29 @@ class Host:
         self.metrics.returned("compute", tenant.return_starved(self._clock()))
 
     def _limit_memory(self, tenant: RolloutTenant) -> None:
-        serving, pages = self.engine.kv.pages, tenant.pages
-        excess = self.policy.observe(serving.held_blocks, pages.owned_blocks)
+        pages = tenant.pages
+        excess = self.policy.observe(self._unlent, pages.owned_blocks)
         pages.limit = self.policy.budget
         if excess:
             pages.yield_blocks(excess)
-            self.policy.observe(serving.held_blocks, pages.owned_blocks)
+            self.policy.observe(self._unlent, pages.owned_blocks)
+
+    def _thaw(self, now_s: float) -> None:
+        """A rollout without any block makes no progress, and without progress no step of the run ends, if no other
+        worker does: then the budget is computed again when there has been room for a while."""
+        if self.policy.budget or not self.policy.has_room(self._unlent):
+            self._without_room_s = now_s
+        elif now_s > self._without_room_s + THAW_S:
+            self.begin_step()
+
+    @property
+    def _unlent(self) -> int:
+        """Blocks that the rollout's KV cache cannot have: those of serving, and of the rollout's weights."""
+        return self.engine.kv.pages.held_blocks + self.arena.blocks.held(WEIGHTS)
+
+    def may_restore(self, blocks: int) -> bool:
+        """Whether the rollout's weights may have this many blocks again."""
+        return self.policy.has_room(self._unlent + blocks)
 
     def _serving_shape(self) -> tuple[int, int]:
         """Rows of a decode step of serving, and the tokens that they attend to."""

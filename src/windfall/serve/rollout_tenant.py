@@ -6,7 +6,9 @@ Rules:
 - the engine is built, and weights are copied, in other threads: the host never waits for them;
 - frames are forwarded in a thread of their own. While too many are unsent, the tenant is not runnable;
 - a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
-  every one if the tenant had no step, for `STARVED_S`.
+  every one if the tenant had no step, for `STARVED_S`;
+- if serving needs the blocks of the weights, too, all responses are returned. The weights stay in host memory, and are
+  activated again with the next version, or when there has been room for them for `RESTORE_S`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from windfall.types import Chunk
 from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
 STARVED_S = 2.0
+RESTORE_S = 10.0
 MAX_UNSENT = 64
 """Frames that may wait to be forwarded before the tenant pauses."""
 LOOK_S = 0.25
@@ -82,6 +85,9 @@ class RolloutTenant(EngineThread):
         waking.wake = host.wake
         self._forwarder: _Forwarder | None = None
         self._swapping = self._closed = False
+        self.weightless_s: float | None = None
+        """Since when the weights' blocks have been serving's; None: the weights are on the device."""
+        self._copying = threading.Lock()
         self._evicted: list[int] = []
         """Handles of responses that lost their pages and were not returned yet."""
         self.evicted = 0
@@ -162,12 +168,23 @@ class RolloutTenant(EngineThread):
         self.finish_launches()
         self._swapping = True
 
+        engine: Any = self.engine
+        tail = getattr(engine, "weight_blocks", None)
+        if tail is not None and not tail.take():  # the version is in host memory, and is activated later
+            self.weightless_s = self.weightless_s or time.monotonic()
+            self._copied(version, done, None)
+            return
+        self.weightless_s = None
+        self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
+
         def run() -> None:
             error: BaseException | None = None
             try:
                 copy()
             except Exception as e:  # fault boundary: the session reports it to the controller
                 error = e
+            finally:
+                self._copying.release()
             self._orders.put(functools.partial(self._copied, version, done, error))
 
         threading.Thread(target=run, name="rollout weights", daemon=True).start()
@@ -187,10 +204,36 @@ class RolloutTenant(EngineThread):
     def _built(self, engine: Any) -> None:
         self._engine = engine
         if self._closed:
-            engine.kv.leave()
+            self.leave_memory()
             return
         self.pages.evict = self._evict
         self._host.adopt(self)
+
+    def leave_memory(self) -> None:
+        """Give all blocks back."""
+        engine: Any = self.engine
+        engine.kv.leave()
+        tail = getattr(engine, "weight_blocks", None)
+        if tail is not None:
+            with self._copying:
+                tail.leave()
+
+    def give_up_weights(self) -> None:
+        """Serving gets the blocks of the weights now."""
+        with self._copying:  # a copy takes a fraction of a second
+            self.weightless_s = time.monotonic()
+        engine: Any = self.engine
+        self._cancel(list(engine.sequences))
+
+    def restore_weights(self, now_s: float) -> None:
+        """Activate the weights again if there is room for them."""
+        engine: Any = self.engine
+        if self.weightless_s is None or self._swapping or not engine.ready_weights.loaded:
+            return
+        if now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(engine.weight_blocks.count):
+            return
+        self.weightless_s = now_s  # if the blocks are in use, the next attempt comes later
+        self._in_thread(engine.ready_weights.activate, engine.version, lambda error: None)
 
     def _leave(self) -> None:
         self._closed = True
@@ -235,7 +278,7 @@ class RolloutTenant(EngineThread):
         return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
 
     def _idle(self) -> bool:
-        return self._swapping or super()._idle()
+        return self._swapping or self.weightless_s is not None or super()._idle()
 
     def load(self) -> RolloutLoad:
         return rollout_load(self.engine)
@@ -262,7 +305,11 @@ class RolloutTenant(EngineThread):
 
     def _evict(self, pages: frozenset[int]) -> None:
         engine: Any = self.engine
-        for s in [s for s in engine.sequences if not pages.isdisjoint(s.pages)]:
+        self._cancel([s for s in engine.sequences if not pages.isdisjoint(s.pages)])
+
+    def _cancel(self, sequences: list[Any]) -> None:
+        engine: Any = self.engine
+        for s in sequences:
             engine.cancel(s.request.id)
             self._evicted.append(int(s.request.id))
             self.evicted += 1
@@ -278,7 +325,7 @@ class RolloutTenant(EngineThread):
             return 0
         self._looked_s = now_s
         engine: Any = self.engine
-        if self._idle():
+        if self._idle() and self.weightless_s is None:
             self._without_pages_s.clear()
             return 0
         sequences = engine.sequences

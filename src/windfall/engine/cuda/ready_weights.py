@@ -84,6 +84,8 @@ class ReadyWeights:
         cuda = self._device.is_cuda
         stream = torch.cuda.Stream(self._device.device) if cuda else None
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            if stream is not None:  # what was there before may still be read or cleared
+                stream.wait_stream(torch.cuda.default_stream(self._device.device))
             for start in range(0, self.nbytes, PART):
                 self._device[start : start + PART].copy_(self._host[start : start + PART], non_blocking=True)
         if stream is not None:

@@ -108,7 +108,7 @@ def _rollout_model(host: Host, spec: EngineSpec, device: str, engine: EngineKind
         tail = host.call(lambda: _weight_blocks(host, weight_bytes(fields, dtype))).result()
         try:
             ready = ReadyWeights(fields, dtype=dtype, device=device, memory=None if tail is None else tail.memory)
-        except BaseException:
+        except BaseException:  # the blocks must be free whatever happened
             if tail is not None:
                 host.call(tail.leave).result()
             raise

@@ -11,7 +11,7 @@ READY := $(VENV)/ready-$(basename $(notdir $(CONSTRAINTS)))
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS)
 
-.PHONY: help demo test test-vllm test-agents test-ray test-fleet check format bench slow smollm2 clean
+.PHONY: help demo test test-vllm test-agents test-clients test-ray test-fleet check format bench slow smollm2 clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ test-vllm: $(VLLM_VENV)/ready ## The engine's contract and whole runs with vLLM 
 
 test-agents: .venv-agents/ready ## Public agent packages and a verifiers environment as agents, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-agents/bin/python -m pytest tests/agent_packages tests/gateway
+
+test-clients: $(VLLM_VENV)/ready ## OpenAI's client and vLLM's load generator against `windfall serve`
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/serve/test_clients.py
 
 slow: $(READY)-dev ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -109,7 +109,7 @@ def recipe(s: Setting, algorithm: str, steps: int, requests: Path | None, seed: 
                 "count": s.borrowed // s.gpus, "serving": serving, "slots": 16 * s.gpus,
                 "kv_tokens": int(shared / s.model.kv_bytes), "serving_kv_tokens": int(shared / served.kv_bytes),
                 "requests_per_s": BUSY / (mean_prompt * serving["prefill_s"] + mean_answer * serving["each_s"]),
-                "peak": 4.2, "prompt_tokens": PROMPT, "generated_tokens": ANSWER,
+                "max_slowdown": 1000.0, "peak": 4.2, "prompt_tokens": PROMPT, "generated_tokens": ANSWER,
                 **({"requests_file": requests} if requests else {}),
             },
         },

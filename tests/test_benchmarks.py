@@ -119,3 +119,34 @@ def test_real_engines_in_the_benchmark_of_agents(monkeypatch: pytest.MonkeyPatch
     assert (row.sampled, len(row.turn_s)) == (16, 2)
     with pytest.raises(RuntimeError, match=r"a worker was lost: .*outside the vocabulary of 1"):
         measure(1)  # it would wait forever
+
+
+def test_load_of_the_serving_benchmarks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load_of = load("coserve_load", monkeypatch)
+    trace = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:{n:02d}.5000000,{300 + n},{40 + n}" for n in range(40)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows))
+    found = load_of.requests(trace, 30, max_prompt=310, max_output=64)
+    assert [r.prompt for r in found[:12]] == [*range(300, 311), 310]
+    assert found[-1].at_s == pytest.approx(30.0), "one request per second"
+    made = load_of.requests(None, 4000, max_prompt=10_000, max_output=10_000)
+    assert 1000 < sum(r.prompt for r in made) / 4000 < 1350, "Azure's conversations have 1,155 on average"
+    assert 180 < sum(r.tokens for r in made) / 4000 < 240, "and 211 generated tokens"
+    plan = load_of.schedule(made, 10.0, 30.0, 4.0)
+    middle = [a for a in plan if 10.0 <= a.at_s < 20.0]
+    assert len(middle) == pytest.approx(400, rel=0.2)
+    assert len(plan) - len(middle) == pytest.approx(200, rel=0.3)
+
+
+def test_table_of_co_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    coserve = load("coserve", monkeypatch)
+    times = {"requests": 10, "ttft_p50_ms": 9, "ttft_p99_ms": 20, "tpot_p50_ms": 2, "violations": 0}
+    figures = [
+        {"what": "rollout idle", "load": "", "values": {"rollout_tok_per_s": 1000}},
+        {"what": "alone", "load": "40%", "values": {**times, "tpot_p99_ms": 2.0, "busy": 0.4, "rollout_tok_per_s": 0}},
+        {"what": "windfall", "load": "40%",
+         "values": {**times, "tpot_p99_ms": 2.2, "busy": 0.45, "rollout_tok_per_s": 480}},
+    ]  # fmt: skip
+    lines = coserve.table(figures)
+    assert "+10%" in lines[2]
+    assert lines[2].endswith("80%"), "480 of the 600 that an idle share of 60 % allows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from serving import EOS, TOKENIZER, run, serving, tiny, until
 
 from windfall.engine.torch.engine import TorchEngine
+from windfall.errors import WindfallError
 from windfall.types import Request, Sampling
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "3+4="}]}
@@ -147,6 +149,46 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
             status, answer = await s.post("/v1/completions", body)
             assert (status, answer["error"]["code"]) == (408, "timeout")
             await until(lambda: s.host.requests == 0, "it is canceled")
+
+    run(main)
+
+
+def test_slow_clients_are_cut_off() -> None:
+    async def main() -> None:
+        async with serving(read_s=0.1, write_s=0.3) as s:
+            host, port = s.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert b" 408 " in await asyncio.wait_for(reader.readline(), 10), "the body does not arrive"
+            writer.close()
+            # A client that asks for much and reads nothing. The buffers of the operating system take a part of it.
+            body = json.dumps({"prompt": [5] * 200, "max_tokens": 50, "stream": True, "ignore_eos": True,
+                               "return_token_ids": True, "logprobs": 1}).encode()  # fmt: skip
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            reader, writer = await asyncio.open_connection(host, int(port), limit=16)
+            writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+            writer.write(head.encode() + body)
+            await until(lambda: s.host.metrics.ttft.count > 0, "it runs")
+            await until(lambda: s.host.requests == 0, "it has ended or was canceled")
+            writer.close()
+            assert await s.complete(max_tokens=2)
+
+    run(main)
+
+
+def test_an_error_in_the_middle_of_a_stream_is_sent_in_the_stream() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            body = {"prompt": "3+4=", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            async with s.http.post(s.url + "/v1/completions", json=body) as answer:
+                assert answer.status == 200
+                await answer.content.readline()
+                (listener,) = [r.listener for r in s.host._requests.values()]
+                listener(WindfallError("the request was dropped"))
+                rest = (await answer.content.read()).decode()
+            last = json.loads([line for line in rest.splitlines() if line.startswith("data: ")][-1][6:])
+            assert last["error"]["type"] == "server_error"
+            assert "dropped" in last["error"]["message"]
 
     run(main)
 

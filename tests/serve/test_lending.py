@@ -151,7 +151,7 @@ def test_a_failing_rollout_does_not_end_the_service(tmp_path: Path) -> None:
         async with lending(tmp_path) as s:
             await roll_out(s, 2, max_tokens=100)
 
-            def broken(rows: int) -> Any:
+            def broken(*limits: int) -> Any:
                 raise RuntimeError("the rollout's kernel failed")
 
             first = s.tenant

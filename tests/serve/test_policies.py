@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from windfall.link.messages import Capacity, encode
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy, MemoryState
-from windfall.serve.slo import CHUNK, FIRST_ROWS, Objectives, RolloutLoad, ServingLoad, rows_allowed, slack_s
+from windfall.serve.slo import (
+    CHUNK,
+    FIRST_ROWS,
+    Objectives,
+    RolloutLoad,
+    ServingLoad,
+    credit_s,
+    rows_allowed,
+    slack_s,
+    steps_allowed,
+)  # fmt: skip
 from windfall.serve.step_time import StepShape, StepTime
 
 decode = msgspec.msgpack.Decoder(Capacity).decode
@@ -209,3 +219,74 @@ def test_any_history_gives_a_capacity(history: list[tuple[float, int, float, flo
         assert meter.slots(0) == 0
         assert 0.0 <= meter.use <= 1.0
         assert 0.0 <= meter.lent <= 1.0
+
+
+# Slowdown.
+
+
+def test_credit_is_a_share_of_what_serving_took() -> None:
+    slo = Objectives(ttft_s=0.5, tpot_s=0.15, reserve=0.0, max_slowdown=0.15)
+    load = ServingLoad(last_tokens_s=(10.0, 10.0), lent_s=((1.0, 0.0), (0.2, 0.02)), context=100)
+    assert credit_s(load, slo) == pytest.approx(0.15 * 0.18 - 0.02), "the tighter of the two"
+    assert slack_s(load, slo, learned(), 10.0) == pytest.approx(0.007)
+    assert credit_s(ServingLoad(waiting=((0.0, 100),)), slo) == math.inf, "a waiting request has its own slack"
+    assert slack_s(load, SLO, learned(), 10.0) > 0.1, "without a limit only the objectives count"
+
+
+def test_credit_is_not_spent_on_few_rows() -> None:
+    time = learned(fixed=0.004, each=0.0002)
+    load = RolloutLoad(running=100, waiting=0, context=0)
+    assert 0 < rows_allowed(0.006, SLO, time, load) < 50
+    assert rows_allowed(0.006, SLO, time, load, growing=True) == 0
+    assert rows_allowed(0.025, SLO, time, load, growing=True) >= 100
+
+
+def test_steps_of_a_launch_fit_into_the_slack() -> None:
+    time = learned(fixed=0.002, each=0.0)
+    assert steps_allowed(1.0, 0.02, time, 10, 100, 8) == 8
+    assert steps_allowed(0.0065, 0.02, time, 10, 100, 8) == 3
+    assert steps_allowed(0.0001, 0.02, time, 10, 100, 8) == 1
+    assert steps_allowed(1.0, 0.02, StepTime(), 10, 100, 8) == 1, "nothing is known yet"
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1 << 32), limit=st.floats(0.02, 0.5), fixed=st.floats(0.001, 0.02),
+    serving_s=st.floats(0.001, 0.03), gap_s=st.floats(0.01, 1.0),
+)  # fmt: skip
+def test_lending_slows_no_request_down_by_more_than_the_limit(
+    seed: int, limit: float, fixed: float, serving_s: float, gap_s: float
+) -> None:
+    """Serving steps and rollout steps in turn, with requests that come and go. Estimates are exact."""
+    rng, now_s, next_s = random.Random(seed), 0.0, 0.0
+    slo = Objectives(ttft_s=10.0, tpot_s=5.0, reserve=0.0, max_slowdown=limit)
+    serving, rollout = learned(serving_s, 0.0), learned(fixed, fixed / 100)
+    running: dict[int, list[float]] = {}  # first token, time lent, tokens left
+    lent_s = idle_s = 0.0
+    for turn in range(400):
+        if now_s >= next_s:
+            running[turn] = [now_s, 0.0, rng.randrange(2, 60)]
+            next_s = now_s + rng.expovariate(1 / gap_s)
+        if running:
+            now_s += serving_s
+            for id, state in list(running.items()):
+                state[2] -= 1
+                if state[2] <= 0:
+                    whole_s, lent = now_s - state[0], state[1]
+                    assert lent <= limit * (whole_s - lent) * 1.01 + 1e-9
+                    del running[id]
+        load = ServingLoad(
+            last_tokens_s=(now_s,) * len(running), lent_s=tuple((now_s - s[0], s[1]) for s in running.values())
+        )
+        slack = slack_s(load, slo, serving, now_s)
+        growing = slack == credit_s(load, slo) < math.inf
+        rows = rows_allowed(slack, slo, rollout, RolloutLoad(running=32, waiting=0, context=0), growing=growing)
+        took_s = rollout.predict_s(min(rows, 32), 0) if rows else 0.0
+        if not running and not took_s:
+            took_s = 0.001
+        now_s += took_s
+        lent_s += took_s if running else 0.0
+        idle_s += took_s if not running else 0.0
+        for state in running.values():
+            state[1] += took_s
+    assert lent_s <= limit * now_s

@@ -18,6 +18,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     ttft_ms: Annotated[float, typer.Option(min=1.0, help="Objective: milliseconds to the first token.")] = 500.0,
     tpot_ms: Annotated[float, typer.Option(min=1.0, help="Objective: milliseconds per token after the first.")] = 150.0,
+    max_slowdown: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            rich_help_panel=LENDING,
+            help="Upper limit for the time per token that lending adds, as a share of the time without lending.",
+        ),
+    ] = 0.15,
     name: Annotated[str, typer.Option(help="Name of the model in the API. Default: MODEL.")] = "",
     api_key: Annotated[
         str, typer.Option(envvar="WINDFALL_API_KEY", help="Key that clients must send. Default: none is needed.")
@@ -46,7 +54,8 @@ def serve(
     process.main(
         process.ServeOptions(
             model=model, host=host, port=port, name=name, api_key=api_key, max_requests=max_requests,
-            objectives=Objectives(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000), max_running=max_running,
+            objectives=Objectives(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, max_slowdown=max_slowdown),
+            max_running=max_running,
             kv_tokens=kv_tokens, memory=memory, device=device, threads=threads, drain_s=drain, lend=lend, token=token,
             ca=tls_ca,
         )

@@ -7,11 +7,16 @@ Rules that always hold (`check()`):
 
 A tenant registers three functions: `idle` counts its blocks that hold nothing in use; `trim` gives back up to n of
 these; `yield_blocks` gives back n blocks at any price, or all. The last is only called on behalf of a tenant with
-priority. The tenant that is called must not be in the middle of a step.
+priority, and of tenants that join as a last resort only when the others have nothing left. The tenant that is called
+must not be in the middle of a step.
+
+Low blocks are used first. So the last ones are often free, and a tenant can `reserve` them as one range; `vacate` gives
+back the blocks of a range that hold nothing in use.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -58,16 +63,18 @@ def layout(total_bytes: int, page_bytes: int, *, block_bytes: int = 64 << 20, le
 @dataclass(kw_only=True, slots=True)
 class _Tenant:
     priority: bool
+    last_resort: bool
     idle: Callable[[], int]
     trim: Callable[[int], int]
     yield_blocks: Callable[[int], int]
+    vacate: Callable[[frozenset[int], bool], bool]
     blocks: set[int] = field(default_factory=set)
 
 
 class Blocks:
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
-        self._free = list(range(layout.count - 1, -1, -1))
+        self._free = list(range(layout.count))  # a heap
         self._tenants: dict[str, _Tenant] = {}
         self._last_owner: list[str] = [""] * layout.count
         self.dirty: set[int] = set()
@@ -76,11 +83,16 @@ class Blocks:
         """Number of blocks that went from one tenant to another."""
 
     def join(
-        self, tenant: str, *, priority: bool = False, idle: Callable[[], int] = lambda: 0,
+        self, tenant: str, *, priority: bool = False, last_resort: bool = False, idle: Callable[[], int] = lambda: 0,
         trim: Callable[[int], int] = lambda n: 0, yield_blocks: Callable[[int], int] = lambda n: 0,
+        vacate: Callable[[frozenset[int], bool], bool] = lambda blocks, dry: False,
     ) -> None:  # fmt: skip
+        """`vacate(blocks, dry)` gives these blocks back unless one is in use, and says whether it did; `dry`: whether
+        it would."""
         assert tenant not in self._tenants, f"{tenant} is a tenant already"
-        self._tenants[tenant] = _Tenant(priority=priority, idle=idle, trim=trim, yield_blocks=yield_blocks)
+        self._tenants[tenant] = _Tenant(
+            priority=priority, last_resort=last_resort, idle=idle, trim=trim, yield_blocks=yield_blocks, vacate=vacate
+        )
 
     def leave(self, tenant: str) -> None:
         """The tenant is gone, and all its blocks are free."""
@@ -114,15 +126,31 @@ class Blocks:
         """A block at any price: other tenants give up what they use. None if they have none."""
         assert self._tenants[tenant].priority, f"{tenant} has no priority"
         if not self._free:
-            for name, other in self._tenants.items():
+            for name, other in sorted(self._tenants.items(), key=lambda item: item[1].last_resort):
                 if name != tenant and other.yield_blocks(1):
                     break
         return self._assign(tenant)
 
+    def reserve(self, tenant: str, count: int) -> bool:
+        """Take the last `count` blocks: all of them, or none if one is in use."""
+        wanted = frozenset(range(self.layout.count - count, self.layout.count))
+        owners = [(t, wanted & t.blocks) for t in self._tenants.values() if wanted & t.blocks]
+        if count > self.layout.count or not all(t.vacate(held, True) for t, held in owners):
+            return False
+        for t, held in owners:
+            t.vacate(held, False)
+        self._free = [b for b in self._free if b not in wanted]
+        heapq.heapify(self._free)
+        for block in wanted:
+            self._own(tenant, block)
+        return True
+
     def _assign(self, tenant: str) -> int | None:
         if not self._free:
             return None
-        block = self._free.pop()
+        return self._own(tenant, heapq.heappop(self._free))
+
+    def _own(self, tenant: str, block: int) -> int:
         self._tenants[tenant].blocks.add(block)
         if self._last_owner[block] not in ("", tenant):
             self.dirty.add(block)
@@ -132,7 +160,7 @@ class Blocks:
 
     def give_back(self, tenant: str, block: int) -> None:
         self._tenants[tenant].blocks.remove(block)
-        self._free.append(block)
+        heapq.heappush(self._free, block)
 
     def check(self) -> None:
         """Raise AssertionError unless the rules above hold."""

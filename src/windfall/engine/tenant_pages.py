@@ -27,6 +27,7 @@ class TenantPages(Pages):
         self._page_granules, self.per_block = layout.page_granules(page_bytes), layout.pages(page_bytes)
         self._unused = []
         self._held_in = [0] * layout.count  # held pages in each block
+        self._held_blocks = 0
         self.limit = layout.count
         """Upper limit for the blocks that this tenant may own."""
         self.waste = 1.0 - self.per_block * page_bytes / layout.block_bytes
@@ -34,7 +35,7 @@ class TenantPages(Pages):
         self.evict: Callable[[frozenset[int]], None] = lambda pages: None
         blocks.join(
             tenant, priority=priority, trim=self.trim, yield_blocks=self.yield_blocks,
-            idle=lambda: self.owned_blocks - self.held_blocks,
+            idle=lambda: self.owned_blocks - self.held_blocks, vacate=self.vacate,
         )  # fmt: skip
 
     # Amounts.
@@ -54,7 +55,7 @@ class TenantPages(Pages):
     @property
     def held_blocks(self) -> int:
         """Blocks with at least one held page."""
-        return sum(count > 0 for count in self._held_in)
+        return self._held_blocks
 
     @property
     def owned_blocks(self) -> int:
@@ -72,8 +73,13 @@ class TenantPages(Pages):
     def allocate(self) -> int | None:
         page = self._allocate()
         if page is not None:
-            self._held_in[self.block_of(page)] += 1
+            self._hold(page)
         return page
+
+    def _hold(self, page: int) -> None:
+        block = self.block_of(page)
+        self._held_blocks += self._held_in[block] == 0
+        self._held_in[block] += 1
 
     def _allocate(self) -> int | None:
         if not self._unused and self.per_block and self.owned_blocks < self.limit:
@@ -91,7 +97,7 @@ class TenantPages(Pages):
     def find(self, key: Key) -> int | None:
         page = super().find(key)
         if page is not None and self._references[page] == 1:
-            self._held_in[self.block_of(page)] += 1
+            self._hold(page)
         return page
 
     def release(self, pages: Iterable[int]) -> None:
@@ -99,7 +105,9 @@ class TenantPages(Pages):
         super().release(pages)
         for page in pages:
             if self._references[page] == 0:
-                self._held_in[self.block_of(page)] -= 1
+                block = self.block_of(page)
+                self._held_in[block] -= 1
+                self._held_blocks -= self._held_in[block] == 0
 
     def clear_cache(self) -> None:
         super().clear_cache()
@@ -113,6 +121,14 @@ class TenantPages(Pages):
         if idle:
             self._drop(idle)
         return len(idle)
+
+    def vacate(self, blocks: frozenset[int], dry: bool) -> bool:
+        """Give these blocks back, unless a page of one is held."""
+        if any(self._held_in[b] for b in blocks):
+            return False
+        if not dry:
+            self._drop(sorted(blocks))
+        return True
 
     def _drop(self, blocks: Sequence[int]) -> None:
         gone = {page for block in blocks for page in self.pages_of(block)}
@@ -154,4 +170,5 @@ class TenantPages(Pages):
         assert not {page for page in range(self.count) if count[page]} - owned, "a held page is in a foreign block"
         held_in = [sum(count[p] > 0 for p in self.pages_of(b)) for b in range(self._blocks.layout.count)]
         assert held_in == self._held_in, "the counts of held pages are wrong"
+        assert self._held_blocks == sum(n > 0 for n in held_in), "the count of held blocks is wrong"
         assert {k: p for p, k in enumerate(self._key) if k is not None} == self._by_key, "keys and pages disagree"

@@ -22,6 +22,8 @@ from windfall.gateway.session import CallInFlight
 
 UNFINISHED = "\ufffd"
 """What a tokenizer decodes an incomplete character to."""
+MAX_HELD = 8
+"""Largest number of tokens that are held back for a character to be completed. A character has at most four bytes."""
 
 Chunk = dict[str, Any]
 
@@ -32,21 +34,27 @@ class GrowingText:
 
     >>> text = GrowingText(lambda ids: bytes(ids).decode(errors="replace"))
     >>> text.grow(b"a\\xc3", 2), text.grow(b"a\\xc3\\xa9b", 4)
-    (None, 'aéb')
+    ('a', 'éb')
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._before = self._read = 0
-        """The tokens between these positions are decoded with the new ones."""
+        self._before = self.read = 0
+        """The tokens between these positions are decoded with the new ones. `read`: number of tokens whose text was
+        returned."""
 
-    def grow(self, tokens: Sequence[int], count: int) -> str | None:
-        """The text of the first `count` tokens that is new. None: its last character is not complete yet."""
-        text = self._decode(tokens[self._before : count])
-        if text.endswith(UNFINISHED):
-            return None
-        known = self._decode(tokens[self._before : self._read])
-        self._before, self._read = self._read, count
+    def grow(self, tokens: Sequence[int], count: int) -> str:
+        """The text of the first `count` tokens that is new, without a character at its end that is not complete."""
+        end, text = count, self._decode(tokens[self._before : count])
+        while end > self.read and text.endswith(UNFINISHED) and count - end < MAX_HELD:
+            end -= 1
+            text = self._decode(tokens[self._before : end])
+        if end <= self.read:
+            return ""
+        if text.endswith(UNFINISHED):  # these bytes are not a character
+            end, text = count, self._decode(tokens[self._before : count])
+        known = self._decode(tokens[self._before : self.read])
+        self._before, self.read = self.read, end
         return text[len(known) :]
 
 
@@ -74,10 +82,11 @@ class TextChunks:
         return [chunk]
 
     def grown(self, count: int) -> list[Chunk]:
-        new = self._growing.grow(self._flight.tokens, count)
-        if new is None:
+        before = self._growing.read
+        text = self._held + self._growing.grow(self._flight.tokens, count)
+        count = self._growing.read
+        if count == before:
             return []
-        text = self._held + new
         self._ends.append((self._sent_text + len(text), count))
         certain = max(0, len(text) - self._hold)
         self._held = text[certain:]

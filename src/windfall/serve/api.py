@@ -10,8 +10,9 @@ It is the gateway (gateway/server.py) with a session of one call for every reque
 are the gateway's. Different from the gateway: a request decides how its tokens are sampled, and a client that goes away
 cancels its request.
 
-Limits: `max_body_bytes` of a body, `max_requests` in flight (429 beyond it), `request_s` seconds for a request from its
-first byte to the last byte of its answer, so a client that does not read its answer is cut off.
+Limits: `max_body_bytes` of a body, `max_requests` in flight, waiting or running (429 beyond it), `read_s` seconds for a
+client to send its body, `write_s` seconds to take the next part of a stream, and `request_s` seconds from the first
+byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class ServeLimits:
     """What clients must send; empty: nothing."""
     max_requests: int = 256
     request_s: float = 600.0
+    read_s: float = 30.0
+    write_s: float = 30.0
 
 
 class _CallSampler:
@@ -135,6 +138,7 @@ class ServeApi(Gateway):
     ) -> None:  # fmt: skip
         self._host, self.served, self._limits = host, served, limits or ServeLimits()
         self._in_flight = 0
+        self.write_s = self._limits.write_s
         self.draining = ""
         """Why no request is accepted any more; empty while they are."""
         super().__init__(_CallSampler(host, served, stop), tokenizer, chat, stop)
@@ -187,6 +191,7 @@ class ServeApi(Gateway):
             raise ApiError(429, what, code="rate_limit_exceeded")
         self._in_flight += 1
         try:
+            await self._read_body(request)
             async with asyncio.timeout(self._limits.request_s):
                 return await handler(request)
         except TimeoutError:
@@ -199,6 +204,14 @@ class ServeApi(Gateway):
             self._in_flight -= 1
             if state.session is not None:
                 await state.session.end()
+
+    async def _read_body(self, request: web.Request) -> None:
+        try:
+            async with asyncio.timeout(self._limits.read_s):
+                await request.read()  # aiohttp keeps it for the handler
+        except TimeoutError:
+            what = f"the body did not arrive within {self._limits.read_s:g} s"
+            raise ApiError(408, what, code="timeout") from None
 
     async def _health(self, request: web.Request) -> web.Response:
         del request

@@ -5,12 +5,18 @@
 Only this thread touches the two engines, the blocks and the policies. Other threads give orders, which run between two
 steps (`call`, `submit`, `cancel`). Rules:
 - the thread waits only for orders, and only if no tenant has anything to do; never for a client or for the run;
+- a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Without a rollout tenant, serving is
+  one launch ahead of the device. With one, every launch is waited for, so that what it took is known; only while
+  serving is idle, the rollout is one launch ahead;
 - an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,14 +28,32 @@ from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
 from windfall.serve.memory_policy import MemoryPolicy
 from windfall.serve.metrics import ServeMetrics
-from windfall.serve.slo import Objectives, RolloutLoad, ServingLoad, rows_allowed, slack_s
+from windfall.serve.slo import (
+    Objectives,
+    RolloutLoad,
+    ServingLoad,
+    credit_s,
+    objective_slack_s,
+    rows_allowed,
+    slack_s,
+    steps_allowed,
+)
 from windfall.serve.step_time import StepShape, StepTime
 from windfall.types import Chunk, Request
 
 if TYPE_CHECKING:
     from windfall.serve.rollout_tenant import RolloutTenant
 
-SERVING, ROLLOUT = "serving", "rollout"
+SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
+LAUNCH_S = 0.02
+"""Upper limit for the time of the decode steps that are launched at once (seconds)."""
+THAW_S = 10.0
+"""Seconds after which a rollout whose budget fell to zero gets another one, if there is room for it all the time."""
+SWITCH_S = 0.001
+"""Longest time for which another Python thread may keep the host's thread waiting (seconds). Python's default is 5 ms:
+as long as several steps of a small model."""
+AHEAD = 2
+"""Launches in flight of an engine that has the device to itself."""
 LOOK_S = 0.05
 """Longest wait for orders (seconds) while there is a rollout tenant: it may be waiting for its link."""
 
@@ -45,6 +69,7 @@ class _Running:
     arrival_s: float
     first_s: float = 0.0
     last_s: float = 0.0
+    lent_s: float = 0.0  # time since the first token that the rollout had
     tokens: int = 0
 
 
@@ -62,7 +87,7 @@ class Host:
         self.failed: BaseException | None = None
         self.slack_s = 0.0
         """The slack before the last rollout step, or before the last decision that it must wait."""
-        self._clock = clock
+        self._clock, self._without_room_s = clock, 0.0
         self._requests: dict[str, _Running] = {}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="serving host", daemon=True)
@@ -73,6 +98,7 @@ class Host:
     def start(self, on_failure: Callable[[], None] = lambda: None) -> None:
         """`on_failure` is called in the host's thread if serving fails. The host is useless after that."""
         self._on_failure = on_failure
+        sys.setswitchinterval(SWITCH_S)
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -115,7 +141,7 @@ class Host:
             "serving_predicted": serving.predicted_s, "serving_actual": serving.actual_s,
             "rollout_predicted": rollout.predicted_s, "rollout_actual": rollout.actual_s,
         }  # fmt: skip
-        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT)}
+        held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
         return {
             "serve_running": ("Requests with at least one token.", self.requests - waiting),
             "serve_waiting": ("Requests without a token.", waiting),
@@ -133,6 +159,7 @@ class Host:
 
     def _run(self) -> None:
         try:
+            self.arena.use_device()
             while self._take_orders():
                 self._turn()
         except BaseException as e:  # fault boundary: this is the only way in which the server learns of the error
@@ -157,16 +184,28 @@ class Host:
                 return True
 
     def _turn(self) -> None:
+        tenant = self.rollout
         if len(self.engine):
+            if tenant is not None:
+                self._contain(tenant, tenant.finish_launches)
             self._step_serving()
         tenant = self.rollout
-        if tenant is None:
-            return
+        if tenant is not None:
+            began_s = self._clock()
+            self._contain(tenant, lambda: self._step_rollout(tenant))
+            self._count_lent(self._clock() - began_s)
+
+    def _contain(self, tenant: RolloutTenant, function: Callable[[], None]) -> None:
         try:
-            self._step_rollout(tenant)
+            function()
         except Exception as e:  # fault boundary: serving goes on without the rollout
             self.drop_rollout(tenant)
             tenant.fail(e)
+
+    def _count_lent(self, seconds: float) -> None:
+        for request in self._requests.values():
+            if request.tokens:
+                request.lent_s += seconds
 
     def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
         try:
@@ -185,10 +224,16 @@ class Host:
 
     def _step_serving(self) -> None:
         evicted = self.rollout.evicted if self.rollout is not None else 0
+        engine, steps = self.engine, 1
+        engine.depth = AHEAD if self.rollout is None else 1
         began_s = self._clock()
-        chunks = self.engine.step()
+        if engine.burst > 1:
+            rows, context = self._serving_shape()
+            steps = steps_allowed(LAUNCH_S, LAUNCH_S, self.serving_time, rows, context, engine.burst)
+        chunks = engine.step(None, steps)
         now_s = self._clock()
-        self.serving_time.observe(StepShape(*self.engine.last_step), now_s - began_s)
+        self.metrics.serving_seconds += now_s - began_s
+        self.serving_time.observe(StepShape(*engine.last_step), (now_s - began_s) / engine.last_steps)
         if self.rollout is not None and self.rollout.evicted > evicted:  # serving took blocks in use
             self.policy.taken(self.arena.blocks.held(ROLLOUT))
         for chunk in chunks:
@@ -224,26 +269,37 @@ class Host:
         if self.rollout is tenant:
             self.rollout = None
             tenant.pages.evict = lambda pages: None
-            self.arena.leave(ROLLOUT)
+            with contextlib.suppress(Exception):  # the device may be what failed
+                tenant.finish_launches()
+            tenant.leave_memory()
 
     def begin_step(self) -> None:
         """A step of the run begins: compute the rollout's budget from what serving holds."""
-        self.policy.begin_step(self.engine.kv.pages.held_blocks)
+        self.policy.begin_step(self._unlent)
         if self.rollout is not None:
             self.rollout.pages.limit = self.policy.budget
 
     def _step_rollout(self, tenant: RolloutTenant) -> None:
         if not tenant.run_orders():
             return
+        tenant.restore_weights(self._clock())
         self._limit_memory(tenant)
+        self._thaw(self._clock())
         tenant.report(self._clock())
         if tenant.runnable:
             now_s = self._clock()
-            self.slack_s = self.slack_now(now_s)
-            rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, tenant.load())
+            serving, lent = self._serving_load(now_s), tenant.load()
+            self.slack_s = slack_s(serving, self.objectives, self.serving_time, now_s)
+            growing = self.slack_s == credit_s(serving, self.objectives) < math.inf
+            rows = rows_allowed(self.slack_s, self.objectives, self.rollout_time, lent, growing=growing)
             if rows:
-                made = tenant.advance(rows)
-                self.rollout_time.observe(StepShape(*tenant.last_step), self._clock() - now_s)
+                most_s = min(self.slack_s, self.objectives.idle_s)
+                shape = (min(rows, lent.running), lent.context)
+                steps = steps_allowed(most_s, LAUNCH_S, self.rollout_time, *shape, tenant.burst)
+                made = tenant.advance(rows, steps, depth=1 if len(self.engine) else AHEAD)
+                taken_s = self._clock() - now_s
+                self.rollout_time.observe(StepShape(*tenant.last_step), taken_s / tenant.last_steps)
+                self.metrics.rollout_seconds += taken_s
                 self.metrics.rollout_tokens += made
                 self.metrics.rollout_steps += 1
             else:
@@ -252,7 +308,9 @@ class Host:
         self.metrics.returned("compute", tenant.return_starved(self._clock()))
 
     def slack_now(self, now_s: float) -> float:
-        return slack_s(self._serving_load(), self.objectives, self.serving_time, now_s)
+        """The smallest slack of the objectives. Credit is left out: it limits how often the rollout has a step, not how
+        many responses such a step can have."""
+        return objective_slack_s(self._serving_load(now_s), self.objectives, self.serving_time, now_s)
 
     @property
     def serving_use(self) -> float:
@@ -260,25 +318,49 @@ class Host:
         return self.engine.kv.pages.held_blocks / self.arena.blocks.layout.count
 
     def _limit_memory(self, tenant: RolloutTenant) -> None:
-        serving, pages = self.engine.kv.pages, tenant.pages
-        excess = self.policy.observe(serving.held_blocks, pages.owned_blocks)
+        pages = tenant.pages
+        excess = self.policy.observe(self._unlent, pages.owned_blocks)
         pages.limit = self.policy.budget
         if excess:
             pages.yield_blocks(excess)
-            self.policy.observe(serving.held_blocks, pages.owned_blocks)
+            self.policy.observe(self._unlent, pages.owned_blocks)
 
-    def _serving_load(self) -> ServingLoad:
-        waiting, last_tokens_s, context = [], [], 0
+    def _thaw(self, now_s: float) -> None:
+        """A rollout without any block makes no progress, and without progress no step of the run ends, if no other
+        worker does: then the budget is computed again when there has been room for a while."""
+        if self.policy.budget or not self.policy.has_room(self._unlent):
+            self._without_room_s = now_s
+        elif now_s > self._without_room_s + THAW_S:
+            self.begin_step()
+
+    @property
+    def _unlent(self) -> int:
+        """Blocks that the rollout's KV cache cannot have: those of serving, and of the rollout's weights."""
+        return self.engine.kv.pages.held_blocks + self.arena.blocks.held(WEIGHTS)
+
+    def may_restore(self, blocks: int) -> bool:
+        """Whether the rollout's weights may have this many blocks again."""
+        return self.policy.has_room(self._unlent + blocks)
+
+    def _serving_shape(self) -> tuple[int, int]:
+        """Rows of a decode step of serving, and the tokens that they attend to."""
+        lengths = [len(s.tokens) for s in self.engine.sequences if s.pages]
+        return len(lengths), sum(lengths)
+
+    def _serving_load(self, now_s: float) -> ServingLoad:
+        waiting, last_tokens_s, lent_s, context = [], [], [], 0
         for s in self.engine.sequences:
             request = self._requests[s.request.id]
             if request.tokens == 0:
                 waiting.append((request.arrival_s, len(s.tokens) - s.computed))
             else:
                 last_tokens_s.append(request.last_s)
+                lent_s.append((now_s - request.first_s, request.lent_s))
                 context += len(s.tokens)
         return ServingLoad(
-            waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), context=context, max_rows=self._max_rows
-        )
+            waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), lent_s=tuple(lent_s), context=context,
+            max_rows=self._max_rows,
+        )  # fmt: skip
 
 
 def rollout_load(engine: Any) -> RolloutLoad:

@@ -41,6 +41,10 @@ class MemoryPolicy:
         self.state = MemoryState.NORMAL
         self.budget = max(0, self._blocks - self._headroom - serving)
 
+    def has_room(self, serving: int) -> bool:
+        """Whether a new budget would be positive if serving held this many blocks."""
+        return self._blocks - self._headroom - serving > 0
+
     def observe(self, serving: int, rollout: int) -> int:
         """The blocks that each tenant holds now. Returns how many the rollout must give back at once."""
         if self.state is MemoryState.NORMAL and self.budget and self._left(serving) < self._needed:

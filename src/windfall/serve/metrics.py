@@ -50,6 +50,10 @@ class ServeMetrics:
     """Requests whose first token came later than the objective."""
     late_tokens: int = 0
     """Requests whose mean time per token was above the objective."""
+    serving_seconds: float = 0.0
+    """Time of all serving steps."""
+    rollout_seconds: float = 0.0
+    """Time of all rollout steps."""
     rollout_tokens: int = 0
     rollout_steps: int = 0
     rollout_waits: int = 0

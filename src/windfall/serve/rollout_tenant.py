@@ -7,7 +7,9 @@ Rules:
 - frames are forwarded in a thread of their own. While too many are unsent, the tenant is not runnable;
 - what the tenant can take is reported about once per second, and before a response is returned (capacity.py);
 - a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
-  every one if the tenant had no step, for `STARVED_S`.
+  every one if the tenant had no step, for `STARVED_S`;
+- if serving needs the blocks of the weights, too, all responses are returned. The weights stay in host memory, and are
+  activated again with the next version, or when there has been room for them for `RESTORE_S`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from windfall.types import Chunk
 from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
 STARVED_S = 2.0
+RESTORE_S = 10.0
 MAX_UNSENT = 64
 """Frames that may wait to be forwarded before the tenant pauses."""
 LOOK_S = 0.25
@@ -86,6 +89,9 @@ class RolloutTenant(EngineThread):
         waking.wake = host.wake
         self._forwarder: _Forwarder | None = None
         self._swapping = self._closed = False
+        self.weightless_s: float | None = None
+        """Since when the weights' blocks have been serving's; None: the weights are on the device."""
+        self._copying = threading.Lock()
         self._evicted: list[int] = []
         """Handles of responses that lost their pages and were not returned yet."""
         self.evicted = 0
@@ -146,19 +152,51 @@ class RolloutTenant(EngineThread):
         if weights is None:
             self._copied(version, done, None)
             return
-        self._swapping = True
-        arguments = (version, weights, done)
-        threading.Thread(target=self._copy, args=arguments, name="rollout weights", daemon=True).start()
+        engine: Any = self.engine
+        ready = getattr(engine, "ready_weights", None)
+        if ready is None:
+            self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
+            return
 
-    def _copy(self, version: int, weights: Mapping[str, Any], done: Callable[[BaseException | None], None]) -> None:
-        """Copy the weights. Runs in a thread: the tenant does not step meanwhile, and serving does."""
-        error: BaseException | None = None
-        try:
-            engine: Any = self.engine
-            copy_weights(engine.model, version, weights)
-        except Exception as e:  # fault boundary: the session reports it to the controller
-            error = e
-        self._orders.put(functools.partial(self._copied, version, done, error))
+        def load() -> None:
+            """To host memory first: the tenant steps with the old weights meanwhile."""
+            error: BaseException | None = None
+            try:
+                ready.load(version, weights)
+            except Exception as e:  # fault boundary: the session reports it to the controller
+                error = e
+            after = functools.partial(self._in_thread, ready.activate, version, done)
+            self._orders.put(after if error is None else functools.partial(self._copied, version, done, error))
+
+        threading.Thread(target=load, name="rollout weights", daemon=True).start()
+
+    def _in_thread(
+        self, copy: Callable[[], None], version: int, done: Callable[[BaseException | None], None]
+    ) -> None:  # fmt: skip
+        """Change the engine's weights in a thread. The tenant does not step meanwhile, and serving does."""
+        self.finish_launches()
+        self._swapping = True
+
+        engine: Any = self.engine
+        tail = getattr(engine, "weight_blocks", None)
+        if tail is not None and not tail.take():  # the version is in host memory, and is activated later
+            self.weightless_s = self.weightless_s or time.monotonic()
+            self._copied(version, done, None)
+            return
+        self.weightless_s = None
+        self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                copy()
+            except Exception as e:  # fault boundary: the session reports it to the controller
+                error = e
+            finally:
+                self._copying.release()
+            self._orders.put(functools.partial(self._copied, version, done, error))
+
+        threading.Thread(target=run, name="rollout weights", daemon=True).start()
 
     def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
         self._swapping = False
@@ -176,10 +214,36 @@ class RolloutTenant(EngineThread):
     def _built(self, engine: Any) -> None:
         self._engine = engine
         if self._closed:
-            engine.kv.leave()
+            self.leave_memory()
             return
         self.pages.evict = self._evict
         self._host.adopt(self)
+
+    def leave_memory(self) -> None:
+        """Give all blocks back."""
+        engine: Any = self.engine
+        engine.kv.leave()
+        tail = getattr(engine, "weight_blocks", None)
+        if tail is not None:
+            with self._copying:
+                tail.leave()
+
+    def give_up_weights(self) -> None:
+        """Serving gets the blocks of the weights now."""
+        with self._copying:  # a copy takes a fraction of a second
+            self.weightless_s = time.monotonic()
+        engine: Any = self.engine
+        self._cancel(list(engine.sequences))
+
+    def restore_weights(self, now_s: float) -> None:
+        """Activate the weights again if there is room for them."""
+        engine: Any = self.engine
+        if self.weightless_s is None or self._swapping or not engine.ready_weights.loaded:
+            return
+        if now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(engine.weight_blocks.count):
+            return
+        self.weightless_s = now_s  # if the blocks are in use, the next attempt comes later
+        self._in_thread(engine.ready_weights.activate, engine.version, lambda error: None)
 
     def _leave(self) -> None:
         self._closed = True
@@ -204,11 +268,27 @@ class RolloutTenant(EngineThread):
         return engine.last_step
 
     @property
+    def last_steps(self) -> int:
+        engine: Any = self.engine
+        return engine.last_steps
+
+    @property
+    def burst(self) -> int:
+        engine: Any = self.engine
+        return engine.burst
+
+    def finish_launches(self) -> None:
+        """Wait until the device has run all launches of this tenant."""
+        engine: Any = self.engine
+        if engine.in_flight:
+            engine.finish_launches()
+
+    @property
     def runnable(self) -> bool:
         return not self._idle() and (self._forwarder is None or self._forwarder.unsent < MAX_UNSENT)
 
     def _idle(self) -> bool:
-        return self._swapping or super()._idle()
+        return self._swapping or self.weightless_s is not None or super()._idle()
 
     def load(self) -> RolloutLoad:
         return rollout_load(self.engine)
@@ -222,11 +302,14 @@ class RolloutTenant(EngineThread):
                     given()
         return not self._closed
 
-    def advance(self, rows: int) -> int:
-        """One step of at most this many rows. Returns the number of new tokens."""
+    def advance(self, rows: int, steps: int = 1, *, depth: int = 1) -> int:
+        """Launch at most this many steps, of at most this many rows each; `depth` launches may be in flight. Returns
+        the number of new tokens."""
         engine: Any = self.engine
         before, began_s = self._generated, time.monotonic()
-        chunks: list[Chunk] = engine.step(rows)
+        engine.depth = depth
+        engine.prefill_alone(depth == 1)  # a launch ahead need not be short
+        chunks: list[Chunk] = engine.step(rows, steps)
         if self._meter is not None:
             self._meter.stepped(time.monotonic() - began_s)
         self._stepped(chunks)
@@ -254,15 +337,20 @@ class RolloutTenant(EngineThread):
             self._reported_s = now_s
             budget = host.policy.budget * self.pages.per_block * self.pages.size
             slots = self._meter.slots(budget, running=load.running, held_tokens=load.context)
+            slots = slots if self.weightless_s is None else 0
             self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
         engine: Any = self.engine
-        for s in [s for s in engine.sequences if not pages.isdisjoint(s.pages)]:
+        self._cancel([s for s in engine.sequences if not pages.isdisjoint(s.pages)])
+        engine.evict_kept(pages)
+
+    def _cancel(self, sequences: list[Any]) -> None:
+        engine: Any = self.engine
+        for s in sequences:
             engine.cancel(s.request.id)
             self._evicted.append(int(s.request.id))
             self.evicted += 1
-        engine.evict_kept(pages)
 
     def return_evicted(self) -> int:
         """Return the responses that lost their pages to the controller. Returns how many."""
@@ -275,7 +363,7 @@ class RolloutTenant(EngineThread):
             return 0
         self._looked_s = now_s
         engine: Any = self.engine
-        if self._idle():
+        if self._idle() and self.weightless_s is None:
             self._without_pages_s.clear()
             return 0
         sequences = engine.sequences

@@ -100,7 +100,7 @@ def test_no_tenant_reads_what_another_wrote() -> None:
     model = build("llama")
     arena, first, second = shared(model, build("llama"), pages=16)
     drain(second, requests(3, seed=1))
-    memory = arena._memory
+    memory = arena.memory
     assert memory.any()
     assert second.kv is not None
     second.kv.pages.trim(99)

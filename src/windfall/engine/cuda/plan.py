@@ -45,6 +45,11 @@ class DeviceSequence:
     keys: list[Key] = field(default_factory=list)  # keys of full pages, computed from `tokens` when needed
     finished: bool = False  # the response has ended or was canceled: further tokens from the device are discarded
 
+    @property
+    def computed(self) -> int:
+        """Leading tokens whose keys and values were launched or found."""
+        return self.prefilled
+
     def key(self, n: int, size: int) -> Key:
         while len(self.keys) <= n:
             k = len(self.keys)
@@ -73,6 +78,7 @@ class Launch:
     steps: int
     longest: int  # upper limit for the tokens that a row reads by itself, without the shared prefix of its group
     prefix_groups: np.ndarray  # (G, 3): first row, number of rows and shared tokens of each group
+    shape: tuple[int, int] = (0, 0)  # rows of a step, prefill included, and the tokens that they attend to
 
 
 class BatchPlanner:
@@ -83,6 +89,8 @@ class BatchPlanner:
         self.retention = retention if retention is not None else Retention(pages)
         self.pages, self.host_state, self.sharing = pages, host_state, sharing
         self.max_rows, self.burst = max_rows, burst
+        self.single_step_with_prefill = False
+        """A launch with a prefill has one decode step: its tokens come sooner, and its time is that of one step."""
         self.running: dict[DeviceSequence, None] = {}  # in order of arrival
         self.waiting: deque[DeviceSequence] = deque()
         self.preemptions = self.reused_tokens = self.lookups = self.hits = 0
@@ -111,10 +119,16 @@ class BatchPlanner:
             del self.running[sequence]
             self._release(sequence, keep=ended and bool(sequence.request.session) and sequence.request.keep_s > 0)
 
-    def next(self, *, in_flight: bool) -> Launch | None:
-        """The next launch; None if a launch in flight must be collected first, or if there is no work."""
-        prefill, crowded = self._plan_prefill()
-        slots, steps = self._plan_burst(1 if crowded else self.burst, may_preempt=not in_flight and not prefill)
+    def next(
+        self, *, in_flight: bool, most_rows: int | None = None, most_steps: int | None = None
+    ) -> Launch | None:  # fmt: skip
+        """The next launch; None if a launch in flight must be collected first, or if there is no work. `most_rows`:
+        upper limit for the rows of a step and of the prefill together; if fewer than decode, the oldest do."""
+        prefill, crowded = self._plan_prefill(self.max_rows if most_rows is None else min(most_rows, self.max_rows))
+        steps = self.burst if most_steps is None else min(self.burst, most_steps)
+        if crowded or (prefill and self.single_step_with_prefill):
+            steps = 1
+        slots, steps = self._plan_burst(steps, may_preempt=not in_flight and not prefill, most_rows=most_rows)
         if not prefill and not steps:
             return None
         rows = [s for n in slots.tolist() if (s := self._by_slot[n])]
@@ -123,9 +137,12 @@ class BatchPlanner:
         for first, count, tokens in prefix_groups.tolist():
             alone[first : first + count] -= tokens
         longest = int(alone.max()) if steps else 0
+        count = len(slots) + sum(p.stop - p.start for p in prefill)
+        context = int(self._planned[slots].sum()) + sum(p.stop for p in prefill)
         return Launch(
-            prefill=prefill, rows=rows, slots=slots, steps=steps, longest=longest, prefix_groups=prefix_groups
-        )
+            prefill=prefill, rows=rows, slots=slots, steps=steps, longest=longest, prefix_groups=prefix_groups,
+            shape=(count, context),
+        )  # fmt: skip
 
     def restart_all(self) -> None:
         """Send every running sequence back to the waiting queue, oldest first, because its pages are no longer valid.
@@ -137,9 +154,9 @@ class BatchPlanner:
         self.retention.clear()
         self.pages.clear_cache()
 
-    def _plan_prefill(self) -> tuple[list[PrefillChunk], bool]:
+    def _plan_prefill(self, most_rows: int) -> tuple[list[PrefillChunk], bool]:
         """Chunks within the budget of rows, and whether more are waiting: then the next launch should come soon."""
-        left = self.max_rows - int((self._decoding & (self._planned < self._end)).sum())
+        left = most_rows - int((self._decoding & (self._planned < self._end)).sum())
         prefill: list[PrefillChunk] = []
         for sequence in list(self._prefilling):
             if left > 0:
@@ -201,12 +218,15 @@ class BatchPlanner:
             self.retention.forget(s.request.session)  # of no use here: the sequence holds those that it has found
         return need <= self.pages.free
 
-    def _plan_burst(self, most: int, *, may_preempt: bool) -> tuple[np.ndarray, int]:
+    def _plan_burst(self, most: int, *, may_preempt: bool, most_rows: int | None) -> tuple[np.ndarray, int]:
         """Slots and number of steps, after allocating the pages for them. 0 steps: there are no pages or no rows."""
         while True:
             slots = np.flatnonzero(self._decoding & (self._planned < self._end))
             if not len(slots):
                 return slots, 0
+            if most_rows is not None and len(slots) > most_rows:
+                able = set(slots.tolist())
+                slots = np.array([s.slot for s in self.running if s.slot in able][:most_rows], np.int64)
             planned, end, held = self._planned[slots], self._end[slots], self._page_count[slots]
             steps = min(most, int((end - planned).max()))
             while steps:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 class TorchEngine:
     capabilities = Capabilities(name="torch")
+    burst, depth, last_steps, in_flight = 1, 1, 1, False  # like GraphEngine's: every step is one launch
 
     def __init__(
         self,
@@ -99,8 +100,9 @@ class TorchEngine:
         """All responses in the order in which they are computed. For reading only."""
         return [*self._scheduler.running, *self._scheduler.waiting]
 
-    def step(self, most_rows: int | None = None) -> list[Chunk]:
+    def step(self, most_rows: int | None = None, most_steps: int | None = None) -> list[Chunk]:
         """One step of at most `most_rows` rows."""
+        del most_steps
         rows = self._scheduler.plan(most_rows)
         self.last_step = (sum(r.stop - r.start for r in rows), sum(r.stop for r in rows))
         if not rows:
@@ -147,6 +149,12 @@ class TorchEngine:
         if not self.asleep:
             self._scheduler.restart_all()
             self._runner.free()
+
+    def finish_launches(self) -> None:
+        """Nothing is ever in flight."""
+
+    def prefill_alone(self, alone: bool) -> None:
+        """Every launch is one step."""
 
     def check(self) -> None:
         """Raise AssertionError if the bookkeeping of pages or sequences is inconsistent."""

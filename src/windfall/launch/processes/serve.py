@@ -71,7 +71,7 @@ def main(options: ServeOptions) -> None:
     device, dtype = devices.resolve(options.device, options.dtype, options.threads)
     model = load.load(options.model, dtype=dtype, device=device)
     tokenizer = load.load_tokenizer(options.model)
-    stop = text_for(tokenizer, model).stop
+    stop = text_for(tokenizer, model, {}).stop
     longest = getattr(model.config, "max_position_embeddings", None) or 4096
     spec = build.serving_spec(
         model, dtype, context=longest, max_running=options.max_running, kv_tokens=options.kv_tokens

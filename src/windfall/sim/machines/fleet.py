@@ -178,7 +178,8 @@ class SimFleet:
         for n in range(x.count):
             lending = LenderSpec(
                 number=n, serving=service(x.serving, "sim.lenders.serving"), load=load,
-                objectives=Objectives(ttft_s=x.ttft_s, tpot_s=x.tpot_s), serving_kv_tokens=x.serving_kv_tokens,
+                objectives=Objectives(ttft_s=x.ttft_s, tpot_s=x.tpot_s, max_slowdown=x.max_slowdown),
+                serving_kv_tokens=x.serving_kv_tokens,
                 response_tokens=self._scenario.real.sim.prompt_tokens + self._scenario.real.rollout.max_tokens,
             )  # fmt: skip
             name = f"l{n + 1}"

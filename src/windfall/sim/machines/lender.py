@@ -3,7 +3,8 @@
 Every TICK_S the lender looks at its requests and decides, with serve/slo.py, how many rows a step of the run may have;
 with serve/memory_policy.py, how much memory the run may hold; and with serve/capacity.py, what it reports. In between
 nothing changes: a turn of the host is one serving step and one step of the run with that many rows, so the run's
-formulas become slower by a factor. Prompts are prefilled before anything else.
+formulas become slower by a factor. Prompts are prefilled before anything else. If the limit of the slowdown leaves less
+time than that, only a share of the turns has a step of the run.
 
 Not simulated: errors of the learned step times (they are exact here), and waits within a tick. The prefill of the run's
 own prompts is slowed down by the same factor as its decode steps.
@@ -18,7 +19,7 @@ from typing import Any
 from windfall.link import messages as m
 from windfall.serve.capacity import CapacityMeter
 from windfall.serve.memory_policy import MemoryPolicy
-from windfall.serve.slo import Objectives, RolloutLoad, rows_allowed, slack_s
+from windfall.serve.slo import Objectives, RolloutLoad, credit_s, objective_slack_s, rows_allowed
 from windfall.serve.slo import ServingLoad as RequestsNow
 from windfall.serve.step_time import StepShape, StepTime
 from windfall.sim.core.link import SimLink
@@ -51,6 +52,8 @@ class LenderSpec:
 class _Request:
     context: float
     left: float
+    elapsed_s: float = 0.0  # since its first token
+    lent_s: float = 0.0  # of these, time that the run had
 
 
 class SimLender(SimWorker):
@@ -68,7 +71,7 @@ class SimLender(SimWorker):
         self._stopped_s: float | None = None
         """Since when the run has got no rows."""
         self._turn_s = self._rollout_s = self._prefill_share = 0.0
-        """Of the last tick: seconds of a turn of the host, and of the run's part of it; share that prefill took."""
+        """Of the last tick: mean seconds of a turn of the host, and of the run's part of it; share of prefill."""
         self._slack_s = math.inf
         self.turns_s: list[float] = []
         """Time per token of the requests, for every tick with requests."""
@@ -96,9 +99,12 @@ class SimLender(SimWorker):
         passed_s, begin_s, self._looked_s = now - self._looked_s, self._looked_s, now
         if self._requests:
             tokens = passed_s * (1.0 - self._prefill_share) / self._turn_s
+            lent_s = tokens * self._rollout_s
             for request in self._requests:
                 request.left -= tokens
                 request.context += tokens
+                request.elapsed_s += passed_s
+                request.lent_s += lent_s
             self._requests = [r for r in self._requests if r.left > 0]
         new = self._lending.load.arrivals(self._lending.number, begin_s, now)
         self._requests += [_Request(context=r.prompt, left=r.generated) for r in new]
@@ -118,15 +124,19 @@ class SimLender(SimWorker):
         """Decide how many rows the run gets, and how much slower its steps are."""
         base, lending = self.spec.service, self._lending
         count, context = len(self._requests), sum(r.context for r in self._requests)
-        requests = RequestsNow(last_tokens_s=(now,) * count, context=round(context))
-        self._slack_s = slack_s(requests, lending.objectives, self._serving_time, now)
+        at_end = tuple((r.elapsed_s + TICK_S, r.lent_s) for r in self._requests)  # of this tick, if nothing is lent
+        requests = RequestsNow(last_tokens_s=(now,) * count, lent_s=at_end, context=round(context))
+        self._slack_s = objective_slack_s(requests, lending.objectives, self._serving_time, now)
         batch = len(self._decode) - len(self._decode.waiting)
         each = self._decode.context // batch if batch else lending.response_tokens // 2
         full = RolloutLoad(running=self.spec.slots, waiting=0, context=each * self.spec.slots)
         most = rows_allowed(self._slack_s, lending.objectives, self._rollout_time, full)
         rows = min(batch, most)
         serving_s = lending.serving.step_s(count, 0, context) if count else 0.0
-        self._rollout_s = base.step_s(rows, 0, each * rows) if rows else 0.0
+        step_s = base.step_s(rows, 0, each * rows) if rows else 0.0
+        turns = self._turns_lent(credit_s(requests, lending.objectives), serving_s, step_s)
+        rows = rows if turns else 0
+        self._rollout_s = turns * step_s
         self._turn_s = max(serving_s + self._rollout_s, 1e-9)
         if count:
             self.turns_s.append(self._turn_s)
@@ -134,12 +144,21 @@ class SimLender(SimWorker):
         if rows:
             self.meter.stepped(TICK_S * (1.0 - self._prefill_share) * self._rollout_s / self._turn_s)
             alone_s = base.step_s(batch, 0, self._decode.context)
-            slower = batch / rows * self._turn_s / alone_s / (1.0 - self._prefill_share)
+            slower = batch / rows * self._turn_s / turns / alone_s / (1.0 - self._prefill_share)
             self._decode.service, self._stopped_s = base.slower(slower), None
         elif batch and self._stopped_s is None:
             self._stopped_s = now
         elif batch and self._stopped_s is not None and now - self._stopped_s > STARVED_S:
             self._return(tuple(self._decode.rows))
+
+    def _turns_lent(self, credit_s: float, serving_s: float, step_s: float) -> float:
+        """The share of the turns of this tick that may have a step of the run. `credit_s`: at the end of the tick if
+        nothing is lent; every second lent costs one second of it, and what serving would have earned in that second."""
+        if math.isinf(credit_s) or not step_s:
+            return 1.0
+        lent_s = max(0.0, credit_s / (1.0 + self._lending.objectives.lent_share))
+        share = lent_s / (TICK_S * (1.0 - self._prefill_share))
+        return min(1.0, share / (1.0 - share) * serving_s / step_s) if share < 1.0 else 1.0
 
     # memory
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from lending import rollout_model, rollout_spec
 from serving import PATIENT, spec, tiny
 
 from windfall.engine.cuda.engine import GraphEngine
-from windfall.link.messages import Released, Tokens, Work
+from windfall.link.messages import Capacity, Released, Tokens, Work
 from windfall.serve import build, rollout_tenant
 from windfall.serve.host import WEIGHTS, Host
 from windfall.serve.rollout_tenant import RolloutTenant
@@ -48,8 +49,11 @@ class Frames:
         self.tokens: dict[int, list[int]] = {}
         self.released: list[int] = []
         self.ended: set[int] = set()
+        self.slots: list[int] = []
 
     def __call__(self, message: Any) -> None:
+        if isinstance(message, Capacity):
+            self.slots.append(message.slots)
         if isinstance(message, Released):
             self.released += message.handles
         if isinstance(message, Tokens):
@@ -168,6 +172,21 @@ def test_a_burst_of_serving_takes_the_memory_of_the_rollout() -> None:
         host.call(host.arena.blocks.check).result()
 
 
+def test_serving_takes_what_is_kept_for_the_next_turns() -> None:
+    answers, frames = Answers(), Frames()
+    with graph_host(kv_tokens=1600) as host, rollout(host, frames) as tenant:
+        tenant.add([msgspec.structs.replace(work(n), session=f"s{n}", keep_s=60.0) for n in range(4)])
+        until(lambda: len(frames.ended) == 4, "all turns have ended")
+        engine: Any = tenant.engine
+        assert engine.counters.kept_sessions == 4
+        ask(host, answers, range(16), max_tokens=120)
+        until(lambda: len(answers.ended) == 16, "serving has ended")
+        assert engine.counters.kept_sessions < 4
+        assert engine.take_dropped()
+        host.call(engine.check).result()
+        host.call(host.arena.blocks.check).result()
+
+
 def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_tenant, "RESTORE_S", 0.2)
     answers, frames, again = Answers(), Frames(), Answers()
@@ -179,9 +198,11 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         ask(host, answers, range(16), max_tokens=120)  # more than all blocks together
         until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
         assert blocks.held(WEIGHTS) == 0
+        until(lambda: frames.slots[-1] == 0, "the run knows that there is nothing to be had")
         until(lambda: len(answers.ended) == 16, "serving has ended")
         assert {len(t) for t in answers.tokens.values()} == {120}
         until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")
+        until(lambda: frames.slots[-1] > 0, "the run knows that there is room again")
         until(lambda: len(frames.ended) + len(frames.released) == 4, "every response has ended or was returned")
         swapped = threading.Event()
         tenant.swap(2, dict(rollout_model().state_dict()), lambda error: swapped.set())

@@ -17,7 +17,7 @@ from windfall.sim.report.figures import Figures, figures
 SPEED = {"fixed_s": 0.01, "each_s": 0.0003, "prefill_s": 0.00002, "context_s": 1e-8}
 LENDERS = {
     "count": 3, "serving": SPEED, "slots": 16, "kv_tokens": 100_000, "serving_kv_tokens": 100_000,
-    "requests_per_s": 1.0,
+    "requests_per_s": 1.0, "max_slowdown": 100.0,
 }  # fmt: skip
 
 
@@ -65,6 +65,17 @@ def test_borrowed_max_and_a_busy_service_limit_what_is_lent(tmp_path: Path) -> N
     assert sum(x.returned for x in lenders) > 0, "responses went back to the controller"
     assert any(x._policy.halvings for x in lenders)
     assert busy.tok_per_s < one.tok_per_s
+
+
+def test_lending_slows_no_request_down_by_more_than_the_limit(tmp_path: Path) -> None:
+    speeds: list[float] = []
+    for limit in (100.0, 0.15, 0.0):
+        lent, lenders, _ = simulate(tmp_path, {"requests_per_s": 2.0, "max_slowdown": limit})
+        speeds.append(lent.tok_per_s)
+        requests = [r for x in lenders for r in x._requests]
+        assert requests
+        assert all(r.lent_s <= limit * (r.elapsed_s - r.lent_s) + 1e-9 for r in requests)
+    assert speeds[0] > 1.1 * speeds[1] > 1.1 * speeds[2]
 
 
 def test_same_seed_gives_the_same_log(tmp_path: Path) -> None:

@@ -221,6 +221,18 @@ def test_any_history_gives_a_capacity(history: list[tuple[float, int, float, flo
         assert 0.0 <= meter.lent <= 1.0
 
 
+def test_a_budget_of_zero_is_computed_again_when_there_is_room_for_a_while() -> None:
+    policy = MemoryPolicy(10)
+    policy.begin_step(serving=9)
+    assert policy.budget == 0
+    assert [policy.thaw(9, float(t)) for t in range(0, 40, 5)] == [False] * 8, "there is no room"
+    assert [policy.thaw(2, 40.0 + t) for t in (0, 4)] == [False] * 2
+    assert not policy.thaw(9, 49.0), "there is none for a moment"
+    assert [policy.thaw(2, 50.0 + t) for t in (0, 8, 12)] == [False, False, True]
+    assert (policy.budget, policy.state) == (6, MemoryState.NORMAL)
+    assert [policy.thaw(2, 70.0 + t) for t in (0, 12)] == [False, False], "it is not zero"
+
+
 # Slowdown.
 
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 SERVING, ROLLOUT, WEIGHTS = "serving", "rollout", "rollout weights"
 LAUNCH_S = 0.02
 """Upper limit for the time of the decode steps that are launched at once (seconds)."""
-THAW_S = 10.0
-"""Seconds after which a rollout whose budget fell to zero gets another one, if there is room for it all the time."""
 SWITCH_S = 0.001
 """Longest time for which another Python thread may keep the host's thread waiting (seconds). Python's default is 5 ms:
 as long as several steps of a small model."""
@@ -87,7 +85,7 @@ class Host:
         self.failed: BaseException | None = None
         self.slack_s = 0.0
         """The slack before the last rollout step, or before the last decision that it must wait."""
-        self._clock, self._without_room_s = clock, 0.0
+        self._clock = clock
         self._requests: dict[str, _Running] = {}
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="serving host", daemon=True)
@@ -284,7 +282,8 @@ class Host:
             return
         tenant.restore_weights(self._clock())
         self._limit_memory(tenant)
-        self._thaw(self._clock())
+        if self.policy.thaw(self._unlent, self._clock()):
+            tenant.pages.limit = self.policy.budget
         tenant.report(self._clock())
         if tenant.runnable:
             now_s = self._clock()
@@ -324,14 +323,6 @@ class Host:
         if excess:
             pages.yield_blocks(excess)
             self.policy.observe(self._unlent, pages.owned_blocks)
-
-    def _thaw(self, now_s: float) -> None:
-        """A rollout without any block makes no progress, and without progress no step of the run ends, if no other
-        worker does: then the budget is computed again when there has been room for a while."""
-        if self.policy.budget or not self.policy.has_room(self._unlent):
-            self._without_room_s = now_s
-        elif now_s > self._without_room_s + THAW_S:
-            self.begin_step()
 
     @property
     def _unlent(self) -> int:

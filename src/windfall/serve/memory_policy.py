@@ -7,6 +7,8 @@
 All amounts are blocks. Rules:
 - a new budget leaves the headroom to serving, beside what serving holds;
 - within a step the budget only falls. It falls below the half only if serving takes a block that the rollout holds;
+- a budget of zero is computed again when there has been room for `THAW_S`: a rollout without any block makes no
+  progress, and if no other worker does, no step of the run ends;
 - the policy never limits serving: only the rollout has a budget.
 """
 
@@ -22,6 +24,9 @@ class MemoryState(StrEnum):
     FROZEN = "frozen"
 
 
+THAW_S = 10.0
+
+
 class MemoryPolicy:
     def __init__(self, blocks: int, *, headroom: float = 0.2, watermark: float = 0.5) -> None:
         """`headroom`: share of all blocks that is kept free for serving. `watermark`: share of the headroom whose use
@@ -35,6 +40,8 @@ class MemoryPolicy:
         self.state, self.budget = MemoryState.NORMAL, 0
         self.halvings = 0
         """Number of times that serving caused pressure."""
+        self._without_room_s: float | None = None
+        """When the budget was last positive, or without room for it."""
 
     def begin_step(self, serving: int) -> None:
         """A step of the run begins, and serving holds this many blocks: compute the budget from scratch."""
@@ -44,6 +51,15 @@ class MemoryPolicy:
     def has_room(self, serving: int) -> bool:
         """Whether a new budget would be positive if serving held this many blocks."""
         return self._blocks - self._headroom - serving > 0
+
+    def thaw(self, serving: int, now_s: float) -> bool:
+        """Compute a budget of zero again if there has been room for it long enough. Returns whether that was done."""
+        if self.budget or self._without_room_s is None or not self.has_room(serving):
+            self._without_room_s = now_s
+        elif now_s > self._without_room_s + THAW_S:
+            self.begin_step(serving)
+            return True
+        return False
 
     def observe(self, serving: int, rollout: int) -> int:
         """The blocks that each tenant holds now. Returns how many the rollout must give back at once."""

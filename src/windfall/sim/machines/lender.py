@@ -165,6 +165,7 @@ class SimLender(SimWorker):
     def _limit_memory(self) -> None:
         serving = math.ceil(self._use * BLOCKS)
         held = self._decode.context + self._kept.tokens
+        self._policy.thaw(serving, self._loop.time())
         excess = self._policy.observe(serving, math.ceil(held / self.spec.kv_tokens * BLOCKS))
         self._apply_budget()
         if excess:

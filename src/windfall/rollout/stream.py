@@ -75,7 +75,7 @@ class Rollout:
         """Since the last reset: tokens sampled in finished responses, and how many of them the journal had."""
         self.grading = Grading(lambda: asdict(env.load()))
         self.sessions: Sessions | None = None
-        """Makes the responses, if they are those of agents."""
+        """What opens the sessions of agents; None if the environment answers turns itself."""
         self.streams: set[Stream] = set()
         self.stopped = False
         self.failures = EnvFailures(env.name, events)

@@ -348,6 +348,12 @@ def real(args: argparse.Namespace) -> list[Row]:
     work = Workload(sessions=args.sessions, turns=args.turns, env_s=args.env_s)
     print(f"{args.workers} workers ({args.device}, {args.model}), {work}, prefill share {work.prefill_share:.0%}")
     rows, vocabulary = [], vocabulary_of(args, work)
+    # The first responses on a GPU wait for kernels to be compiled, which are then kept for all.
+    warm_up = Workload(sessions=args.sessions, turns=2, env_s=0.01)
+    engines, slots = make_engines(args, work, 0.0)
+    asyncio.run(measure("warm-up", engines, slots, warm_up, {}, vocabulary))
+    del engines
+    free_memory(args.device)
     for name, (techniques, keep_share) in VARIANTS.items():
         engines, slots = make_engines(args, work, keep_share)
         rows.append(asyncio.run(measure(name, engines, slots, work, techniques, vocabulary)))

@@ -34,6 +34,7 @@ def test_controller_takes_in_every_token_of_the_intake_benchmark(
     assert taken.tok_per_s > 0
 
 
+@pytest.mark.slow
 def test_simulated_bound_on_staleness_holds_and_the_gate_alone_exceeds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = load("staleness_curve", monkeypatch)
     short = {"steps": 9, "first": 2, "last": 7}
@@ -61,6 +62,7 @@ def test_rewards_after_equal_time_are_interpolated(monkeypatch: pytest.MonkeyPat
     assert lines[2].count("0.600 (0.600 to 0.600)") == 2
 
 
+@pytest.mark.slow
 def test_writers_of_the_publishing_benchmark_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)  # for the processes that it starts
     ranks = load("publish_ranks", monkeypatch)

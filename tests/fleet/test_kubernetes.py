@@ -229,6 +229,7 @@ def free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
+@pytest.mark.slow
 def test_run_trains_on_pods_and_scales_them_to_zero(tmp_path: Path) -> None:
     """Real workers, started as the Deployment of the preview says."""
     port, weights = free_ports(2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from agent_scene import Made, Recording
 from samplers import EOS, TOKENIZER, run, serving
 from small_models import engine as new_engine
 
@@ -18,45 +20,19 @@ from windfall.gateway.dispatch_sampler import DispatchSampler
 from windfall.models.load import load
 from windfall.rollout.assignment import Offer
 from windfall.rollout.dispatch import Dispatch
-from windfall.types import Chunk, Request, Response, Sampling
+from windfall.types import Response, Sampling
 from windfall.worker.in_process import in_process_worker, weights_already_loaded
 
 openai = pytest.importorskip("openai", reason="the gateway is tested with OpenAI's client")
 
 
-class Recording:
-    """An engine that records what it was asked and what it sampled."""
-
-    def __init__(self, engine: Any, made: dict[tuple[int, int], tuple[int, float]]) -> None:
-        self._engine, self._made = engine, made
-        self._requests: dict[str, Request] = {}
-        self._at: dict[str, int] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def __len__(self) -> int:
-        return len(self._engine)
-
-    def add(self, request: Request) -> None:
-        self._requests[request.id] = request
-        self._engine.add(request)
-
-    def step(self) -> list[Chunk]:
-        chunks = self._engine.step()
-        for c in chunks:
-            for n, (token, logprob) in enumerate(zip(c.tokens, c.logprobs, strict=True)):
-                self._made[self._requests[c.id].seed, c.position + n] = (token, logprob)
-        return chunks
-
-
 @asynccontextmanager
-async def workers(folder: Path, model: Any, made: dict[tuple[int, int], tuple[int, float]]) -> Any:
+async def workers(folder: Path, model: Any, made: Made) -> Any:
     events = EventLog(folder / "events.jsonl")
     dispatch = Dispatch(events=events, vocabulary=99)
     dispatch.set_offer(Offer(version=0, digest="d0", url=""))
     watching = asyncio.create_task(dispatch.watch())
-    engines = {name: Recording(new_engine(model, deterministic=True), made) for name in ("first", "second")}
+    engines = {name: Recording(new_engine(model, deterministic=True), made, Counter()) for name in ("first", "second")}
     contexts = [in_process_worker(dispatch, engines[n], 8, name=n, pull=weights_already_loaded) for n in engines]
     try:
         for context in contexts:
@@ -96,7 +72,7 @@ def talks(folder: Path, *, lose: bool) -> list[Response]:
     torch.set_num_threads(1)
     model = load("tiny", dtype="float32", device="cpu")
     model.set_attn_implementation(attention.NAME)
-    made: dict[tuple[int, int], tuple[int, float]] = {}
+    made: Made = {}
     out: list[Response] = []
 
     async def main() -> None:

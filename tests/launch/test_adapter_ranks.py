@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
@@ -93,6 +94,7 @@ def close(ours: Path, theirs: Path) -> None:
         assert (two[name] - value).norm() < 5e-3 * value.norm(), name
 
 
+@pytest.mark.slow
 def test_ranks_publish_and_continue_alike(tmp_path: Path) -> None:
     saved: dict[int, IntactCheckpoint] = {}
     results = {}

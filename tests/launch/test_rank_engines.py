@@ -52,6 +52,7 @@ def check(run: Path) -> None:
     assert {(e["worker"].partition("#")[0], e["device"]) for e in events(run, "worker_joined")} == {("local", "2x cpu")}
 
 
+@pytest.mark.slow
 def test_engines_generate_and_one_is_killed(tmp_path: Path) -> None:
     train_while_an_engine_is_killed(tmp_path)
 

@@ -66,7 +66,7 @@ def stop_at(ranks: Ranks, folder: Path, moment: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("moment", ["finish", "publish"])
+@pytest.mark.parametrize("moment", [pytest.param("finish", marks=pytest.mark.slow), "publish"])
 def test_frozen_rank_is_noticed_after_the_limit_of_collectives(tmp_path: Path, moment: str) -> None:
     ((error, took_s),) = run_ranks(2, stop_at, tmp_path, moment, timeout_s=4.0, lost=(1,))
     assert "waited" in error

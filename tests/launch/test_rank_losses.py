@@ -40,6 +40,7 @@ def test_rank_is_killed(killed: Path) -> None:
     assert trained_steps(killed / "r") == [1, 2]
 
 
+@pytest.mark.slow
 def test_rank_freezes_between_two_orders(tmp_path: Path, killed: Path) -> None:
     """Rank 0 notices that its next order does not arrive, and the run has the result of the one with a killed rank."""
     check_frozen(tmp_path, "step", killed)

@@ -44,7 +44,7 @@ MODELS = {
     "qwen3 adapters": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "experts adapters": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
-SLOW = ("llama", "llama adapters", "experts adapters")
+SLOW = ("llama", "llama tied", "llama adapters", "experts adapters")
 """Where others cover most of it."""
 WITH_KL = ("llama tied", "qwen3 adapters")
 UPDATES = 5
@@ -250,6 +250,7 @@ def move_bfloat16(ranks: Ranks, folder: Path, writer: int) -> Any:
     return before, after
 
 
+@pytest.mark.slow
 def test_float32_masters_of_a_bfloat16_model_move_between_numbers_of_ranks(tmp_path: Path) -> None:
     """One rank keeps bfloat16 weights and their masters; several have masters only. The file is the same."""
     for size in (1, 4):

@@ -75,3 +75,7 @@ class EnvHost(Protocol):
     async def feedback(self, index: int, task: Task, turns: Sequence[Turn], timeout_s: float) -> Feedback:
         """Raises EnvFailed. The time limit counts from when the call begins to run; time in a queue does not count."""
         ...
+
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        """No further turn follows these: close the session that waits for one, if there is one."""
+        ...

@@ -57,6 +57,9 @@ class InProcess:
             return await _limited(feedback, failures.feedback_fault, name, timeout_s)
         return _checked(feedback, failures.feedback_fault, name)
 
+    def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
+        """Does nothing: an environment in this process closes its sessions when they are idle."""
+
 
 async def _limited(awaitable: Any, fault: Callable[[object], str], name: str, timeout_s: float) -> Any:
     clock = asyncio.timeout(timeout_s)

@@ -66,9 +66,9 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=6
     """A call of an agent: the ids that stand before the turn that is sampled next."""
 
     id: str
-    """Of the segment."""
+    """The id of the segment."""
     position: int
-    """Of the first id: -1 for the prompt of a new segment, otherwise the position within the tokens of the segment."""
+    """Where the first id stands in the tokens of the segment. -1: it begins the prompt of a new segment."""
     tokens: bytes
     """As in link.messages.Tokens: little-endian, four bytes each."""
 

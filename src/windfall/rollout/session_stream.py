@@ -26,7 +26,7 @@ class SessionOrder:
     """A session that is to be opened."""
 
     id: str
-    """Of its response."""
+    """The id of the response that the session makes."""
     index: int
     """Number of the task."""
     task: Task

@@ -75,7 +75,7 @@ class Rollout:
         """Since the last reset: tokens sampled in finished responses, and how many of them the journal had."""
         self.grading = Grading(lambda: asdict(env.load()))
         self.sessions: Sessions | None = None
-        """Makes the responses, if they are those of agents."""
+        """What opens the sessions of agents; None if the environment answers turns itself."""
         self.streams: set[Stream] = set()
         self.stopped = False
         self.failures = EnvFailures(env.name, events)
@@ -469,9 +469,8 @@ class Stream:
         return self._missing(episode, OUT_OF_TOKENS) if worth == "missing" else episode.close(float(worth))
 
     def _end_sessions(self, *ids: str) -> None:  # no further turn follows
-        end: Any = getattr(self._rollout.env, "end_session", lambda *_: None)
         for episode, group in (self._live[id] for id in ids):
-            end(group.index, group.task, episode.turns)
+            self._rollout.env.end_session(group.index, group.task, episode.turns)
 
     def _observation(self, episode: Episode, text: str) -> tuple[int, ...]:
         codec = self._rollout.text

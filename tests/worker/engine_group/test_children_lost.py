@@ -21,7 +21,7 @@ from windfall.worker.engine_group import group as groups
 from windfall.worker.engine_group.messages import ChildFailed
 
 
-@pytest.mark.parametrize("whom", ["one", pytest.param("both", marks=pytest.mark.slow), "fork server"])
+@pytest.mark.parametrize("whom", [*(pytest.param(w, marks=pytest.mark.slow) for w in ("one", "both")), "fork server"])
 def test_killed_children_lose_no_token(case: Case, models: list[Any], whom: str) -> None:
     e, made, wanted = case.engine(models[0]), Made(), asked()
     for r in wanted:

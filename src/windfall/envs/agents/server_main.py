@@ -52,7 +52,7 @@ NOT_JSON = "left a result that is not JSON; does it write to file descriptor 3?"
 class RunningAgent:
     number: int
     pid: int
-    """Of its reaper."""
+    """The process id of its reaper."""
     pipes: dict[int, str]
     """By file descriptor: stdout, stderr or value."""
     kept: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b"", "value": b""})

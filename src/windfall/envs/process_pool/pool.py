@@ -121,7 +121,6 @@ class EnvPool:
         return await self._call("feedback", args, timeout_s, f"{self.name}.feedback of task '{task.id}'", session)
 
     def end_session(self, index: int, task: Task, turns: Sequence[Turn]) -> None:
-        """No further turn follows these: close the session that waits for one."""
         history = [(t.text, t.observation) for t in turns]
         if self._stateful and (child := self._pop_home((index, *history))) is not None:
             child.process.send([(0, "end session", task.id, history)])

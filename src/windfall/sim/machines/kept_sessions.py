@@ -83,7 +83,7 @@ class KeptSessions:
                 self._dropped.append(session)
 
     def _give_up(self, excess: int, now_s: float, *, overwritten: bool = False) -> str:
-        """Give up so many tokens, at most all of the least useful session, and return the session."""
+        """Drop `excess` tokens of the least useful session, or all it has if they are fewer. Returns the session."""
         session = least_useful(((s, k.returns_s) for s, k in self._kept.items()), now_s)
         assert session is not None, "nothing is kept"
         kept = self._kept[session]

@@ -36,6 +36,7 @@ def steps(run: Path) -> list[Any]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_train_resume_and_export(windfall: Windfall, here: Path) -> None:
     base, run = here / "base", Path("runs/small")
     shutil.copytree(load.TINY, base)

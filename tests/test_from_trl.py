@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from windfall import config
 from windfall.config import DatasetEnv
 from windfall.events.log import read
@@ -16,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "recipes" / "from-trl"
 
 
+@pytest.mark.slow
 def test_the_recipe_runs(tmp_path: Path) -> None:
     fewer = {
         "run.folder": tmp_path, "run.steps": 1, "run.threads": 1, "rollout.groups": 2, "rollout.group_size": 4,

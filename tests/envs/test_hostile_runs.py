@@ -48,6 +48,7 @@ def test_blocking_feedback_ends_the_run_with_its_name(windfall: Windfall) -> Non
     assert "done" not in out
 
 
+@pytest.mark.slow
 def test_run_without_rewards_ends_and_resumes_when_the_environment_is_fixed(windfall: Windfall, here: Path) -> None:
     """An earlier version trained on nothing, printed a line per response, and ended with "done" and status 0."""
     (here / "broken").touch()

@@ -173,6 +173,7 @@ class TwoMachines:
             process.kill()
 
 
+@pytest.mark.slow
 def test_run_on_two_machines(tmp_path: Path, two_networks: tuple[str, list[str], str]) -> None:
     two = TwoMachines(tmp_path, two_networks, steps=2)
     try:

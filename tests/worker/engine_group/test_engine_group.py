@@ -422,6 +422,7 @@ def test_sleep_gives_memory_back(case: Case) -> None:
     assert all(awake - asleep > 0.9 * nbytes for asleep, awake in zip(small, memory(), strict=True))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_of_another_architecture(case: Case) -> None:
     (model,) = versions("qwen3", 1)
     e, made, wanted = case.engine(model, deterministic=False), Made(), asked(4, tokens=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -88,6 +89,8 @@ def test_chat_and_streams() -> None:
         ({"n": 2}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"seed": 1.5}, "seed"),
         ({"prompt": [1, 10**9]}, "prompt"), ({"prompt": [5] * 400}, "messages"), ({"prompt": ""}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"), ({"ignore_eos": 3}, "ignore_eos"),
+        ({"temperature": 10**400}, "temperature"), ({"top_k": 10**400}, "top_k"), ({"top_p": float("nan")}, "top_p"),
+        ({"prompt": "\ud800"}, "messages"), ({"model": ["tiny"]}, "model"),
     ],
 )  # fmt: skip
 def test_wrong_requests_are_refused_in_openais_format(change: dict[str, Any], param: str) -> None:
@@ -100,11 +103,28 @@ def test_wrong_requests_are_refused_in_openais_format(change: dict[str, Any], pa
     run(main)
 
 
+def test_no_temperature_ends_the_service() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            for temperature in (1e-40, 1e-300, 1e-4, 100):
+                other = asyncio.create_task(s.complete(max_tokens=20, temperature=0, ignore_eos=True))
+                answer = await s.complete(max_tokens=5, temperature=temperature, top_p=0.9, logprobs=1)
+                assert all(math.isfinite(x) for x in answer["choices"][0]["logprobs"]["token_logprobs"])
+                assert (await other)["usage"]["completion_tokens"] == 20
+
+    run(main)
+
+
 def test_other_errors_and_models() -> None:
     async def main() -> None:
         async with serving(api_key="secret") as s:
             status, body = await s.post("/v1/completions", {"prompt": "3+4="})
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            host, port = s.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xe9\r\n\r\n")
+            assert b" 401 " in await reader.readline(), "a key that is not UTF-8"
+            writer.close()
             key = {"Authorization": "Bearer secret"}
             assert (await s.post("/v1/completions", {"prompt": "3+4=", "max_tokens": 2}, headers=key))[0] == 200
             status, body = await s.post("/v1/nothing", {}, headers=key)

@@ -41,6 +41,9 @@ from windfall.serve.host import Host
 from windfall.serve.sampling_options import SamplingOptions
 from windfall.types import Chunk, Finish, Request
 
+MAX_ECHO = 100
+"""Characters of a client's text that an error repeats at most."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
@@ -71,8 +74,12 @@ class _CallSampler:
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Check the fields of a request that concern sampling."""
-        if body.get("model") not in (None, self.model):
-            raise ApiError(404, f"there is no model {body['model']!r}; this is {self.model!r}", code="model_not_found")
+        model = body.get("model")
+        if model is not None and not isinstance(model, str):
+            raise ApiError(400, "model must be text", param="model")
+        if model not in (None, self.model):
+            what = f"there is no model {model[:MAX_ECHO]!r}; this is {self.model!r}"
+            raise ApiError(404, what, code="model_not_found", param="model")
         self.options = sampling_options.read(body)
 
     def retract(self, request: TurnRequest, keep: int) -> None:
@@ -239,4 +246,4 @@ async def _mark_begun(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,66 @@ def test_slow_clients_are_cut_off() -> None:
             await until(lambda: s.host.requests == 0, "it has ended or was canceled")
             writer.close()
             assert await s.complete(max_tokens=2)
+
+    run(main)
+
+
+def test_clients_without_a_key_or_a_whole_request_occupy_nothing() -> None:
+    async def main() -> None:
+        async with serving(api_key="secret", max_requests=1, idle_s=0.2) as s:
+            host, port = s.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            silent, half = await asyncio.open_connection(host, int(port))
+            half.write(b"POST /v1/completions HTTP/1.1\r\nHos")
+            headers = {"Authorization": "Bearer secret"}
+            status, body = await s.post("/v1/completions", {"prompt": "3+4=", "max_tokens": 2}, headers=headers)
+            assert status == 200, body
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 10)
+            assert await asyncio.wait_for(silent.read(), 10) == b"", "half of a head: the connection is closed"
+            writer.close()
+            half.close()
+
+    run(main)
+
+
+def test_an_engine_that_fails_answers_all_requests() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            body = {"prompt": "3+4=", "max_tokens": 200, "ignore_eos": True}
+            whole = asyncio.create_task(s.post("/v1/completions", body))
+            async with s.http.post(s.url + "/v1/completions", json={**body, "stream": True}) as stream:
+                await stream.content.readline()
+
+                def broken(*limits: Any) -> Any:
+                    raise RuntimeError("the kernel failed")
+
+                s.host.engine.step = broken
+                status, answer = await asyncio.wait_for(whole, 10)
+                assert (status, answer["error"]["type"]) == (503, "server_error")
+                assert "the engine has failed" in (await asyncio.wait_for(stream.content.read(), 10)).decode()
+            assert isinstance(s.host.failed, RuntimeError)
+            assert (await s.get("/health"))[0] == 503
+            assert (await s.post("/v1/completions", body))[0] == 503
+
+    run(main)
+
+
+def test_a_drain_keeps_its_time_limit() -> None:
+    """A stream that takes longer than the drain gets an error, and the server ends."""
+
+    async def main() -> None:
+        began_s = 0.0
+        async with serving() as s:
+            body = {"prompt": "3+4=", "max_tokens": 240, "ignore_eos": True, "stream": True}
+            step = s.host.engine.step
+            s.host.engine.step = lambda *limits: (time.sleep(0.02), step(*limits))[1]
+            async with s.http.post(s.url + "/v1/completions", json=body) as stream:
+                await stream.content.readline()
+                began_s = time.monotonic()
+                assert not await s.api.drain(0.1)
+                assert "the server is shutting down" in (await asyncio.wait_for(stream.content.read(), 10)).decode()
+        assert time.monotonic() - began_s < 5.0
 
     run(main)
 

@@ -12,7 +12,9 @@ cancels its request.
 
 Limits: `max_body_bytes` of a body, `max_requests` in flight, waiting or running (429 beyond it), `read_s` seconds for a
 client to send its body, `write_s` seconds to take the next part of a stream, and `request_s` seconds from the first
-byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled.
+byte of a request to the last byte of its answer. A client that is too slow is cut off, and its request is canceled. A
+client without a valid key is refused before its body is read, so it occupies none of the `max_requests`. A connection
+without a whole request for `IDLE_S` is closed (`runner`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ from windfall.serve.host import Host
 from windfall.serve.sampling_options import SamplingOptions
 from windfall.types import Chunk, Finish, Request
 
+IDLE_S = 75.0
+"""Seconds that a connection may be open between two requests, or before the head of its first one is complete."""
+CLOSE_S = 1.0
+"""Seconds that handlers get to end after the drain."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
 
@@ -152,6 +158,12 @@ class ServeApi(Gateway):
         self.app.middlewares.append(self._one_request)
         self.app.on_response_prepare.append(_mark_begun)
 
+    def runner(self, idle_s: float = IDLE_S) -> web.AppRunner:
+        """What listens for this application."""
+        return web.AppRunner(
+            self.app, handler_cancellation=True, access_log=None, keepalive_timeout=idle_s, shutdown_timeout=CLOSE_S
+        )
+
     def _add_routes(self) -> None:
         add = self.app.router
         add.add_post("/v1/chat/completions", self._chat_completions)
@@ -161,11 +173,14 @@ class ServeApi(Gateway):
         add.add_get("/health", self._health)
         add.add_get("/metrics", self._metrics)
 
-    def _session(self, request: web.Request) -> GatewaySession:
+    def _check_key(self, request: web.Request) -> None:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         wanted = self._limits.api_key
         if wanted and not (scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), _digest(wanted))):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _session(self, request: web.Request) -> GatewaySession:
+        self._check_key(request)
         state, sampler = _state.get(), _CallSampler(self._host, self.served, self._stop)
         session = GatewaySession(
             secrets.token_hex(12), sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
@@ -190,6 +205,7 @@ class ServeApi(Gateway):
         _state.set(state)
         if request.method != "POST":
             return await handler(request)
+        self._check_key(request)  # before anything is read or counted
         if self.draining or self._host.failed is not None:
             raise ApiError(503, self.draining or "the engine has failed", code="unavailable")
         if self._in_flight >= self._limits.max_requests:
@@ -230,8 +246,16 @@ class ServeApi(Gateway):
         return web.Response(text=metrics.render(self._host.metrics, self._host.gauges()))
 
     async def drain(self, timeout_s: float, why: str = "the server is shutting down") -> bool:
-        """Accept no more requests, and wait for those in flight. Returns whether all have ended."""
+        """Accept no more requests, and wait for those in flight. Those that have not ended then get an error. Returns
+        whether all have ended in time."""
         self.draining = why
+        if drained := await self._wait_for_requests(timeout_s):
+            return drained
+        self._host.end_requests(why)
+        await self._wait_for_requests(CLOSE_S)
+        return drained
+
+    async def _wait_for_requests(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._in_flight:

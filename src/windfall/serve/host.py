@@ -8,7 +8,8 @@ steps (`call`, `submit`, `cancel`). Rules:
 - a GPU engine launches several steps at once, but no more than take `LAUNCH_S`. Without a rollout tenant, serving is
   one launch ahead of the device. With one, every launch is waited for, so that what it took is known; only while
   serving is idle, the rollout is one launch ahead;
-- an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host.
+- an error of the rollout tenant ends that tenant, and its blocks are free. An error of serving ends the host, and every
+  request gets an error.
 """
 
 from __future__ import annotations
@@ -122,9 +123,15 @@ class Host:
     def submit(self, request: Request, listener: Listener) -> None:
         arrival_s = self._clock()
         self._orders.put(lambda: self._add(request, listener, arrival_s))
+        if self.failed is not None:
+            listener(_engine_failed())  # no thread takes the order
 
     def cancel(self, id: str) -> None:
         self._orders.put(lambda: self._cancel(id))
+
+    def end_requests(self, why: str) -> None:
+        """Cancel all requests. Their listeners get an error."""
+        self._orders.put(lambda: self._end_requests(WindfallError(why)))
 
     @property
     def requests(self) -> int:
@@ -162,6 +169,11 @@ class Host:
                 self._turn()
         except BaseException as e:  # fault boundary: this is the only way in which the server learns of the error
             self.failed = e
+            with contextlib.suppress(Exception):  # the server must learn of it whatever else fails
+                while not self._orders.empty():  # some requests may not be added yet
+                    if (order := self._orders.get()) is not None:
+                        order()
+                self._end_requests(_engine_failed())
             self._on_failure()
 
     def _take_orders(self) -> bool:
@@ -207,6 +219,8 @@ class Host:
 
     def _add(self, request: Request, listener: Listener, arrival_s: float) -> None:
         try:
+            if self.failed is not None:
+                raise _engine_failed()
             self.engine.add(request)
         except WindfallError as e:
             self.metrics.ended("rejected")
@@ -216,9 +230,15 @@ class Host:
         self.metrics.prompt_tokens += len(request.prompt)
 
     def _cancel(self, id: str) -> None:
-        self.engine.cancel(id)
+        if self.failed is None:
+            self.engine.cancel(id)
         if self._requests.pop(id, None) is not None:
             self.metrics.ended("canceled")
+
+    def _end_requests(self, error: WindfallError) -> None:
+        for id, request in list(self._requests.items()):
+            self._cancel(id)
+            request.listener(error)
 
     def _step_serving(self) -> None:
         evicted = self.rollout.evicted if self.rollout is not None else 0
@@ -352,6 +372,10 @@ class Host:
             waiting=tuple(waiting), last_tokens_s=tuple(last_tokens_s), lent_s=tuple(lent_s), context=context,
             max_rows=self._max_rows,
         )  # fmt: skip
+
+
+def _engine_failed() -> WindfallError:
+    return WindfallError("the engine has failed", fix="Try again: the server restarts.")
 
 
 def rollout_load(engine: Any) -> RolloutLoad:

@@ -33,6 +33,8 @@ from windfall.weights.pull import Puller
 
 LEAVE_S = 5.0
 """Time limit for returning the run's responses at the end (seconds)."""
+REPORT_S = 2.0
+"""Time limit for telling clients that the engine has failed (seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
     """Listen until a signal or until the engine fails. Returns the exit status."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     host.start(lambda: loop.call_soon_threadsafe(ended.set) and None)
-    runner = web.AppRunner(api.app, handler_cancellation=True, access_log=None)
+    runner = api.runner()
     await runner.setup()
     try:
         await web.TCPSite(runner, options.host, options.port).start()
@@ -133,6 +135,7 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
     await ended.wait()
     if host.failed is not None:
         print(f"the engine failed: {type(host.failed).__name__}: {host.failed}", file=sys.stderr, flush=True)
+        await api.drain(REPORT_S, "the engine has failed")
         return 1
     if lender is not None:
         lender.leave("the server is shutting down")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -79,7 +79,9 @@ def new_site(folder: Path) -> Site:
 
 
 @asynccontextmanager
-async def lending(folder: Path, host: Host | None = None) -> AsyncIterator[Lending]:
+async def lending(
+    folder: Path, host: Host | None = None, token: Callable[[], str] | None = None
+) -> AsyncIterator[Lending]:
     """A server that lends, and a controller."""
     site = new_site(folder)
     await site.port.open()
@@ -88,8 +90,9 @@ async def lending(folder: Path, host: Host | None = None) -> AsyncIterator[Lendi
         s = Lending(server.host, server.api, server.url, server.http)
         s.said, s.site = [], site
         s.lender = Lender(
-            s.host, site.url, TOKEN, name="lender", device="cpu", puller=Weights, retry_s=0.1, say=s.said.append
-        )
+            s.host, site.url, token or (lambda: TOKEN), name="lender", device="cpu", puller=lambda token: Weights(),
+            retry_s=0.1, say=s.said.append,
+        )  # fmt: skip
         task = asyncio.create_task(s.lender.run())
         try:
             yield s

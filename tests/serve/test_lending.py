@@ -10,9 +10,11 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from doorway import TOKEN
 from lending import Lending, Weights, episode, expected, lending, new_site, rollout_spec
 from serving import new_host, run, serving, until
 
+from windfall.launch import invitation
 from windfall.link.messages import Work
 from windfall.scheduling.members import WorkerState
 from windfall.serve.build import build_rollout
@@ -225,6 +227,22 @@ def test_a_run_that_does_not_fit_is_refused_and_serving_goes_on(tmp_path: Path) 
             assert any("a page of this model takes" in line for line in s.said)
             assert s.host.arena.blocks.held("rollout") == 0
             assert (await s.complete(max_tokens=5))["usage"]["completion_tokens"] <= 5
+
+    run(main)
+
+
+def test_lending_begins_when_the_token_is_there_and_a_wrong_one_ends_it(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+
+    async def main() -> None:
+        async with lending(tmp_path, token=lambda: TOKEN if file.exists() else invitation.token(str(file))) as s:
+            await until(lambda: any("waiting for the run's token" in line for line in s.said), "it waits")
+            assert (await s.complete(max_tokens=5))["choices"], "serving does not wait"
+            file.touch()
+            await until(lambda: s.site.state("lender") is WorkerState.READY, "it has joined")
+        async with lending(tmp_path / "b", token=lambda: "wrong-token-0123456789abcdef") as s:
+            await until(lambda: any("serving goes on without lending" in line for line in s.said), "it is refused")
+            assert (await s.complete(max_tokens=5))["choices"]
 
     run(main)
 

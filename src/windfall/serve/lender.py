@@ -1,20 +1,23 @@
 """Lends the host to a run: a worker's agent with a `borrowed` lease, whose engine is the rollout tenant of the host.
 
-    Lender.run ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ another Agent ──▶ ...
-                     └──▶ refused for good: no more lending; serving goes on
+    Lender.run ──▶ token ──▶ Agent ──▶ (run) ... drained, or the tenant failed ──▶ wait ──▶ token ──▶ another Agent ...
+                               └──▶ refused for good: no more lending; serving goes on
 
-The agent reconnects without end while there is no controller. It keeps the engine and its weights meanwhile, but no
+The token is read when an agent starts; a token file that does not exist yet is awaited, while serving goes on. The
+agent reconnects without end while there is no controller. It keeps the engine and its weights meanwhile, but no
 response: these are continued elsewhere, and their pages are free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl as tls
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from windfall.errors import WindfallError
 from windfall.link import messages as m
 from windfall.serve.build import build_rollout
 from windfall.serve.host import Host
@@ -33,25 +36,36 @@ PATIENCE_S = 10 * 365 * 86400.0
 
 class Lender:
     def __init__(
-        self, host: Host, url: str, token: str, *, name: str, device: str, puller: Callable[[], Any],
+        self, host: Host, url: str, token: Callable[[], str], *, name: str, device: str, puller: Callable[[str], Any],
         lease_device: str = "", region: str = "", ssl: tls.SSLContext | None = None, retry_s: float = RETRY_S,
         say: Callable[[str], None] = lambda line: print(f"lend: {line}", file=sys.stderr, flush=True),
     ) -> None:  # fmt: skip
-        """`puller` makes a weights.pull.Puller for every agent. `lease_device`: name of the device in the lease."""
-        self._host, self._url, self._token, self._name, self._device = host, url, token, name, device
+        """`token` returns the run's token, or raises WindfallError while there is none; it is called in a thread.
+        `puller` makes a weights.pull.Puller for every agent, given the token. `lease_device`: name of the device in the
+        lease."""
+        self._host, self._url, self._read_token, self._name, self._device = host, url, token, name, device
         self._puller, self._ssl, self._retry_s, self._say = puller, ssl, retry_s, say
         self._lease = Lease(kind="borrowed", device=lease_device or device, region=region)
         self._agent: Agent | None = None
         self._tenant: RolloutTenant | None = None
-        self._leaving = False
+        self._leaving = asyncio.Event()
         self.tenants = 0
         """Number of rollout tenants that were made."""
 
     async def run(self) -> None:
         """Lend until the run refuses this worker for good, or until `leave`."""
-        while not self._leaving:
+        waiting = ""
+        while not self._leaving.is_set():
+            try:
+                token = await asyncio.to_thread(self._read_token)
+            except (WindfallError, OSError) as e:
+                if str(e) != waiting:  # print repeats once
+                    waiting = str(e)
+                    self._say(f"waiting for the run's token: {e}")
+                await self._pause()
+                continue
             agent = self._agent = Agent(
-                self._url, self._token, name=self._name, lease=self._lease, puller=self._puller(), build=self._build,
+                self._url, token, name=self._name, lease=self._lease, puller=self._puller(token), build=self._build,
                 ssl=self._ssl, patience_s=PATIENCE_S, host=self._make_tenant, say=self._say,
             )  # fmt: skip
             try:
@@ -66,12 +80,16 @@ class Lender:
             if code == REFUSED:
                 self._say("the run does not take this worker; serving goes on without lending")
                 return
-            if not self._leaving:
-                await asyncio.sleep(self._retry_s)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait for the next attempt, or for `leave`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), self._retry_s)
 
     def leave(self, why: str) -> None:
         """Tell the run that this worker leaves soon, so that it takes its responses back. `run` ends then."""
-        self._leaving = True
+        self._leaving.set()
         if self._agent is not None:
             self._agent.warned(PreemptionNotice(source="sigterm", left_s=None, detail=why))
 

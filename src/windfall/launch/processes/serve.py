@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from windfall import devices, errors
+from windfall import devices
 from windfall.errors import WindfallError
 from windfall.launch import invitation, tls
 from windfall.launch.processes.trainer import text_for
@@ -90,16 +90,15 @@ def main(options: ServeOptions) -> None:
     async def run() -> int:
         lender: Lender | None = None
         if options.lend:
-            token = await asyncio.to_thread(invitation.token, options.token)
             lender = Lender(
-                host, options.lend, token, name=f"{socket.gethostname()}-{os.getpid()}", device=device,
-                lease_device=devices.describe(device), ssl=context,
-                puller=lambda: Puller(key=auth.weights_key(token), ssl=context),
+                host, options.lend, lambda: invitation.token(options.token), device=device,
+                name=f"{socket.gethostname()}-{os.getpid()}", lease_device=devices.describe(device), ssl=context,
+                puller=lambda token: Puller(key=auth.weights_key(token), ssl=context),
             )  # fmt: skip
         return await serve(host, api, options, lender)
 
     async def run_and_exit() -> NoReturn:
-        code = await errors.guard(run())
+        code = await run()  # an error in a callback, of the lender or of one connection, is logged: serving goes on
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # threads may be in the middle of a step or a pull whose result is no longer needed

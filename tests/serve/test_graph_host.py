@@ -17,6 +17,7 @@ from lending import rollout_model, rollout_spec
 from serving import PATIENT, spec, tiny
 
 from windfall.engine.cuda.engine import GraphEngine
+from windfall.engine.torch.engine import TorchEngine
 from windfall.link.messages import Capacity, Released, Tokens, Work
 from windfall.serve import build, rollout_tenant
 from windfall.serve.host import WEIGHTS, Host
@@ -215,6 +216,20 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
     assert again.tokens == answers.tokens or CUDA
     made = {n: frames.tokens[n] for n in range(10, 14)}
     assert made == generated(range(10, 14)) or CUDA, "the weights are those that were loaded"
+
+
+def test_rows_of_the_prefill_are_those_that_no_step_has_computed() -> None:
+    with graph_host() as host:
+        host.call(lambda: None).result()
+        other = TorchEngine(tiny(), kv_tokens=512)
+        request = Request(id="0", prompt=tuple(range(3, 33)), seed=0, max_tokens=8, sampling=Sampling(temperature=0.0))
+        for engine in (other, host.engine):
+            engine.add(request)
+            assert engine.prefill_rows == 30
+            while len(engine):
+                engine.step(10, 1)
+                assert engine.prefill_rows in (20, 19, 10, 9, 0)
+            assert engine.prefill_rows == 0
 
 
 def test_a_failing_rollout_does_not_end_serving() -> None:

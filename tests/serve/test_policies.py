@@ -253,6 +253,16 @@ def test_credit_is_not_spent_on_few_rows() -> None:
     assert rows_allowed(0.025, SLO, time, load, growing=True) >= 100
 
 
+def test_credit_is_not_spent_on_a_prefill_of_few_rows() -> None:
+    time = learned(fixed=0.004, each=0.0001)
+    load = RolloutLoad(running=1, waiting=3, context=0, prefill=1000)
+    assert 0 < rows_allowed(0.0045, SLO, time, load) < 10
+    assert rows_allowed(0.0045, SLO, time, load, growing=True) == 0, "almost all of the step would be fixed"
+    assert rows_allowed(0.012, SLO, time, load, growing=True) >= 40
+    short = RolloutLoad(running=0, waiting=1, context=0, prefill=6)
+    assert rows_allowed(0.0045, SLO, time, short, growing=True) >= 3, "there is no more to compute"
+
+
 def test_steps_of_a_launch_fit_into_the_slack() -> None:
     time = learned(fixed=0.002, each=0.0)
     assert steps_allowed(1.0, 0.02, time, 10, 100, 8) == 8

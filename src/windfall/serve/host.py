@@ -381,5 +381,6 @@ def _engine_failed() -> WindfallError:
 def rollout_load(engine: Any) -> RolloutLoad:
     running = [s for s in engine.sequences if s.pages]
     return RolloutLoad(
-        running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running)
-    )
+        running=len(running), waiting=len(engine) - len(running), context=sum(len(s.tokens) for s in running),
+        prefill=engine.prefill_rows,
+    )  # fmt: skip

@@ -95,6 +95,11 @@ class StepTime:
             return 0
         return min(MOST_ROWS, int(left_s / each)) if each * MOST_ROWS > left_s else MOST_ROWS
 
+    def worthwhile_rows(self, *, context_per_row: float = 0.0) -> float:
+        """Number of rows with which half of a step's time is fixed."""
+        each = self._each + self._attended * context_per_row
+        return self._fixed / each if each > 0.0 else MOST_ROWS
+
 
 MOST_ROWS = 1 << 20
 """More rows than any step has."""

@@ -232,6 +232,29 @@ def test_rows_of_the_prefill_are_those_that_no_step_has_computed() -> None:
             assert engine.prefill_rows == 0
 
 
+def test_a_starved_lender_has_no_slots_until_serving_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_tenant, "STARVED_S", 0.1)
+    monkeypatch.setattr(rollout_tenant, "LOOK_S", 0.02)
+    monkeypatch.setattr(rollout_tenant, "REPORT_S", 0.02)
+    answers, frames = Answers(), Frames()
+    objectives = Objectives(ttft_s=60.0, tpot_s=20.0, max_slowdown=1e-9)
+    with graph_host(objectives=objectives) as host, rollout(host, frames) as tenant:
+        until(lambda: frames.slots and frames.slots[-1] > 0, "the run may use it")
+        step = host.engine.step
+        host.engine.step = lambda *limits: (time.sleep(0.01), step(*limits))[1]
+        ask(host, answers, range(2), max_tokens=100)
+        until(lambda: len(answers.tokens) == 2, "both are running")
+        tenant.add([work(n) for n in range(2)])
+        until(lambda: sorted(frames.released) == [0, 1], "the responses are returned")
+        assert not answers.ended
+        reported = len(frames.slots)
+        assert frames.slots[-1] == 0, "they would starve again"
+        until(lambda: len(frames.slots) > reported + 3, "it is reported again")
+        assert set(frames.slots[reported:]) == {0} or answers.ended
+        until(lambda: len(answers.ended) == 2, "serving has ended")
+        until(lambda: frames.slots[-1] > 0, "the run may use it again")
+
+
 def test_a_failing_rollout_does_not_end_serving() -> None:
     answers, frames = Answers(), Frames()
     with graph_host() as host, rollout(host, frames) as tenant:

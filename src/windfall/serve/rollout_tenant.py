@@ -8,6 +8,8 @@ Rules:
 - what the tenant can take is reported about once per second, and before a response is returned (capacity.py);
 - a response that loses its pages is returned to the controller, after all its tokens. So is one that had no pages, and
   every one if the tenant had no step, for `STARVED_S`;
+- a tenant that had no step for so long reports no slots for `REST_S` while serving has requests: otherwise the
+  controller would send the same responses again and again, and each time they would wait for nothing;
 - if serving needs the blocks of the weights, too, all responses are returned. The weights stay in host memory, and are
   activated again with the next version, or when there has been room for them for `RESTORE_S`.
 """
@@ -36,6 +38,7 @@ from windfall.types import Chunk
 from windfall.worker.engine_thread import Emit, EngineThread, Make, order
 
 STARVED_S = 2.0
+REST_S = 10.0
 RESTORE_S = 10.0
 MAX_UNSENT = 64
 """Frames that may wait to be forwarded before the tenant pauses."""
@@ -99,6 +102,8 @@ class RolloutTenant(EngineThread):
         self._without_pages_s: dict[str, float] = {}
         """Since when each response has been without pages."""
         self._looked_s = 0.0
+        self._rests_until_s = -math.inf
+        """Until then, serving leaves it too little time for any response."""
         self.response_tokens = 0
         """Tokens of the longest possible response; 0: not known, and the slots divide the memory."""
         self._meter: CapacityMeter | None = None
@@ -200,6 +205,7 @@ class RolloutTenant(EngineThread):
 
     def _copied(self, version: int, done: Callable[[BaseException | None], None], error: BaseException | None) -> None:
         self._swapping = False
+        self._stepped_s = time.monotonic()  # the time of the swap is no sign of starvation
         if error is None:
             self.engine.swap(version)
             self._mixed = False
@@ -337,7 +343,8 @@ class RolloutTenant(EngineThread):
             self._reported_s = now_s
             budget = host.policy.budget * self.pages.per_block * self.pages.size
             slots = self._meter.slots(budget, running=load.running, held_tokens=load.context)
-            slots = slots if self.weightless_s is None else 0
+            resting = now_s < self._rests_until_s and host.requests > 0
+            slots = slots if self.weightless_s is None and not resting else 0
             self._emit(self._meter.report(slots=slots, state=host.policy.state, slack_s=slack_s))
 
     def _evict(self, pages: frozenset[int]) -> None:
@@ -369,6 +376,7 @@ class RolloutTenant(EngineThread):
         sequences = engine.sequences
         if time.monotonic() - self._stepped_s > STARVED_S:
             starved = [s.request.id for s in sequences]
+            self._rests_until_s = now_s + REST_S
         else:
             before = self._without_pages_s
             self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}

@@ -18,6 +18,7 @@ from serving import PATIENT, spec, tiny
 
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.torch.engine import TorchEngine
+from windfall.errors import WindfallError
 from windfall.link.messages import Capacity, Released, Tokens, Work
 from windfall.serve import build, rollout_tenant
 from windfall.serve.host import WEIGHTS, Host
@@ -216,6 +217,34 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
     assert again.tokens == answers.tokens or CUDA
     made = {n: frames.tokens[n] for n in range(10, 14)}
     assert made == generated(range(10, 14)) or CUDA, "the weights are those that were loaded"
+
+
+def test_a_load_that_another_one_replaces_is_not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_tenant, "RESTORE_S", 0.0)
+    frames, go_on, ended = Frames(), threading.Event(), list[tuple[int, BaseException | None]]()
+    with graph_host() as host, rollout(host, frames) as tenant:
+        engine: Any = tenant.engine
+        load, activated = engine.ready_weights.load, list[int]()
+
+        def slow(version: int, weights: Any) -> None:
+            assert version != 2 or go_on.wait(20)
+            load(version, weights)
+
+        engine.ready_weights.load = slow
+        engine.ready_weights.activate = lambda: activated.append(engine.version)
+        weights = dict(rollout_model().state_dict())
+        tenant.swap(2, weights, lambda error: ended.append((2, error)))
+        tenant.weightless_s = 0.0
+        host.wake()
+        time.sleep(0.1)
+        assert not activated, "a load is in progress: nothing is activated again"
+        tenant.swap(3, weights, lambda error: ended.append((3, error)))
+        until(lambda: ended, "version 3 is loaded")
+        go_on.set()
+        until(lambda: len(ended) == 2, "both have ended")
+        assert dict(ended)[3] is None
+        assert isinstance(dict(ended)[2], WindfallError)
+        assert (engine.version, len(activated)) == (3, 1)
 
 
 def test_rows_of_the_prefill_are_those_that_no_step_has_computed() -> None:

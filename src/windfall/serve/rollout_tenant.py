@@ -91,7 +91,9 @@ class RolloutTenant(EngineThread):
         waking = self._orders = _WakingQueue()
         waking.wake = host.wake
         self._forwarder: _Forwarder | None = None
-        self._swapping = self._closed = False
+        self._swapping = self._loading = self._closed = False
+        """`_loading`: new weights are being copied to host memory. `_swapping`: the engine's weights change."""
+        self._swaps = 0
         self.weightless_s: float | None = None
         """Since when the weights' blocks have been serving's; None: the weights are on the device."""
         self._copying = threading.Lock()
@@ -163,6 +165,9 @@ class RolloutTenant(EngineThread):
             self._in_thread(lambda: copy_weights(engine.model, version, weights), version, done)
             return
 
+        self._swaps += 1
+        number, self._loading = self._swaps, True
+
         def load() -> None:
             """To host memory first: the tenant steps with the old weights meanwhile."""
             error: BaseException | None = None
@@ -170,8 +175,17 @@ class RolloutTenant(EngineThread):
                 ready.load(version, weights)
             except Exception as e:  # fault boundary: the session reports it to the controller
                 error = e
-            after = functools.partial(self._in_thread, ready.activate, version, done)
-            self._orders.put(after if error is None else functools.partial(self._copied, version, done, error))
+            self._orders.put(lambda: activate(error))
+
+        def activate(error: BaseException | None) -> None:
+            if number != self._swaps:  # a session after this one loads another version into the same memory
+                done(error or WindfallError(f"version {version} was replaced while it was loaded"))
+                return
+            self._loading = False
+            if error is not None:
+                self._copied(version, done, error)
+            else:
+                self._in_thread(ready.activate, version, done)
 
         threading.Thread(target=load, name="rollout weights", daemon=True).start()
 
@@ -244,7 +258,7 @@ class RolloutTenant(EngineThread):
     def restore_weights(self, now_s: float) -> None:
         """Activate the weights again if there is room for them."""
         engine: Any = self.engine
-        if self.weightless_s is None or self._swapping or not engine.ready_weights.loaded:
+        if self.weightless_s is None or self._swapping or self._loading or not engine.ready_weights.loaded:
             return
         if now_s < self.weightless_s + RESTORE_S or not self._host.may_restore(engine.weight_blocks.count):
             return

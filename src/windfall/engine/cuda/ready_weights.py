@@ -7,7 +7,9 @@ layout: every tensor at the same offset of one range of bytes. The device's rang
 captured with it stay valid while the model is inactive.
 
 Rules:
-- `load` changes host memory only, and all of it or nothing if the weights do not fit the model;
+- `load` changes host memory only, and all of it or nothing if the weights do not fit the model. Until it has ended, and
+  after any other error, there is nothing to activate (`loaded`);
+- `load` and `activate` may be called from several threads: one waits for the other;
 - `activate` copies on a stream of its own, in the calling thread, and returns when the copy is complete. Other work on
   the device goes on; the model must not run meanwhile;
 - host memory is page-locked on a machine with a GPU: otherwise the copy would be several times slower.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from windfall.engine.cuda.skeleton import ModelSkeleton
 from windfall.engine.torch.engine import copy_weights
+from windfall.errors import WindfallError
 
 ALIGN = 512
 """Bytes. Every tensor starts at a multiple of it, like an allocation of its own."""
@@ -70,16 +74,27 @@ class ReadyWeights:
         self.model = ModelSkeleton(config, dtype=dtype, device=device, empty=_Carver(dtype, self._device))
         self._in_host = ModelSkeleton(config, dtype=dtype, device="cpu", empty=_Carver(dtype, self._host))
         self.loaded = False
-        """Whether host memory holds weights."""
+        """Whether host memory holds weights, all of one version."""
+        self._lock = threading.Lock()
         self.activation_s = 0.0
         """How long the last activation took (seconds)."""
 
     def load(self, version: int, weights: Mapping[str, Any]) -> None:
-        copy_weights(self._in_host, version, weights)
-        self.loaded = True
+        with self._lock:
+            before, self.loaded = self.loaded, False
+            try:
+                copy_weights(self._in_host, version, weights)
+            except WindfallError:  # nothing has changed
+                self.loaded = before
+                raise
+            self.loaded = True
+
+    def activate(self) -> None:
+        with self._lock:
+            self._copy()
 
     @torch.no_grad()
-    def activate(self) -> None:
+    def _copy(self) -> None:
         began_s = time.monotonic()
         cuda = self._device.is_cuda
         stream = torch.cuda.Stream(self._device.device) if cuda else None

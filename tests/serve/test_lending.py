@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -10,18 +11,22 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import pytest
 from doorway import TOKEN
-from lending import Lending, Weights, episode, expected, lending, new_site, rollout_spec
+from lending import Lending, Weights, episode, expected, lending, new_site, rollout_model, rollout_spec
 from serving import new_host, run, serving, until
 
+from windfall.errors import WindfallError
 from windfall.launch import invitation
 from windfall.link.messages import Work
 from windfall.scheduling.members import WorkerState
+from windfall.serve import build
 from windfall.serve.build import build_rollout
 from windfall.serve.memory_policy import MemoryState
 from windfall.serve.rollout_tenant import MAX_UNSENT, RolloutTenant
 from windfall.serve.slo import Objectives
 from windfall.types import Sampling
+from windfall.worker import engine_factory
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 
@@ -229,6 +234,16 @@ def test_a_run_that_does_not_fit_is_refused_and_serving_goes_on(tmp_path: Path) 
             assert (await s.complete(max_tokens=5))["usage"]["completion_tokens"] <= 5
 
     run(main)
+
+
+def test_a_model_without_room_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = new_host()
+    room = engine_factory.model_bytes(json.loads(rollout_spec().model_config), "float32")
+    assert room == sum(p.numel() * 4 for p in rollout_model().parameters())
+    monkeypatch.setattr(build, "free_bytes", lambda device: room)
+    monkeypatch.setattr(engine_factory, "build_full_model", lambda *spec: pytest.fail("memory was allocated"))
+    with pytest.raises(WindfallError, match="the run's weights take"):
+        build_rollout(host, rollout_spec(), "cpu")
 
 
 def test_lending_begins_when_the_token_is_there_and_a_wrong_one_ends_it(tmp_path: Path) -> None:

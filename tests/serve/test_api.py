@@ -291,6 +291,35 @@ def test_metrics_count_what_was_served() -> None:
     run(main)
 
 
+def test_a_stop_string_is_counted_as_such_even_in_the_last_token() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            options = {"temperature": 0, "ignore_eos": True}
+            text = (await s.complete(**options, max_tokens=20))["choices"][0]["text"]
+            stop = text[3:5]
+            cut = await s.complete(**options, max_tokens=20, stop=stop)
+            exact = await s.complete(**options, max_tokens=cut["usage"]["completion_tokens"], stop=stop)
+            assert exact["choices"][0] == cut["choices"][0]
+            assert exact["choices"][0]["finish_reason"] == "stop"
+            await until(lambda: s.host.requests == 0, "all have ended")
+            assert "canceled" not in s.host.metrics.requests
+            assert s.host.metrics.requests["stop"] >= 1
+            assert s.host.metrics.tpot.count == 3
+
+    run(main)
+
+
+def test_time_to_the_first_token_includes_tokenizing() -> None:
+    async def main() -> None:
+        async with serving() as s:
+            encode = s.api._encode
+            s.api._encode = lambda text: (time.sleep(0.3), encode(text))[1]  # pyright: ignore
+            await s.complete(max_tokens=2)
+            assert s.host.metrics.ttft.sum > 0.3
+
+    run(main)
+
+
 def test_draining_ends_what_runs_and_takes_nothing_new() -> None:
     async def main() -> None:
         async with serving() as s:

@@ -77,6 +77,10 @@ class _CallSampler:
         self.model, self.context, self.vocabulary = served.model, served.context, served.vocabulary
         self._host, self._stop = host, stop
         self.options: SamplingOptions | None = None
+        self.arrival_s: float | None = None
+        """When the body of the request had arrived, by the host's clock."""
+        self.over = False
+        """The client has its answer, or has gone away."""
 
     def read(self, body: Mapping[str, Any]) -> None:
         """Check the fields of a request that concern sampling."""
@@ -106,7 +110,7 @@ class _CallSampler:
             id=request.session, prompt=request.prompt, seed=seed, max_tokens=request.max_tokens,
             sampling=self.options.sampling, stop=stop,
         )  # fmt: skip
-        self._host.submit(asked, listen)
+        self._host.submit(asked, listen, arrival_s=self.arrival_s)
         finish: Finish | None = None
         tokens, logprobs, known = list[int](), list[float](), 0
         try:
@@ -123,17 +127,19 @@ class _CallSampler:
                 known = len(tokens)
                 if kept is not None:  # a stop string was found, or the session ends
                     del tokens[kept:], logprobs[kept:]
-                    break
+                    if finish is None and not self.over:
+                        self._host.cancel(asked.id, "stop")
+                    finish = "stop"
         finally:
-            if finish is None:
-                self._host.cancel(asked.id)
-        return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish or "stop")
+            self._host.cancel(asked.id)  # no effect on a request that has ended
+        return SampledTurn(tokens=tuple(tokens), logprobs=tuple(logprobs), finish=finish)
 
 
 @dataclass
 class _RequestState:
     session: GatewaySession | None = None
     sampler: _CallSampler | None = None
+    arrival_s: float | None = None
     begun: bool = False
     """The first bytes of the answer were sent."""
 
@@ -182,6 +188,7 @@ class ServeApi(Gateway):
     def _session(self, request: web.Request) -> GatewaySession:
         self._check_key(request)
         state, sampler = _state.get(), _CallSampler(self._host, self.served, self._stop)
+        sampler.arrival_s = state.arrival_s
         session = GatewaySession(
             secrets.token_hex(12), sampler, self._chat, self._decode, in_thread=self._in_thread, max_tokens=sys.maxsize
         )
@@ -215,6 +222,7 @@ class ServeApi(Gateway):
         self._in_flight += 1
         try:
             await self._read_body(request)
+            state.arrival_s = self._host.now_s()  # tokenizing counts, the client's upload does not
             async with asyncio.timeout(self._limits.request_s):
                 return await handler(request)
         except TimeoutError:
@@ -225,6 +233,8 @@ class ServeApi(Gateway):
             raise ApiError(499, "the client closed the connection") from None
         finally:
             self._in_flight -= 1
+            if state.sampler is not None:
+                state.sampler.over = True
             if state.session is not None:
                 await state.session.end()
 

@@ -120,14 +120,20 @@ class Host:
         self._orders.put(run)
         return future
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        arrival_s = self._clock()
-        self._orders.put(lambda: self._add(request, listener, arrival_s))
+    def submit(self, request: Request, listener: Listener, *, arrival_s: float | None = None) -> None:
+        """`arrival_s`: when it arrived, by the host's clock; by default, now. Its TTFT begins then."""
+        arrived_s = self._clock() if arrival_s is None else arrival_s
+        self._orders.put(lambda: self._add(request, listener, arrived_s))
         if self.failed is not None:
             listener(_engine_failed())  # no thread takes the order
 
-    def cancel(self, id: str) -> None:
-        self._orders.put(lambda: self._cancel(id))
+    def cancel(self, id: str, how: str = "canceled") -> None:
+        """End a request. `how`: for the metrics."""
+        self._orders.put(lambda: self._cancel(id, how))
+
+    def now_s(self) -> float:
+        """The host's clock."""
+        return self._clock()
 
     def end_requests(self, why: str) -> None:
         """Cancel all requests. Their listeners get an error."""
@@ -229,11 +235,11 @@ class Host:
         self._requests[request.id] = _Running(listener, arrival_s)
         self.metrics.prompt_tokens += len(request.prompt)
 
-    def _cancel(self, id: str) -> None:
+    def _cancel(self, id: str, how: str = "canceled") -> None:
         if self.failed is None:
             self.engine.cancel(id)
-        if self._requests.pop(id, None) is not None:
-            self.metrics.ended("canceled")
+        if (request := self._requests.pop(id, None)) is not None:
+            self._count_end(request, how)
 
     def _end_requests(self, error: WindfallError) -> None:
         for id, request in list(self._requests.items()):
@@ -268,12 +274,15 @@ class Host:
         metrics.generated_tokens += len(chunk.tokens)
         if chunk.finish:
             del self._requests[chunk.id]
-            metrics.ended(chunk.finish)
-            if request.tokens > 1:
-                each_s = (now_s - request.first_s) / (request.tokens - 1)
-                metrics.tpot.add(each_s)
-                metrics.late_tokens += each_s > slo.tpot_s
+            self._count_end(request, chunk.finish)
         request.listener(chunk)
+
+    def _count_end(self, request: _Running, how: str) -> None:
+        self.metrics.ended(how)
+        if request.tokens > 1:
+            each_s = (request.last_s - request.first_s) / (request.tokens - 1)
+            self.metrics.tpot.add(each_s)
+            self.metrics.late_tokens += each_s > self.objectives.tpot_s
 
     # The rollout.
 

@@ -45,7 +45,7 @@ class ServeMetrics:
     generated_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)
     tpot: Histogram = field(default_factory=Histogram)
-    """Mean time per token after the first, one value for every request with at least two tokens."""
+    """Mean time per token after the first, one value for every request with at least two tokens, canceled ones too."""
     late_first_tokens: int = 0
     """Requests whose first token came later than the objective."""
     late_tokens: int = 0

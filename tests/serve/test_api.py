@@ -135,7 +135,7 @@ def test_other_errors_and_models() -> None:
             assert (status, body["error"]["code"]) == (404, "model_not_found")
             async with s.http.get(s.url + "/v1/models", headers=key) as answer:
                 assert [m["id"] for m in (await answer.json())["data"]] == ["tiny"]
-            async with s.http.post(s.url + "/v1/completions", data=b"x" * (9 << 20), headers=key) as answer:
+            async with s.http.post(s.url + "/v1/completions", data=b"x" * (2 << 20), headers=key) as answer:
                 assert answer.status == 413
             assert (await s.get("/health"))[0] == 200
             assert (await s.get("/metrics"))[0] == 200

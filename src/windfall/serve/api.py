@@ -47,6 +47,9 @@ IDLE_S = 75.0
 """Seconds that a connection may be open between two requests, or before the head of its first one is complete."""
 CLOSE_S = 1.0
 """Seconds that handlers get to end after the drain."""
+MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
+BYTES_PER_TOKEN = 64
+"""Upper limit for the size of a body, per token of the context. Parsing holds up all streams: 1 MiB takes about 10 ms."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
 
@@ -149,8 +152,6 @@ _state: ContextVar[_RequestState] = ContextVar("request")
 
 
 class ServeApi(Gateway):
-    max_body_bytes = 8 << 20
-
     def __init__(
         self, host: Host, tokenizer: Any, chat: Chat | None, stop: frozenset[int], *, served: ServedModel,
         limits: ServeLimits | None = None,
@@ -158,6 +159,7 @@ class ServeApi(Gateway):
         self._host, self.served, self._limits = host, served, limits or ServeLimits()
         self._in_flight = 0
         self.write_s = self._limits.write_s
+        self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, BYTES_PER_TOKEN * served.context))
         self.draining = ""
         """Why no request is accepted any more; empty while they are."""
         super().__init__(_CallSampler(host, served, stop), tokenizer, chat, stop)

@@ -49,7 +49,7 @@ CLOSE_S = 1.0
 """Seconds that handlers get to end after the drain."""
 MIN_BODY_BYTES, MAX_BODY_BYTES = 1 << 20, 8 << 20
 BYTES_PER_TOKEN = 64
-"""Upper limit for the size of a body, per token of the context. Parsing holds up all streams: 1 MiB takes about 10 ms."""
+"""Upper limit for the size of a body, per token of the context. Parsing holds up all streams, about 10 ms per MiB."""
 MAX_ECHO = 100
 """Characters of a client's text that an error repeats at most."""
 

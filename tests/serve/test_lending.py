@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doorway import TOKEN
-from lending import Lending, Weights, episode, expected, lending, new_site, rollout_model, rollout_spec
+from doorway import TOKEN, Site
+from lending import Lending, Weights, episode, expected, lending, new_lender, new_site, rollout_model, rollout_spec
 from serving import new_host, run, serving, until
 
 from windfall.errors import WindfallError
@@ -74,6 +74,23 @@ def test_both_tenants_get_what_they_would_get_alone(tmp_path: Path) -> None:
     run(main)
 
 
+async def next_controller(s: Lending, site: Site) -> None:
+    """A controller at the address of the first one, which is killed after a response."""
+    site.port.port = s.site.port.port
+    await site.port.open()
+    watching = asyncio.create_task(site.dispatch.watch())
+    try:
+        more = episode("9/0")
+        site.dispatch.open(more, site.listener)
+        await until(lambda: "9/0" in site.ended, "the next controller gets its response")
+        assert more.tokens.tolist() == expected(more)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await site.port.close("killed")
+        site.events.close()
+
+
 def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
     async def main() -> None:
         async with lending(tmp_path / "a") as s:
@@ -86,21 +103,10 @@ def test_serving_goes_on_without_the_controller(tmp_path: Path) -> None:
             assert s.tenant.pages.held_blocks == 0
             for n in range(3):
                 await s.complete(f"{n}+1=", max_tokens=5)
-            second = new_site(tmp_path / "b")
-            second.port.port = s.site.port.port
-            await second.port.open()
-            watching = asyncio.create_task(second.dispatch.watch())
-            try:
-                more = episode("9/0")
-                second.dispatch.open(more, second.listener)
-                await until(lambda: "9/0" in second.ended, "the next controller gets its response")
-                assert more.tokens.tolist() == expected(more)
-                assert s.lender.tenants == 1, "the engine was not built again"
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
-                await second.port.close()
-                second.events.close()
+            await next_controller(s, new_site(tmp_path / "b"))
+            assert s.lender.tenants == 1, "the engine was not built again"
+            await next_controller(s, new_site(tmp_path / "c", model="model-2"))
+            assert s.lender.tenants == 2, "another run with another model"
             assert len(episodes) == 4
 
     run(main)
@@ -190,6 +196,27 @@ def test_a_lender_that_leaves_returns_its_responses(tmp_path: Path) -> None:
                 expected(e)[:n] for e, n in zip(episodes, tokens, strict=True)
             ]
             assert (await s.complete(max_tokens=5))["choices"]
+
+    run(main)
+
+
+def test_responses_of_a_lost_lender_go_on_at_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with lending(tmp_path) as s, serving() as other:
+            second = asyncio.create_task(new_lender(other.host, s.site, "second", s.said).run())
+            for name in ("lender", "second"):
+                await until(lambda name=name: s.site.state(name) is WorkerState.READY, f"{name} has joined")
+            episodes = [episode(f"{n}/0") for n in range(6)]
+            for e in episodes:
+                s.site.dispatch.open(e, s.site.listener)
+            await until(lambda: s.tenant._generated and other.host.metrics.rollout_tokens, "both generate")
+            s.task.cancel()
+            await finished(s, episodes)
+            assert [e.tokens.tolist() for e in episodes] == [expected(e) for e in episodes]
+            answer = await s.complete(max_tokens=5, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 5, "its service goes on"
+            second.cancel()
+            await asyncio.gather(second, return_exceptions=True)
 
     run(main)
 

@@ -171,6 +171,8 @@ class RolloutTenant(EngineThread):
         def load() -> None:
             """To host memory first: the tenant steps with the old weights meanwhile."""
             error: BaseException | None = None
+            with self._copying:
+                pass  # the version before this one must be on the device before it is overwritten in host memory
             try:
                 ready.load(version, weights)
             except Exception as e:  # fault boundary: the session reports it to the controller
@@ -203,6 +205,8 @@ class RolloutTenant(EngineThread):
             self._copied(version, done, None)
             return
         self.weightless_s = None
+        if tail is not None:
+            engine.ready_weights.interrupted.clear()
         self._copying.acquire()  # released by the thread: until then, `give_up_weights` waits
 
         def run() -> None:
@@ -245,14 +249,16 @@ class RolloutTenant(EngineThread):
         engine.kv.leave()
         tail = getattr(engine, "weight_blocks", None)
         if tail is not None:
+            engine.ready_weights.interrupted.set()
             with self._copying:
                 tail.leave()
 
     def give_up_weights(self) -> None:
         """Serving gets the blocks of the weights now."""
-        with self._copying:  # a copy takes a fraction of a second
-            self.weightless_s = time.monotonic()
         engine: Any = self.engine
+        engine.ready_weights.interrupted.set()  # a copy in progress ends within milliseconds
+        with self._copying:
+            self.weightless_s = time.monotonic()
         self._cancel(list(engine.sequences))
 
     def restore_weights(self, now_s: float) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_models import build, drain, requests, tokens
 
+from windfall.engine.cuda import ready_weights
 from windfall.engine.cuda.engine import GraphEngine
 from windfall.engine.cuda.ready_weights import ALIGN, ReadyWeights, weight_bytes
 from windfall.errors import WindfallError
@@ -89,6 +90,20 @@ def test_there_is_nothing_to_activate_while_weights_are_loaded_or_after_an_error
     assert not weights.loaded, "host memory has a mix of two versions"
     weights.load(3, model.state_dict())
     assert weights.loaded
+
+
+def test_an_activation_is_interrupted_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready_weights, "PART", 1024)
+    model = build("llama")
+    weights = ready(model)
+    weights.load(1, model.state_dict())
+    weights._device.zero_()
+    weights.interrupted.set()
+    weights.activate()
+    assert not weights._device.any(), "the memory belongs to another owner now"
+    weights.interrupted.clear()
+    weights.activate()
+    assert torch.equal(weights._device.cpu(), weights._host)
 
 
 def test_tensors_are_aligned() -> None:

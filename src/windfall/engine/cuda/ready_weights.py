@@ -11,7 +11,8 @@ Rules:
   after any other error, there is nothing to activate (`loaded`);
 - `load` and `activate` may be called from several threads: one waits for the other;
 - `activate` copies on a stream of its own, in the calling thread, and returns when the copy is complete. Other work on
-  the device goes on; the model must not run meanwhile;
+  the device goes on; the model must not run meanwhile. If `interrupted` is set, it returns after the part that it
+  copies at the moment, and the device's memory is of no use;
 - host memory is page-locked on a machine with a GPU: otherwise the copy would be several times slower.
 """
 
@@ -35,7 +36,7 @@ from windfall.errors import WindfallError
 ALIGN = 512
 """Bytes. Every tensor starts at a multiple of it, like an allocation of its own."""
 PART = 256 << 20
-"""Bytes that one copy transfers: other copies come between two of them."""
+"""Bytes that one copy transfers, in a few milliseconds: other copies, or an interruption, come between two of them."""
 
 
 class _Carver:
@@ -76,6 +77,8 @@ class ReadyWeights:
         self.loaded = False
         """Whether host memory holds weights, all of one version."""
         self._lock = threading.Lock()
+        self.interrupted = threading.Event()
+        """Set by another thread that needs the device's memory, and cleared by the caller of `activate`."""
         self.activation_s = 0.0
         """How long the last activation took (seconds)."""
 
@@ -102,9 +105,11 @@ class ReadyWeights:
             if stream is not None:  # what was there before may still be read or cleared
                 stream.wait_stream(torch.cuda.default_stream(self._device.device))
             for start in range(0, self.nbytes, PART):
+                if self.interrupted.is_set():
+                    break
                 self._device[start : start + PART].copy_(self._host[start : start + PART], non_blocking=True)
-        if stream is not None:
-            stream.synchronize()
+                if stream is not None:
+                    stream.synchronize()
         self.activation_s = time.monotonic() - began_s
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def test_chat_and_streams() -> None:
         ({"max_tokens": 0}, "max_tokens"), ({"stop": [""]}, "stop"), ({"ignore_eos": 3}, "ignore_eos"),
         ({"temperature": 10**400}, "temperature"), ({"top_k": 10**400}, "top_k"), ({"top_p": float("nan")}, "top_p"),
         ({"prompt": "\ud800"}, "messages"), ({"model": ["tiny"]}, "model"),
+        ({"stop_token_ids": [5]}, "stop_token_ids"),
     ],
 )  # fmt: skip
 def test_wrong_requests_are_refused_in_openais_format(change: dict[str, Any], param: str) -> None:
@@ -274,6 +276,21 @@ def test_an_error_in_the_middle_of_a_stream_is_sent_in_the_stream() -> None:
     run(main)
 
 
+def check_exposition(text: str) -> None:
+    """Every sample belongs to the metric before it, and only counters end with `_total`."""
+    name = kind = ""
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            name, kind = line.split()[2:]
+            assert name.endswith("_total") == (kind == "counter"), line
+        elif not line.startswith("#"):
+            found = re.fullmatch(r'([a-z_]+)(\{[a-z]+="[^"]*"\})? (\S+)', line)
+            assert found, line
+            suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+            assert found[1] in {name + s for s in suffixes}, line
+            assert math.isfinite(float(found[3]))
+
+
 def test_metrics_count_what_was_served() -> None:
     async def main() -> None:
         async with serving() as s:
@@ -284,6 +301,8 @@ def test_metrics_count_what_was_served() -> None:
             assert await s.metric("serve_tpot_seconds_count") == 3
             _, text = await s.get("/metrics")
             assert 'windfall_serve_requests_total{finish="length"} 3' in text
+            assert 'windfall_lend_state{state="frozen"} 0' in text
+            check_exposition(text)
             times = s.host.serving_time
             assert times.steps >= 20
             assert times.predicted_s == pytest.approx(times.actual_s, rel=0.9)

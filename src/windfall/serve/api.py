@@ -181,6 +181,11 @@ class ServeApi(Gateway):
         add.add_get("/health", self._health)
         add.add_get("/metrics", self._metrics)
 
+    @property
+    def has_key(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._limits.api_key)
+
     def _check_key(self, request: web.Request) -> None:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         wanted = self._limits.api_key
@@ -255,7 +260,8 @@ class ServeApi(Gateway):
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request
-        return web.Response(text=metrics.render(self._host.metrics, self._host.gauges()))
+        text = metrics.render(self._host.metrics, self._host.state())
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def drain(self, timeout_s: float, why: str = "the server is shutting down") -> bool:
         """Accept no more requests, and wait for those in flight. Those that have not ended then get an error. Returns

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from windfall.engine.torch.arena import Arena
 from windfall.errors import WindfallError
-from windfall.serve.memory_policy import MemoryPolicy
-from windfall.serve.metrics import ServeMetrics
+from windfall.serve.memory_policy import MemoryPolicy, MemoryState
+from windfall.serve.metrics import Metric, ServeMetrics
 from windfall.serve.slo import (
     Objectives,
     RolloutLoad,
@@ -144,27 +144,29 @@ class Host:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def gauges(self) -> dict[str, Any]:
-        """For /metrics."""
+    def state(self) -> list[Metric]:
+        """What /metrics shows beside the counts of requests."""
         blocks, serving, rollout = self.arena.blocks, self.serving_time, self.rollout_time
         waiting = sum(r.tokens == 0 for r in list(self._requests.values()))
-        times = {
-            "serving_predicted": serving.predicted_s, "serving_actual": serving.actual_s,
-            "rollout_predicted": rollout.predicted_s, "rollout_actual": rollout.actual_s,
-        }  # fmt: skip
         held = {name: blocks.held(name) for name in (SERVING, ROLLOUT, WEIGHTS)}
-        return {
-            "serve_running": ("Requests with at least one token.", self.requests - waiting),
-            "serve_waiting": ("Requests without a token.", waiting),
-            "kv_blocks": ("Blocks of KV memory by tenant.", {**held, "free": blocks.free}),
-            "kv_blocks_moved": ("Blocks that went from one tenant to the other.", blocks.moves),
-            "lend_state": ("Memory state of the lender.", {self.policy.state.value: 1}),
-            "lend_budget_blocks": ("Blocks that the run may hold.", self.policy.budget),
-            "lend_pressure": ("Number of times that serving needed memory of the run.", self.policy.halvings),
-            "lend_slack_seconds": ("Slack of the tightest request; 1e9 without requests.", min(self.slack_s, 1e9)),
-            "step_seconds": ("Sum of predicted and actual step times.", times),
-            "step_error": ("Mean relative error of step times.", {SERVING: serving.error, ROLLOUT: rollout.error}),
-        }
+        times = {SERVING: serving, ROLLOUT: rollout}
+        predicted, actual = ({n: t.predicted_s for n, t in times.items()}, {n: t.actual_s for n, t in times.items()})
+        states = {state.value: int(state is self.policy.state) for state in MemoryState}
+        slack = min(self.slack_s, 1e9)
+        return [
+            Metric("serve_running", "gauge", "Requests with at least one token.", self.requests - waiting),
+            Metric("serve_waiting", "gauge", "Requests without a token.", waiting),
+            Metric("kv_blocks", "gauge", "Blocks of KV memory.", {**held, "free": blocks.free}, "tenant"),
+            Metric("kv_blocks_moved_total", "counter", "Blocks that went to the other tenant.", blocks.moves),
+            Metric("lend_state", "gauge", "Memory state of the lender: 1 for the present one.", states, "state"),
+            Metric("lend_budget_blocks", "gauge", "Blocks that the run may hold.", self.policy.budget),
+            Metric("lend_pressure_total", "counter", "Times that serving took memory back.", self.policy.halvings),
+            Metric("lend_slack_seconds", "gauge", "Slack of the tightest request; 1e9 without requests.", slack),
+            Metric("step_predicted_seconds_total", "counter", "Predicted time of all steps.", predicted, "tenant"),
+            Metric("step_actual_seconds_total", "counter", "Actual time of the same steps.", actual, "tenant"),
+            Metric("step_error", "gauge", "Recent mean relative error of predicted step times.",
+                   {n: t.error for n, t in times.items()}, "tenant"),
+        ]  # fmt: skip
 
     # The methods below run in the thread.
 
@@ -333,7 +335,8 @@ class Host:
             else:
                 self.metrics.rollout_waits += 1
         self.metrics.returned("memory", tenant.return_evicted())
-        self.metrics.returned("compute", tenant.return_starved(self._clock()))
+        for why, count in tenant.return_starved(self._clock()).items():
+            self.metrics.returned(why, count)
 
     def slack_now(self, now_s: float) -> float:
         """The smallest slack of the objectives. Credit is left out: it limits how often the rollout has a step, not how

@@ -384,26 +384,27 @@ class RolloutTenant(EngineThread):
         handles, self._evicted = self._evicted, []
         return self._return(handles)
 
-    def return_starved(self, now_s: float) -> int:
-        """Return the responses that have waited too long. Returns how many."""
+    def return_starved(self, now_s: float) -> dict[str, int]:
+        """Return the responses that have waited too long. Returns how many, by what they have waited for."""
         if now_s < self._looked_s + LOOK_S:
-            return 0
+            return {}
         self._looked_s = now_s
         engine: Any = self.engine
         if self._idle() and self.weightless_s is None:
             self._without_pages_s.clear()
-            return 0
-        sequences = engine.sequences
+            return {}
+        sequences, why = engine.sequences, "memory"
         if time.monotonic() - self._stepped_s > STARVED_S:
             starved = [s.request.id for s in sequences]
-            self._rests_until_s = now_s + REST_S
+            if self.weightless_s is None:
+                why, self._rests_until_s = "compute", now_s + REST_S
         else:
             before = self._without_pages_s
             self._without_pages_s = {s.request.id: before.get(s.request.id, now_s) for s in sequences if not s.pages}
             starved = [id for id, since_s in self._without_pages_s.items() if now_s - since_s > STARVED_S]
         for id in starved:
             engine.cancel(id)
-        return self._return([int(id) for id in starved])
+        return {why: self._return([int(id) for id in starved])}
 
     def _return(self, handles: list[int]) -> int:
         given = tuple(h for h in handles if h in self._running)

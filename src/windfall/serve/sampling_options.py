@@ -15,7 +15,9 @@ from windfall.types import Sampling
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
-    "min_tokens": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "guided_json": (),
+    "min_tokens": (0,), "use_beam_search": (False,), "response_format": ({"type": "text"},), "stop_token_ids": ([],),
+    "bad_words": ([],), "allowed_token_ids": ([],), "structured_outputs": (), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "length_penalty": (1,), "prompt_logprobs": (0,),
 }  # fmt: skip
 """Fields that are not supported, and the values that have no effect."""
 MAX_SEED = 1 << 63

@@ -33,6 +33,7 @@ from windfall.weights.pull import Puller
 
 LEAVE_S = 5.0
 """Time limit for returning the run's responses at the end (seconds)."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 REPORT_S = 2.0
 """Time limit for telling clients that the engine has failed (seconds)."""
 
@@ -130,6 +131,8 @@ async def serve(host: Host, api: ServeApi, options: ServeOptions, lender: Lender
         f"serving {api.served.model} at http://{options.host}:{port}/v1 "
         f"(TTFT {slo.ttft_s * 1000:g} ms, TPOT {slo.tpot_s * 1000:g} ms)", flush=True,
     )  # fmt: skip
+    if not api.has_key and options.host not in LOOPBACK:
+        print(f"warning: every client that reaches {options.host} may use this server; set --api-key", file=sys.stderr)
     lending: asyncio.Task[Any] | None = asyncio.create_task(lender.run()) if lender is not None else None
     await ended.wait()
     if host.failed is not None:

@@ -312,3 +312,42 @@ def test_lending_slows_no_request_down_by_more_than_the_limit(
         for state in running.values():
             state[1] += took_s
     assert lent_s <= limit * now_s
+
+
+@pytest.mark.parametrize(("rate", "tokens"), [(100, 5), (20, 20), (5, 100)])
+def test_a_stream_of_requests_leaves_the_idle_share_to_the_rollout(rate: float, tokens: int) -> None:
+    """Requests without end, with the limit of the slowdown: the rollout's rows are at least 70 % of what it could
+    compute in the time that serving alone leaves idle."""
+    slo = Objectives(ttft_s=0.5, tpot_s=0.15, max_slowdown=0.15)
+    serving, rollout, rows_each = learned(0.002, 0.0), learned(0.012, 0.0001), 32
+
+    def lent_or_idle_s(lend: bool) -> tuple[float, int]:
+        rng, now_s, next_s, idle_s, rows_done = random.Random(3), 0.0, 0.0, 0.0, 0
+        running: list[list[float]] = []  # first token, time lent, tokens left
+        while now_s < 6.0:
+            while next_s <= now_s:
+                running.append([math.inf, 0.0, rng.expovariate(1 / tokens) + 1])
+                next_s += rng.expovariate(rate)
+            if running:
+                now_s += 0.002
+                running = [[min(r[0], now_s), r[1], r[2] - 1] for r in running if r[2] > 1]
+            load = ServingLoad(
+                last_tokens_s=(now_s,) * len(running), lent_s=tuple((now_s - r[0], r[1]) for r in running)
+            )
+            slack = slack_s(load, slo, serving, now_s)
+            offered = RolloutLoad(running=rows_each if lend else 0, waiting=0, context=0)
+            growing = slack == credit_s(load, slo) < math.inf
+            if rows := min(rows_each, rows_allowed(slack, slo, rollout, offered, growing=growing)):
+                now_s += rollout.predict_s(rows, 0)
+                rows_done += rows
+                for r in running:
+                    r[1] += rollout.predict_s(rows, 0)
+            elif not running:
+                idle_s += next_s - now_s
+                now_s = next_s
+        return idle_s, rows_done
+
+    idle_s, _ = lent_or_idle_s(lend=False)
+    _, rows_done = lent_or_idle_s(lend=True)
+    assert idle_s > 1.0
+    assert rows_done >= 0.7 * rows_each * idle_s / rollout.predict_s(rows_each, 0)

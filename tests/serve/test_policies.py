@@ -151,6 +151,20 @@ def test_a_machine_that_becomes_slower_is_learned_again() -> None:
 # Admission.
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_prefills_are_not_forgotten_in_a_long_time_of_decoding(noise: float) -> None:
+    rng, estimate = random.Random(1), StepTime()
+
+    def step_s(rows: int, context: int) -> float:
+        return (0.008 + 8e-5 * rows + 2e-7 * context) * (1 + rng.uniform(-noise, noise))
+
+    for n in range(2100):
+        rows, context = (528, 140_000) if n < 100 and n % 4 == 0 else (16, 6400 + 16 * (n % 500))
+        estimate.observe(StepShape(rows, context), step_s(rows, context))
+    assert estimate.predict_s(528, 140_000) == pytest.approx(0.0782, rel=0.2)
+    assert 60 < estimate.most_rows(0.03, context_per_row=400.0) < 200  # 137 if all is known exactly
+
+
 def test_slack_is_that_of_the_tightest_request() -> None:
     serving = learned(0.01, 0.0001)
     assert slack_s(ServingLoad(), SLO, serving, 5.0) == math.inf

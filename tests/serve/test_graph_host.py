@@ -117,9 +117,9 @@ def work(handle: int, max_tokens: int = 60) -> Work:
                 sampling=Sampling(temperature=0.0), stop=())  # fmt: skip
 
 
-def ask(host: Host, answers: Answers, ids: range, max_tokens: int = 40) -> None:
+def ask(host: Host, answers: Answers, ids: range, max_tokens: int = 40, prompt_tokens: int = 30) -> None:
     for n in ids:
-        prompt = tuple(3 + (n * 5 + i) % 80 for i in range(30))
+        prompt = tuple(3 + (n * 5 + i) % 80 for i in range(prompt_tokens))
         how = Sampling(temperature=0.0)
         host.submit(Request(id=str(n), prompt=prompt, seed=n, max_tokens=max_tokens, sampling=how), answers)
 
@@ -197,12 +197,12 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         weights = blocks.held(WEIGHTS)
         assert weights > 0, "the weights are in the last blocks"
         tenant.add([work(n, 90) for n in range(4)])
-        ask(host, answers, range(16), max_tokens=120)  # more than all blocks together
+        ask(host, answers, range(16), max_tokens=40, prompt_tokens=110)  # more than all blocks together
         until(lambda: tenant.weightless_s is not None, "serving takes the blocks of the weights")
         assert blocks.held(WEIGHTS) == 0
         until(lambda: frames.slots[-1] == 0, "the run knows that there is nothing to be had")
         until(lambda: len(answers.ended) == 16, "serving has ended")
-        assert {len(t) for t in answers.tokens.values()} == {120}
+        assert {len(t) for t in answers.tokens.values()} == {40}
         until(lambda: blocks.held(WEIGHTS) == weights and tenant.weightless_s is None, "there is room again")
         until(lambda: frames.slots[-1] > 0, "the run knows that there is room again")
         until(lambda: len(frames.ended) + len(frames.released) == 4, "every response has ended or was returned")
@@ -211,7 +211,7 @@ def test_weights_are_given_up_and_activated_again(monkeypatch: pytest.MonkeyPatc
         assert swapped.wait(20)  # the next step of the run: the budget is computed again
         tenant.add([work(n) for n in range(10, 14)])
         until(lambda: frames.ended >= set(range(10, 14)), "the rollout goes on")
-        ask(host, again, range(16), max_tokens=120)
+        ask(host, again, range(16), max_tokens=40, prompt_tokens=110)
         until(lambda: len(again.ended) == 16, "serving has ended")
         host.call(blocks.check).result()
     assert again.tokens == answers.tokens or CUDA
